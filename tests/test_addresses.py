@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.addresses import is_host, is_url, netloc
-from headway.up.cluster import _knock
+from headway.cluster.up.cluster import _knock
 
 NO_PLACE = ["h:99999", "", "a b", "h:x", ":80", "[::1", "::1:80", "h:0", "h:80 ", "h\n", "[10.0.0.5]"]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.forecast.latency.online import seconds_of
+from headway.policy.forecast.latency.online import seconds_of
 from headway.types import Bools, Floats
 
 _SLIGHT = 1e-9

@@ -2,7 +2,7 @@
 
 Every rival gets what the default recipe gets: the latency learned on this engine and the length forecasts in
 `Jobs`. A rule names the rows of an iteration and its prompt tokens; slots and KV blocks follow from the order
-as for every other packer (`pack/allocation.py`).
+as for every other packer (`policy/pack/allocation.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.rivals.deadlines import View, view_of
-from headway.core.engine_spec import EngineSpec
-from headway.core.ranks import ARRIVAL
-from headway.forecast.latency.online import prefill_of, seconds_of
-from headway.memory.budget import KvBudget
-from headway.pack.allocation import allocate, free_to_run
-from headway.plan.ordered import Ordered
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.core.ranks import ARRIVAL
+from headway.policy.forecast.latency.online import prefill_of, seconds_of
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.allocation import allocate, free_to_run
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer
-from headway.recipes.recipe import Recipe
 from headway.types import Floats, Ints, Jobs, Step
 
 Line = Literal["first", "arrival"]

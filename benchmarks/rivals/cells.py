@@ -15,8 +15,8 @@ from rich.progress import Progress
 from benchmarks.rivals.grounds import ARENAS
 from benchmarks.rivals.measures import Figures, figures
 from benchmarks.rivals.systems import LINE, system
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
 
 STEPS = tuple(round(0.05 * k, 2) for k in range(4, 41))  # loads that a search looks at
 

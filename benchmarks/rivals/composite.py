@@ -14,7 +14,7 @@ from benchmarks.rivals.base import rival
 from benchmarks.rivals.deadlines import View
 from benchmarks.rivals.qoserve import QoServe, level
 from benchmarks.rivals.slos_serve import SlosServe
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Jobs, Step
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.forecast.latency.online import seconds_of
-from headway.pack.kernels import Rows, missing_of, promised
+from headway.policy.forecast.latency.online import seconds_of
+from headway.policy.pack.kernels import Rows, missing_of, promised
 from headway.types import Bools, Floats, Ints
 
 SLOWEST_PACE = 0.4  # seconds per token

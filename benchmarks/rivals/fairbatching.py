@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.rivals.base import Rival, rival
 from benchmarks.rivals.deadlines import View
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Ints, Jobs, Step
 
 

@@ -12,16 +12,16 @@ from functools import cache, cached_property
 import numpy as np
 
 from headway.bench.simulate.grounds import GROUNDS, Ground
-from headway.forecast.latency import profiles
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.latency import profiles
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.registry import find
 from headway.ports import Lengths
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload import lengths as sizes
-from headway.sim.workload import traces
-from headway.sim.workload.arrivals import phases, poisson
-from headway.sim.workload.traffic import TrafficClass, Workload, make
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload import lengths as sizes
+from headway.simulate.workload import traces
+from headway.simulate.workload.arrivals import phases, poisson
+from headway.simulate.workload.traffic import TrafficClass, Workload, make
 from headway.types import Floats, Instance, Slo
 
 LOADS = (0.9, 1.2, 1.3, 2.0)
@@ -31,7 +31,7 @@ _ROWS = 4000  # drawn once from the built-in statistics of Azure's conversations
 _SHORT_OWN = 30.0  # seconds of arrivals on one of our grounds, in a quick run
 _RECORDED = "azure_conv_2023"
 # Quantiles of that trace: conversations of Azure's LLM inference trace of 2023, 19,366 rows (Splitwise,
-# ISCA 2024; Azure/AzurePublicDataset), in the manner of `sim/workload/lengths.py`.
+# ISCA 2024; Azure/AzurePublicDataset), in the manner of `simulate/workload/lengths.py`.
 _CONVERSATIONS = sizes.Source(
     sizes.Quantiles(
         (2, 29, 120, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1189, 1315, 1876, 2734, 4083, 4092, 4142,
@@ -49,7 +49,7 @@ _CONVERSATIONS = sizes.Source(
 class Kind:
     """One class of traffic.
 
-    source: its lengths, "conversations" (Azure's) or a name of `sim/workload/lengths.py`.
+    source: its lengths, "conversations" (Azure's) or a name of `simulate/workload/lengths.py`.
     prompts: ttft as a multiple of the seconds of the prompt on an idle engine (SLOs-Serve); 0 = the `slo`'s.
     """
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.bench.simulate import slo_violations
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import Workload
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats
 
 

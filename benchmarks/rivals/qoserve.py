@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
 from benchmarks.rivals.deadlines import View
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
 GRID = (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2552)  # tokens of an iteration that are tried

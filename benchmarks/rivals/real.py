@@ -23,7 +23,7 @@ from headway.bench.live.systems import standard_engine
 from headway.bench.load import metrics, mix, report
 from headway.bench.load.records import Call, Record
 from headway.bench.output.results import About, Report, Row, deliver, row_grid
-from headway.sim.workload.arrivals import poisson
+from headway.simulate.workload.arrivals import poisson
 from headway.types import Slo
 
 # Name in the rows -> what is started: a stock policy or a recipe.

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
 from benchmarks.rivals.deadlines import View
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
 PROMPTS = 1024  # tokens of an iteration of prompts

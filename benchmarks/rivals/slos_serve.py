@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.rivals.admission import Answers, Candidates, edf, edf_sim
 from benchmarks.rivals.base import Memory, Rival, rival
 from benchmarks.rivals.deadlines import View
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
 UNDECIDED, ADMITTED, DECLINED = 0.0, 1.0, 2.0

@@ -6,8 +6,8 @@ from functools import partial
 
 from benchmarks.rivals import composite, fairbatching, jitserve, qoserve, scorpio, slai, slos_serve
 from benchmarks.rivals.base import rival
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 
 DEFAULT = "headway"
 LINE = "headway line"  # the default where tpots are promised with `pace = "line"`, the papers' token line

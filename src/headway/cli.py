@@ -168,8 +168,8 @@ Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster; d
 @app.command()
 def up(config: ConfigFile = None, address: Address = None) -> None:
     """Run gateways, controllers and agents on a Ray cluster; restart those whose configuration changed."""
+    from headway.cluster.up.command import up as run
     from headway.config import load
-    from headway.up.command import up as run
 
     setup = load(config)
     run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
@@ -178,8 +178,8 @@ def up(config: ConfigFile = None, address: Address = None) -> None:
 @app.command()
 def down(config: ConfigFile = None, address: Address = None) -> None:
     """Stop all that `headway up` runs on a Ray cluster; gateways first, once they have answered."""
+    from headway.cluster.up.command import down as run
     from headway.config import load
-    from headway.up.command import down as run
 
     setup = load(config)
     run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))

@@ -71,7 +71,7 @@ class Warmed:
 class Learned:
     """What an engine has learned about itself by now.
 
-    theta: of its latency (`forecast/latency/online.py`).
+    theta: of its latency (`policy/forecast/latency/online.py`).
     cached: tokens of the longest prefix that it found in its cache lately.
     """
 

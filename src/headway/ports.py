@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from headway.core.engine_spec import KvUse
 from headway.events import Event
+from headway.policy.core.engine_spec import KvUse
 from headway.types import Batch, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
-    from headway.apps.knowledge import Knowledge
-    from headway.apps.prewarming import Prewarming
-    from headway.core.cluster import Cluster
-    from headway.core.engine_spec import PackerParams
-    from headway.memory.budget import KvBudget
+    from headway.policy.apps.knowledge import Knowledge
+    from headway.policy.apps.prewarming import Prewarming
+    from headway.policy.core.cluster import Cluster
+    from headway.policy.core.engine_spec import PackerParams
+    from headway.policy.memory.budget import KvBudget
 
 
 class Planner(Protocol):

@@ -175,7 +175,8 @@ class Jobs(Table):
         resumable: a streaming session, which waits with its KV between turns; it neither lends nor borrows.
         serial: order of arrival at this engine. evictions: how often its KV was taken.
         lender, loan_start, loan_blocks: behind its own blocks the row uses `loan_blocks` blocks of the row
-            `lender`, from the lender's block `loan_start` on; 0 blocks = no loan (`memory/reservations.py`).
+            `lender`, from the lender's block `loan_start` on; 0 blocks = no loan
+            (`policy/memory/reservations.py`).
         first_lent_block: the first of its own blocks that the row has lent, 0 = none.
     """
 
@@ -404,7 +405,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Loans:
-    """Blocks lent inside reservations (`memory/reservations.py`), as aligned arrays.
+    """Blocks lent inside reservations (`policy/memory/reservations.py`), as aligned arrays.
 
     borrower: row that gets the loan.
     lender: row whose tail is lent.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headway.apps.account import EndedRun, RunAccount
 from headway.events import Arrived, Failed, Finished, RunEnded, UnitBegan, UnitEnded
+from headway.policy.apps.account import EndedRun, RunAccount
 from headway.stages import Stage
 from headway.types import Request
 

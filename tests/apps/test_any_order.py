@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.apps.account import EndedRun, RunAccount
-from headway.core.controller import Controller
 from headway.events import (
     Arrived,
     Event,
@@ -22,9 +20,11 @@ from headway.events import (
     UnitBegan,
     UnitEnded,
 )
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.hermes import Hermes
-from headway.recipes.registry import find, names
+from headway.policy.apps.account import EndedRun, RunAccount
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.hermes import Hermes
+from headway.policy.recipes.registry import find, names
 from headway.stages import Prewarm, Stage
 from headway.types import Instance, Request, Rerank, Send
 

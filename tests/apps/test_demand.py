@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headway.apps.correlation import BUCKETS, UNKNOWN, bucket, correlation_of
-from headway.apps.demand import SAMPLES, Costs, Demand, Draw, Known, _tables
-from headway.apps.graph import END, LLM, Graph, Record, Visit
+from headway.policy.apps.correlation import BUCKETS, UNKNOWN, bucket, correlation_of
+from headway.policy.apps.demand import SAMPLES, Costs, Demand, Draw, Known, _tables
+from headway.policy.apps.graph import END, LLM, Graph, Record, Visit
 from headway.types import Floats
 
 COSTS = Costs(0.001, 0.1, 0.001)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.apps.gittins import gittins, latest_start, mean_remaining
+from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
 from headway.types import Floats
 
 TENTH = 10  # a budget must complete this part of the samples left

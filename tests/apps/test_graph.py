@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.apps.graph import END, KEPT, LLM, Graph, Visit, from_json
 from headway.errors import ConfigError
+from headway.policy.apps.graph import END, KEPT, LLM, Graph, Visit, from_json
 
 
 def llm(unit: str, prompt: float = 10.0, output: float = 5.0, parallel: int = 1) -> Visit:

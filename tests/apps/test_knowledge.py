@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.apps import knowledge as module
-from headway.apps.demand import Costs, Known
-from headway.apps.graph import LLM, Graph, Visit
-from headway.apps.knowledge import SHARED, Knowledge
+from headway.policy.apps import knowledge as module
+from headway.policy.apps.demand import Costs, Known
+from headway.policy.apps.graph import LLM, Graph, Visit
+from headway.policy.apps.knowledge import SHARED, Knowledge
 
 
 def visits(output: float = 10.0) -> list[Visit]:

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from headway.apps import runs as module
-from headway.apps.demand import SAMPLES, Costs, Draw
-from headway.apps.graph import LLM, Graph, Visit
-from headway.apps.knowledge import Knowledge
-from headway.apps.run import Run
-from headway.apps.runs import RankOptions, Runs
+from headway.policy.apps import runs as module
+from headway.policy.apps.demand import SAMPLES, Costs, Draw
+from headway.policy.apps.graph import LLM, Graph, Visit
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.run import Run
+from headway.policy.apps.runs import RankOptions, Runs
 from headway.stages import Stage
 from headway.types import Request
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from headway.bench.cli import bench_app
 from headway.bench.papers import anneal as bench
 from headway.bench.papers.anneal_cases import Case, annealed, arrival_order, simulated, slo_scale, worth
-from headway.core.annealing import Schedule
+from headway.policy.core.annealing import Schedule
 
 
 def test_half_of_a_case_is_code_and_the_same_seed_draws_the_same() -> None:

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.apps.graph import Graph
-from headway.apps.knowledge import SHARED
 from headway.bench.live import apps, systems
 from headway.bench.live.app_load import APPS, Shape, calls_of, scaled, shares
 from headway.bench.live.apps import Outcome, Ran, Served, Trial, completion_times
@@ -27,8 +25,10 @@ from headway.bench.load import mix
 from headway.bench.load.records import Record
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
+from headway.policy.apps.graph import Graph
+from headway.policy.apps.knowledge import SHARED
 from headway.serve.graph_files import GraphFiles
-from headway.sim.workload.applications import AppRun, Step
+from headway.simulate.workload.applications import AppRun, Step
 from headway.types import Slo
 from tests.bench.fake import fake, serving
 from tests.serve import gateway as in_process

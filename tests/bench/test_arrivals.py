@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.workload import arrivals, traces, traffic
+from headway.simulate.workload import arrivals, traces, traffic
 
 seeds = st.integers(0, 2**32 - 1)
 

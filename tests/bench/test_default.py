@@ -22,8 +22,8 @@ from headway.bench.simulate.default_figures import (
 )
 from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
 from headway.bench.simulate.held_grounds import HELD
-from headway.recipes.baselines import BASELINES
-from headway.recipes.registry import RECIPES
+from headway.policy.recipes.baselines import BASELINES
+from headway.policy.recipes.registry import RECIPES
 from headway.types import Batch
 
 SMALL = replace(next(ground for ground in GROUNDS if ground.name == "tiny-kv"), requests=60)

@@ -24,8 +24,8 @@ from headway.bench.simulate.default_figures import (
 from headway.bench.simulate.default_rows import ALL, HELD, outside, places_of, rows_of
 from headway.bench.simulate.default_table import grid, notes
 from headway.bench.simulate.grounds import GROUNDS, Ground
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, single
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, single
 from headway.types import Slo
 
 TIGHT = next(ground for ground in GROUNDS if ground.name == "tight-tpot")  # 10 ms, tpot 30 ms

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from headway.bench.simulate import explain, slo_violations
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.sim.record import run_folder
-from headway.sim.record.run_folder import Run
-from headway.sim.record.timeline import Reader
+from headway.simulate.record import run_folder
+from headway.simulate.record.run_folder import Run
+from headway.simulate.record.timeline import Reader
 from tests.helpers.recorded import record
 
 

@@ -20,9 +20,9 @@ from headway.bench.load import mix
 from headway.bench.simulate import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
-from headway.plan.estimator import load_seconds
-from headway.recipes.registry import find
-from headway.sim.instance import SimulatedInstance
+from headway.policy.plan.estimator import load_seconds
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import SimulatedInstance
 from headway.types import Slo
 from tests.serve.gateway import serving
 from tests.serve.swapping import make_model, use_fake_engines

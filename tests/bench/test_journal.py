@@ -19,10 +19,10 @@ from headway.bench.journal.report import of_engines, of_requests, use_of
 from headway.bench.simulate import explain
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.journal.reader import Journal
-from headway.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
-from headway.sim.record.run_folder import Run
-from headway.sim.record.timeline import Reader
+from headway.simulate.record.run_folder import Run
+from headway.simulate.record.timeline import Reader
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.types import Batch
 from tests.helpers.journal_rows import ENGINE, request, written
 from tests.helpers.recorded import Linear, fleet, record

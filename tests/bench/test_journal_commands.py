@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.journal.reader import Journal
-from headway.journal.rows import VERSION
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import VERSION
 from tests.helpers.journal_rows import ENGINE, request, written
 
 FILE = "journal-1-1.sqlite"

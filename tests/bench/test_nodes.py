@@ -19,11 +19,11 @@ from headway.bench.live.fleet import Trial
 from headway.bench.load import generator
 from headway.bench.load.records import Call, Record
 from headway.bench.output.results import save
+from headway.cluster.up.cluster import Actors
+from headway.cluster.up.parts import parts_of
 from headway.config import Model
 from headway.engines.vllm.process.launch import free_port
 from headway.types import Slo
-from headway.up.cluster import Actors
-from headway.up.parts import parts_of
 from tests.serve.gateway import Fake, configuration, serving
 
 MODELS = (Model("/m/smollm2", "a"), Model("/m/near", "b"), Model("/m/short", "c"))

@@ -17,12 +17,12 @@ from headway.bench.papers.bros_choices import CHOICES, OURS, TEXT, system
 from headway.bench.papers.bros_claims import Case, Point, claims
 from headway.bench.papers.observers import TokenDeadlines, inside
 from headway.bench.papers.parts import Experiment
-from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
-from headway.recipes.registry import find
-from headway.sim.observer import Observer
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import concat, single
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.recipes.registry import find
+from headway.simulate.observer import Observer
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import concat, single
 
 
 def outcome(first: list[float], end: list[float]) -> Outcome:

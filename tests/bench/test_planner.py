@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.bench.simulate.planner import measure, rows_of
-from headway.recipes.default import DEFAULT
+from headway.policy.recipes.default import DEFAULT
 
 
 @pytest.mark.parametrize("recipe", DEFAULT)

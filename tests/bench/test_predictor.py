@@ -13,8 +13,8 @@ import pytest
 from headway.bench.live import predictor, repeated_answers
 from headway.bench.live.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
-from headway.forecast.lengths.padding import QUANTILE
-from headway.forecast.lengths.predictor import features
+from headway.policy.forecast.lengths.padding import QUANTILE
+from headway.policy.forecast.lengths.predictor import features
 from headway.serve.lengths.embedding import one_thread
 
 

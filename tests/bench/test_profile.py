@@ -22,8 +22,8 @@ from headway.bench.live.profile_report import Found
 from headway.bench.output.results import About, save
 from headway.engines.vllm.plugin.iteration_log import IterationLog
 from headway.errors import ConfigError, EngineError
-from headway.forecast.latency.laws import Additive, Shapes
-from headway.forecast.latency.profiles import load
+from headway.policy.forecast.latency.laws import Additive, Shapes
+from headway.policy.forecast.latency.profiles import load
 from headway.types import Batch
 
 LAW = Additive(0.002, 2e-4, 0.0, 1e-5, 0.0)

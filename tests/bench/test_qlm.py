@@ -16,11 +16,11 @@ from headway.bench.papers.qlm import Experiment, Plan
 from headway.bench.papers.qlm_estimates import Estimate, Planning, estimates
 from headway.bench.papers.qlm_tables import Results, Trial, claims, judge, rows
 from headway.bench.papers.qlm_workloads import FIVE, ONE, Setting, capacity
-from headway.recipes.qlm import QLM
-from headway.recipes.registry import names
-from headway.sim import fleet
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import concat, single
+from headway.policy.recipes.qlm import QLM
+from headway.policy.recipes.registry import names
+from headway.simulate import fleet
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
 
 MULTI = Setting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))

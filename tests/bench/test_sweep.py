@@ -24,13 +24,13 @@ from headway.bench.simulate.experiment import Fleet
 from headway.bench.simulate.sweep import Cell, Sweep
 from headway.bench.simulate.sweep_curves import collect
 from headway.cli import app
-from headway.core import ranks
-from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
-from headway.pack.ranked import Fcfs
-from headway.plan import ordered
+from headway.policy.core import ranks
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.ranked import Fcfs
+from headway.policy.plan import ordered
+from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer
-from headway.recipes.recipe import Recipe
 
 SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
 

@@ -22,11 +22,11 @@ from headway.bench.validate.replay import Replay, Run, Setup, check
 from headway.bench.validate.report import Findings, compared
 from headway.bench.validate.twin import Pair
 from headway.errors import ConfigError
-from headway.forecast.latency.measurement import Limits, Samples, fit_all
-from headway.forecast.latency.profiles import LatencyProfile, load
-from headway.recipes.registry import find
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import poisson
+from headway.policy.forecast.latency.measurement import Limits, Samples, fit_all
+from headway.policy.forecast.latency.profiles import LatencyProfile, load
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import poisson
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
 PROFILE = replace(

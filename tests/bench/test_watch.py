@@ -9,15 +9,15 @@ import pytest
 
 from headway.bench.papers.observers import Gauges, TokenDeadlines, inside
 from headway.bench.papers.trial import instance
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
-from headway.memory.budget import KvBudget
-from headway.recipes.registry import find
-from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, SimulatedInstance, describe
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat, single
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory.budget import KvBudget
+from headway.policy.recipes.registry import find
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec, SimulatedInstance, describe
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload, concat, single
 from headway.types import Batch, Instance, Jobs, Slo
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.core.engine_spec import EngineSpec
-from headway.memory.budget import KvBudget
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory.budget import KvBudget
 from headway.ports import Packer
 from headway.types import Jobs
 

@@ -21,8 +21,8 @@ from headway.bench.checkout import from_checkout
 from headway.bench.simulate.grounds import GROUNDS
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import concat, single
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
 
 ROOT = Path(__file__).parents[2]

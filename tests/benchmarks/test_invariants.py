@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rivals.systems import LADDER, RIVALS, SWEEPS, rival_of, system
-from headway.core.engine_spec import EngineSpec
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.recipes.registry import find
 from headway.ports import Packer
-from headway.recipes.registry import find
 from headway.types import Slo
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 

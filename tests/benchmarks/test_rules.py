@@ -15,7 +15,7 @@ from benchmarks.rivals.qoserve import QoServe
 from benchmarks.rivals.scorpio import Scorpio
 from benchmarks.rivals.slai import Slai
 from benchmarks.rivals.slos_serve import SlosServe
-from headway.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
 from tests.benchmarks.table import NOW, SPEC, Table
 

@@ -8,8 +8,8 @@ import pytest
 from tests.broker.stores import FAR
 from tests.helpers import postgres as server
 
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.broker import SqliteBroker
-from headway.broker.port import Broker
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address
+from headway.store.queue import SqliteBroker
+from headway.store.queue.port import Broker
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address
 
 PUTTERS = 8
 
@@ -26,7 +26,7 @@ PUTTERS = 8
 CHILD = """
 import asyncio, itertools, os, sys
 from tests.broker.killed import Place
-from headway.broker.port import Job
+from headway.store.queue.port import Job
 from headway.errors import HeadwayError
 
 place, owner, putters = Place(sys.argv[1], *sys.argv[4:]), sys.argv[2], int(sys.argv[3])

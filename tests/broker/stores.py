@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.helpers import postgres as server
 
-from headway.broker.memory import MemoryBroker, MemoryStore
-from headway.broker.port import Broker, Job
-from headway.broker.postgres import PostgresBroker
-from headway.broker.sqlite import SqliteBroker
+from headway.store.queue.memory import MemoryBroker, MemoryStore
+from headway.store.queue.port import Broker, Job
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.sqlite import SqliteBroker
 
 Connect = Callable[[str], Broker]
 FAR = 1e9  # an instant after all others in these tests

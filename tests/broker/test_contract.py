@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.broker.stores import FAR, STORES, Connect, gateways, job, take_ids
 
-from headway.broker import postgres as postgres_module
-from headway.broker import sqlite as sqlite_module
-from headway.broker.port import Broker
 from headway.errors import HeadwayError
+from headway.store.queue import postgres as postgres_module
+from headway.store.queue import sqlite as sqlite_module
+from headway.store.queue.port import Broker
 
 
 @pytest.fixture(params=STORES)

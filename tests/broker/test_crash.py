@@ -33,10 +33,10 @@ from tests.broker.killed import (
 )
 from tests.broker.stores import FAR, take_ids
 
-from headway.broker import SqliteBroker
-from headway.broker import sqlite as module
-from headway.broker.port import Job
 from headway.errors import HeadwayError
+from headway.store.queue import SqliteBroker
+from headway.store.queue import sqlite as module
+from headway.store.queue.port import Job
 
 
 def job(id: str = "a", **more: Any) -> Job:
@@ -106,7 +106,7 @@ async def third(path: str) -> set[str]:
 # It commits without a pause, and holds SQLite's lock nearly all the time.
 GREEDY = """
 import sqlite3, sys, time
-from headway.broker.sqlite_file import Turns
+from headway.store.queue.sqlite_file import Turns
 
 db, turns = sqlite3.connect(sys.argv[1], isolation_level=None), Turns(sys.argv[1])
 while True:

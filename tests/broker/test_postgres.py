@@ -20,12 +20,12 @@ from tests.broker.stores import FAR, gateways, job, take_ids
 from tests.helpers import postgres as server
 
 from headway import clock
-from headway.broker import open_broker
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address
 from headway.config import Broker, Postgres
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.store.queue import open_broker
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address
 
 
 def refusal(address: Address, **more: Any) -> ConfigError:

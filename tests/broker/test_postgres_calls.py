@@ -11,13 +11,13 @@ import pytest
 from tests.broker.stores import gateways, job
 from tests.helpers import postgres as server
 
-from headway.broker import postgres as module
-from headway.broker import postgres_calls as calls
-from headway.broker import postgres_schema as schema_module
-from headway.broker.port import Job
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address
 from headway.errors import HeadwayError
+from headway.store.queue import postgres as module
+from headway.store.queue import postgres_calls as calls
+from headway.store.queue import postgres_schema as schema_module
+from headway.store.queue.port import Job
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address
 
 # ---- sessions
 

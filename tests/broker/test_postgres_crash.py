@@ -30,9 +30,9 @@ from tests.broker.killed import (
 from tests.broker.stores import FAR, gateways, job, take_ids
 from tests.helpers import postgres as server
 
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address, Lost
 from headway.errors import HeadwayError
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address, Lost
 
 
 @pytest.fixture(scope="module")

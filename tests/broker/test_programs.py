@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.stores import STORES, Connect, job
 
-from headway.broker.port import Broker, Job
 from headway.errors import HeadwayError
+from headway.store.queue.port import Broker, Job
 
 IDS, OWNERS = "abcdef", "XYZ"
 

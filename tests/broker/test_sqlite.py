@@ -13,11 +13,11 @@ import pytest
 from tests.broker.stores import FAR, job, take_ids
 
 from headway import clock
-from headway.broker import open_broker, sqlite_file
-from headway.broker.memory import MemoryBroker
-from headway.broker.sqlite import FREE, SqliteBroker
 from headway.config import Broker, Sqlite
 from headway.errors import ConfigError, HeadwayError
+from headway.store.queue import open_broker, sqlite_file
+from headway.store.queue.memory import MemoryBroker
+from headway.store.queue.sqlite import FREE, SqliteBroker
 
 # What Headway made before there were leases, with one job of each state.
 VERSION_1 = """

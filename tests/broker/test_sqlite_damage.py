@@ -15,14 +15,14 @@ import pytest
 from tests.broker.stores import FAR, job, take_ids
 from tests.helpers.damage import overwrite
 
-from headway.broker import sqlite as module
-from headway.broker import sqlite_health as health
-from headway.broker import sqlite_jobs
-from headway.broker.sqlite import SqliteBroker
-from headway.broker.sqlite_file import open_file
-from headway.broker.sqlite_jobs import Kept, recover_jobs
-from headway.broker.sqlite_rescue import _rescued_files as rescued_files
 from headway.errors import ConfigError, HeadwayError
+from headway.store.queue import sqlite as module
+from headway.store.queue import sqlite_health as health
+from headway.store.queue import sqlite_jobs
+from headway.store.queue.sqlite import SqliteBroker
+from headway.store.queue.sqlite_file import open_file
+from headway.store.queue.sqlite_jobs import Kept, recover_jobs
+from headway.store.queue.sqlite_rescue import _rescued_files as rescued_files
 
 MANY = [f"job{i}" for i in range(40)]
 BODY = b'{"prompt": "%s"}' % (b"word " * 1000)  # more than a page
@@ -143,7 +143,7 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
 
 async def test_a_file_in_use_is_not_recovered(path: str, broker: SqliteBroker) -> None:
     await put_many(broker)
-    command = f"from headway.broker.sqlite_jobs import recover_jobs; recover_jobs({path!r})"
+    command = f"from headway.store.queue.sqlite_jobs import recover_jobs; recover_jobs({path!r})"
     asked = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", command], capture_output=True, text=True
     )

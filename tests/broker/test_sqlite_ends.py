@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.stores import FAR, job
 
-from headway.broker.memory import MemoryBroker
-from headway.broker.port import Broker, Job
-from headway.broker.sqlite import SqliteBroker
 from headway.errors import HeadwayError
+from headway.store.queue.memory import MemoryBroker
+from headway.store.queue.port import Broker, Job
+from headway.store.queue.sqlite import SqliteBroker
 
 IDS = ("a", "b", "c", "quote'\"\\d\x01\U0001f600")
 Call = Callable[[Broker], Coroutine[Any, Any, Any]]

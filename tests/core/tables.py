@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.memory.budget import KvBudget
+from headway.policy.memory.budget import KvBudget
 from headway.types import Ints, Jobs
 
 SIZE = 4

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.bench.papers.exhaustive import exact, exhaustive
-from headway.core import annealing
-from headway.core import mapping as maps
-from headway.core.annealing import Schedule, anneal, best_start, sequence
-from headway.core.mapping import Mapping, Records, Targets, costs_of
-from headway.forecast.latency.laws import SloAware
-from headway.forecast.latency.online import OnlineLatency
-from headway.forecast.latency.sampled import PUBLISHED, sampled
+from headway.policy.core import annealing
+from headway.policy.core import mapping as maps
+from headway.policy.core.annealing import Schedule, anneal, best_start, sequence
+from headway.policy.core.mapping import Mapping, Records, Targets, costs_of
+from headway.policy.forecast.latency.laws import SloAware
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.latency.sampled import PUBLISHED, sampled
 from headway.types import Batch
 
 # (prompt tokens, output tokens, its kind of SLO, how tight it is)

@@ -13,7 +13,7 @@ from llvmlite.binding import ffi
 
 import headway
 from headway.compiled import _sources, compiled
-from headway.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
+from headway.policy.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
 from headway.types import Floats
 
 ROOT = Path(headway.__file__).parent
@@ -27,7 +27,7 @@ def test_the_cache_folder_depends_on_the_version_of_all_callees() -> None:
 
 
 def test_all_that_the_largest_compiled_loop_loads_is_part_of_its_version() -> None:
-    code = "import headway.sim.compiled_loop, sys; print(*(m.__file__ for m in sys.modules.values() "
+    code = "import headway.simulate.compiled_loop, sys; print(*(m.__file__ for m in sys.modules.values() "
     code += "if m.__name__.startswith('headway.') and m.__file__))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     known = {str(path) for path in _sources()}
@@ -45,7 +45,7 @@ def test_llvmlite_has_no_fake_dict() -> None:
 
 def test_a_gateway_with_the_usual_planners_has_no_numba() -> None:
     """With LLVM it takes 160 MB, which only planners with loops of their own are to cost."""
-    code = "import headway.serve.main, sys; from headway.recipes.registry import find; "
+    code = "import headway.serve.main, sys; from headway.policy.recipes.registry import find; "
     code += "find('slack').planner().prepare(); print('numba' in sys.modules, 'llvmlite' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "False"]
@@ -70,7 +70,7 @@ def test_a_compiled_function_returns_what_its_python_source_does() -> None:
 
 
 def test_the_first_compilation_is_logged_and_a_load_is_not(tmp_path: Path) -> None:
-    code = "from headway.forecast.latency.online import seconds_of, OnlineLatency\n"
+    code = "from headway.policy.forecast.latency.online import seconds_of, OnlineLatency\n"
     code += "seconds_of._machine_code(OnlineLatency().theta, 3, 1.0, 0.0, 0.0)"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     first, second = (

@@ -7,8 +7,8 @@ import heapq
 import numpy as np
 import pytest
 
-from headway.forecast.completion import Inefficiency, Pace, Tokens, pace_of
-from headway.forecast.latency import profiles
+from headway.policy.forecast.completion import Inefficiency, Pace, Tokens, pace_of
+from headway.policy.forecast.latency import profiles
 from headway.types import Batch, Floats
 
 

@@ -35,7 +35,7 @@ from headway.config import (
     write,
 )
 from headway.errors import ConfigError
-from headway.recipes.registry import RECIPES, find
+from headway.policy.recipes.registry import RECIPES, find
 from headway.types import Slo
 
 SECRET = "sk-very-secret-0123456789"
@@ -549,7 +549,13 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, hint: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["no.such.module:x", "headway.recipes.registry:nothing", "headway.recipes.registry:find", ":x"]
+    "name",
+    [
+        "no.such.module:x",
+        "headway.policy.recipes.registry:nothing",
+        "headway.policy.recipes.registry:find",
+        ":x",
+    ],
 )
 def test_an_outside_attribute_that_is_not_a_recipe_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded|must be a headway"):

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.ranks import ATTAINABLE, DUE, PRIORITY
 from headway.events import Failed, Finished, InstanceUp, Returned, Started, Tick
-from headway.recipes.baselines import ROUTERS
-from headway.recipes.registry import RECIPES, find
+from headway.policy.core.ranks import ATTAINABLE, DUE, PRIORITY
+from headway.policy.recipes.baselines import ROUTERS
+from headway.policy.recipes.registry import RECIPES, find
 from headway.types import Request, Send, Slo
 from tests.core.world import FLEET, World, controller
 from tests.plan.reference import Reference

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.drops import Drops, Needs
 from headway.events import Arrived, Failed, Finished, InstanceDown, InstanceUp, Learned, Returned, Started
-from headway.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
+from headway.policy.core.drops import Drops, Needs
+from headway.policy.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
 from headway.types import Batch, Floats, Progress, Reject, Request, Shortfall, Slo
 from tests.core.test_controller import every_recipe, world
 from tests.core.world import FLEET, World

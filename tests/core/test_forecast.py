@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.latency.online import OnlineLatency
-from headway.forecast.lengths.gaussian import GaussianLengths
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.lengths.gaussian import GaussianLengths
+from headway.policy.forecast.lengths.task import TaskLengths
 from headway.types import Batch, Floats, Request
 
 

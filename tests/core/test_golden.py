@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from headway.core.controller import Controller
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.events import Arrived, Event, Finished, InstanceUp, Started
-from headway.forecast.latency.online import OnlineLatency
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.by_fleet import ByFleet
-from headway.plan.ordered import Ordered
-from headway.recipes.registry import RECIPES
+from headway.policy.core.controller import Controller
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.by_fleet import ByFleet
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.registry import RECIPES
 from headway.types import Instance, Request, Send, Slo
 from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task
 

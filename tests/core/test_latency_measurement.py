@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.forecast.latency.laws import Additive, Shapes, Stepped
-from headway.forecast.latency.measurement import (
+from headway.policy.forecast.latency.laws import Additive, Shapes, Stepped
+from headway.policy.forecast.latency.measurement import (
     PROMPT_OUTPUT,
     Limits,
     Samples,

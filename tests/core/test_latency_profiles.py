@@ -16,7 +16,7 @@ from tools.latency_profiles import build
 from tools.latency_profiles.layers import grid
 
 from headway.errors import ConfigError
-from headway.forecast.latency.laws import (
+from headway.policy.forecast.latency.laws import (
     LAWS,
     Additive,
     Bros,
@@ -28,7 +28,7 @@ from headway.forecast.latency.laws import (
     fit,
     nonnegative,
 )
-from headway.forecast.latency.profiles import (
+from headway.policy.forecast.latency.profiles import (
     BUILTIN,
     VERSION,
     FixedLatency,

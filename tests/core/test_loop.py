@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
-from headway.recipes.registry import RECIPES
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.recipes.registry import RECIPES
 from headway.types import Slo
 from tests.core.tables import SIZE, Bits
 from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task

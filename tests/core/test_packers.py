@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.budget import KvBudget
-from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
-from headway.pack.slack import Slack
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.ranked import Fcfs, Ranked, by_due, by_priority
+from headway.policy.pack.slack import Slack
 from headway.ports import Packer
 from headway.types import Batch, Jobs, Step
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
-from headway.plan.ordered import Ordered
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
+from headway.policy.plan.ordered import Ordered
 from headway.types import Backlog, Instance
 from tests.core.tables import Bits
 from tests.core.world import FLEET, MODELS

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.lengths.padding import QUANTILE, Adaptive, Costs, Padded, PaddingTuner
-from headway.forecast.lengths.predictor import Predictor, features
-from headway.forecast.lengths.ridge import PLAIN, SAMPLES, Features, History, fit
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Costs, Padded, PaddingTuner
+from headway.policy.forecast.lengths.predictor import Predictor, features
+from headway.policy.forecast.lengths.ridge import PLAIN, SAMPLES, Features, History, fit
+from headway.policy.forecast.lengths.task import TaskLengths
 from headway.types import Floats, Forecast, Request
 
 ROOM = 4096

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.latency.online import OnlineLatency
-from headway.pack.allocation import allocate, grant, missing
-from headway.pack.ranked import Fcfs, Ranked, by_due, by_priority
-from headway.pack.slack import Slack
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.pack.allocation import allocate, grant, missing
+from headway.policy.pack.ranked import Fcfs, Ranked, by_due, by_priority
+from headway.policy.pack.slack import Slack
 from headway.ports import Packer
 from headway.types import Ints, Step
 from tests.core.tables import SIZE, Moment, moments

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.shares import Group, QueueShares, Waiting, fair_parts
 from headway.events import Finished
+from headway.policy.core.shares import Group, QueueShares, Waiting, fair_parts
 from headway.types import Request
 from tests.core.world import FLEET, World, controller
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from headway.pack.kernels import due_of as due
+from headway.policy.pack.kernels import due_of as due
 from headway.tables import Table
 from headway.types import Forecast, Instance, Jobs, Request, Slo
 

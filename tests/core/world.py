@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.core.controller import Controller
 from headway.events import (
     Arrived,
     Event,
@@ -20,8 +19,9 @@ from headway.events import (
     Started,
     Tick,
 )
-from headway.forecast.lengths.task import TaskLengths
-from headway.recipes.registry import find
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.registry import find
 from headway.types import Command, Instance, Progress, Reject, Request, Send, Slo
 from tests.core.tables import Bits
 

@@ -15,7 +15,7 @@ from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin import two_ended
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
-from headway.memory.two_ended import allocation
+from headway.policy.memory.two_ended import allocation
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from headway.engines.vllm.plugin.setup import kv_policy_of
-from headway.memory.budget import KvBudget
-from headway.pack.allocation import allocate
-from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.allocation import allocate
+from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.recipes.ecoserve import TEXT
+from headway.policy.recipes.registry import find
 from headway.ports import Packer
-from headway.recipes.ecoserve import TEXT
-from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import BLOCKS, Engine, prompts
 

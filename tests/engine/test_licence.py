@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from headway.bench.validate import conformance
 from headway.bench.validate.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.pack.bros import packer
-from headway.recipes.bros import BROS
-from headway.recipes.registry import names
+from headway.policy.pack.bros import packer
+from headway.policy.recipes.bros import BROS
+from headway.policy.recipes.registry import names
 from headway.types import Slo, Step
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -30,7 +30,7 @@ from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
-from headway.plan.estimator import load_seconds
+from headway.policy.plan.estimator import load_seconds
 from headway.serve.main import preflight
 from headway.types import Instance
 

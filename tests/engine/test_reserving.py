@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.memory import reservations
-from headway.pack.ecoserve.packer import Counts, EcoServe, Options
-from headway.pack.ecoserve.queues import ACTIVE
-from headway.recipes.ecoserve import VARIANTS
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory import reservations
+from headway.policy.pack.ecoserve.packer import Counts, EcoServe, Options
+from headway.policy.pack.ecoserve.queues import ACTIVE
+from headway.policy.recipes.ecoserve import VARIANTS
 from headway.types import Slo
 
 SIZE = 16

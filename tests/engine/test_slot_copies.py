@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.engines.vllm.plugin import right_aligned_attention
 from headway.engines.vllm.plugin.slot_copies import IN, OUT, WITHIN, HostSlots, copies_of
-from headway.memory.two_ended import allocation, block_table, checkpoint
-from headway.memory.two_ended.block_table import BEST_EFFORT, FREE, REAL_TIME, SAVE
+from headway.policy.memory.two_ended import allocation, block_table, checkpoint
+from headway.policy.memory.two_ended.block_table import BEST_EFFORT, FREE, REAL_TIME, SAVE
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, BLOCKS, LONGEST = 4, 5, 24

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
-from headway.pack.bros.packer import BatchSize, Bros
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.bros.packer import BatchSize, Bros
 from headway.types import Slo
 
 CHAT = Slo(ttft=0.4, tpot=0.2)

@@ -13,12 +13,12 @@ import pytest
 
 from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.plugin import right_aligned_attention
-from headway.memory.budget import KvBudget
-from headway.memory.two_ended import allocation
-from headway.pack.bros.packer import BatchSize, Bros
+from headway.policy.memory.budget import KvBudget
+from headway.policy.memory.two_ended import allocation
+from headway.policy.pack.bros.packer import BatchSize, Bros
+from headway.policy.recipes.bros import BROS
+from headway.policy.recipes.registry import find
 from headway.ports import Packer
-from headway.recipes.bros import BROS
-from headway.recipes.registry import find
 from headway.types import Jobs, Step
 from tests.engine.conftest import ENV, Engine
 

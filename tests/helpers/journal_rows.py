@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.journal.reader import Journal
-from headway.journal.rows import EngineRow, RequestRow, StayRow, packed
-from headway.journal.writer import MIB, Writer
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import EngineRow, RequestRow, StayRow, packed
+from headway.store.journal.writer import MIB, Writer
 
 _REQUEST = RequestRow(
     "hw-0", "default", "chat", "smollm2", "chat", 0, 1000.0, 1000.1, 1000.2, 1000.2, 1000.5, 1001.0, 20, 64,

@@ -13,7 +13,7 @@ import asyncpg
 
 from headway.bench.live.servers.postgres import PASSWORD as PASSWORD
 from headway.bench.live.servers.postgres import Server as PrivateServer
-from headway.broker.postgres_link import Address
+from headway.store.queue.postgres_link import Address
 from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"

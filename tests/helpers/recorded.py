@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.core import ranks
 from headway.engines.simulated.engine import Ran
-from headway.memory.budget import KvBudget
-from headway.pack.allocation import allocate
-from headway.plan import ordered
+from headway.policy.core import ranks
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.allocation import allocate
+from headway.policy.plan import ordered
+from headway.policy.recipes.registry import RECIPES, Recipe
 from headway.ports import Packer
-from headway.recipes.registry import RECIPES, Recipe
-from headway.sim.record.recorder import Recorder
-from headway.sim.record.run_folder import Header, Machine, Run
-from headway.sim.run import InstanceSpec, Outcome, Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.simulate.record.recorder import Recorder
+from headway.simulate.record.run_folder import Header, Machine, Run
+from headway.simulate.run import InstanceSpec, Outcome, Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Batch, Instance, Jobs, Slo, Step
 
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.journal.reader import read
-from headway.journal.rows import ITERATION, RefusalRow, packed, stops_text, unpacked
-from headway.journal.writer import MIB, PATTERN, Writer
+from headway.store.journal.reader import read
+from headway.store.journal.rows import ITERATION, RefusalRow, packed, stops_text, unpacked
+from headway.store.journal.writer import MIB, PATTERN, Writer
 from tests.helpers.journal_rows import ENGINE, request, stay
 
 DAY = 86400.0
@@ -99,7 +99,7 @@ def test_two_gateways_share_a_folder(tmp_path: Path) -> None:
 _KILLED = """
 import sys
 from pathlib import Path
-from headway.journal.writer import MIB, Writer
+from headway.store.journal.writer import MIB, Writer
 from tests.helpers.journal_rows import request
 writer = Writer(Path(sys.argv[1]), 16 * MIB, 86400.0)
 for i in range(10**6):

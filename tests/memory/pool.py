@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.memory.two_ended import allocation, block_table, checkpoint
-from headway.memory.two_ended.block_table import (
+from headway.policy.memory.two_ended import allocation, block_table, checkpoint
+from headway.policy.memory.two_ended.block_table import (
     BEST_EFFORT,
     FREE,
     LOAD,

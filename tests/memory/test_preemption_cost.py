@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.preemption_cost import PAUSE, RECOMPUTE, SWAP, cheapest, preemption_costs
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.preemption_cost import PAUSE, RECOMPUTE, SWAP, cheapest, preemption_costs
 
 THETA = OnlineLatency().theta
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from headway.engines.simulated import kernels
 from headway.engines.simulated.kernels import Limits
-from headway.memory import reservations
-from headway.memory.reservations import allocatable, pool_blocks, tokens_to_reserve
+from headway.policy.memory import reservations
+from headway.policy.memory.reservations import allocatable, pool_blocks, tokens_to_reserve
 from headway.types import Ints, Jobs
 
 _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.memory.two_ended import allocation
-from headway.memory.two_ended.block_table import BEST_EFFORT, REAL_TIME
+from headway.policy.memory.two_ended import allocation
+from headway.policy.memory.two_ended.block_table import BEST_EFFORT, REAL_TIME
 from tests.memory.pool import NONE, Pool, random_program
 
 _EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-import headway.pack.annealed as module
-from headway.core.engine_spec import EngineSpec
-from headway.pack.annealed import Annealed
+import headway.policy.pack.annealed as module
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.annealed import Annealed
 from headway.types import Slo
 from tests.core.test_packers import NOW, Table
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads

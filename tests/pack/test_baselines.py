@@ -13,20 +13,20 @@ from typer.testing import CliRunner
 from headway.bench.simulate.experiment import Fleet, simulate
 from headway.cli import app
 from headway.config import Config
-from headway.core.engine_spec import EngineSpec
-from headway.core.ranks import ARRIVAL
 from headway.errors import ConfigError
-from headway.plan.ordered import Ordered
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.core.ranks import ARRIVAL
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.anneal import ANNEAL
+from headway.policy.recipes.baselines import BASELINES, ROUTERS
+from headway.policy.recipes.ecoserve import ECOSERVE
+from headway.policy.recipes.hermes import HERMES
+from headway.policy.recipes.qlm import QLM
+from headway.policy.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.ports import Packer
-from headway.recipes.anneal import ANNEAL
-from headway.recipes.baselines import BASELINES, ROUTERS
-from headway.recipes.ecoserve import ECOSERVE
-from headway.recipes.hermes import HERMES
-from headway.recipes.qlm import QLM
-from headway.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.serve.main import preflight
-from headway.sim.run import InstanceSpec, Simulation
-from headway.sim.workload.traffic import Workload, single
+from headway.simulate.run import InstanceSpec, Simulation
+from headway.simulate.workload.traffic import Workload, single
 from headway.types import Batch, Instance
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
@@ -144,7 +144,7 @@ def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatc
         seen.append(len(jobs))
         return real(self, jobs, kv_budget, now)
 
-    monkeypatch.setattr("headway.pack.ranked.Fcfs.pack", pack)
+    monkeypatch.setattr("headway.policy.pack.ranked.Fcfs.pack", pack)
     Simulation(recipe, [node], crowd(60), fast=False).run()
     assert max(seen) <= node.instance.window
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.core.engine_spec import EngineSpec
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.budget import KvBudget
-from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.pack.bros import algorithm_1
-from headway.pack.bros.packer import BatchSize, Bros
-from headway.pack.kernels import due_of
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.budget import KvBudget
+from headway.policy.memory.two_ended.allocation import TwoEndedBudget
+from headway.policy.pack.bros import algorithm_1
+from headway.policy.pack.bros.packer import BatchSize, Bros
+from headway.policy.pack.kernels import due_of
+from headway.policy.recipes.registry import find
 from headway.types import Ints, Jobs, Step
 
 NOW, SIZE = 100.0, 16

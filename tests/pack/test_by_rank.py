@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headway.core.engine_spec import EngineSpec
-from headway.pack.by_rank import ByRank
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.by_rank import ByRank
 
 
 def test_a_packer_without_a_pool_recomputes() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.pack.ecoserve import queues
-from headway.pack.ecoserve.packer import EcoServe, Options
-from headway.pack.ecoserve.queues import ACTIVE, QUEUED, ROW_STATUS
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.ecoserve import queues
+from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.pack.ecoserve.queues import ACTIVE, QUEUED, ROW_STATUS
 from headway.types import Jobs, Slo
 
 SIZE = 16

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.forecast.latency.online import OnlineLatency
-from headway.pack.baselines.fastserve import FastServe
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.pack.baselines.fastserve import FastServe
 from headway.types import Batch
 from tests.pack.driven import Ask, Driven, Limits, ample, limits, loads
 

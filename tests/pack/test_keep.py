@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec, PromisesConfig
-from headway.core.feasibility import Pace
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.budget import KvBudget
-from headway.pack.promises.iteration import seconds_allowed, usual_seconds
-from headway.pack.promises.outlook import (
+from headway.policy.core.engine_spec import EngineSpec, PromisesConfig
+from headway.policy.core.feasibility import Pace
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.promises.iteration import seconds_allowed, usual_seconds
+from headway.policy.pack.promises.outlook import (
     ANSWER,
     FAR,
     HOPE,
@@ -29,12 +29,12 @@ from headway.pack.promises.outlook import (
     size_of,
     under_pressure,
 )
-from headway.pack.promises.packer import Promises, kept_of, outlooks_of
-from headway.pack.promises.selection import select
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat, single
+from headway.policy.pack.promises.packer import Promises, kept_of, outlooks_of
+from headway.policy.pack.promises.selection import select
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload, concat, single
 from headway.types import Batch, Instance, Ints, Jobs, Slo, Step
 
 ROOM = KvBudget(1000, 1000, 16, 64)

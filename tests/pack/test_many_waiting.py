@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.sorting import leading, ordered
-from headway.pack.ranked import Rank, Ranked, by_due, by_priority
+from headway.policy.core.sorting import leading, ordered
+from headway.policy.pack.ranked import Rank, Ranked, by_due, by_priority
 from headway.types import Floats, Ints
 from tests.core.tables import Moment, moments
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.budget import KvBudget
-from headway.pack.baselines.chunked import Chunked
-from headway.pack.baselines.multires import MultiRes
-from headway.pack.baselines.round_robin import RoundRobin
-from headway.pack.baselines.srtf import Srtf
-from headway.pack.ranked import Fcfs
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.baselines.chunked import Chunked
+from headway.policy.pack.baselines.multires import MultiRes
+from headway.policy.pack.baselines.round_robin import RoundRobin
+from headway.policy.pack.baselines.srtf import Srtf
+from headway.policy.pack.ranked import Fcfs
+from headway.policy.recipes.registry import find
 from headway.types import Jobs
 from tests.pack.driven import CHAT, SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.forecast.latency.online import OnlineLatency
-from headway.recipes.registry import find, names
-from headway.sim.instance import InstanceSpec, engine
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.recipes.registry import find, names
+from headway.simulate.instance import InstanceSpec, engine
 from headway.types import Instance, Slo
 
 SIZE, BLOCKS, LONGEST = 16, 24, 256

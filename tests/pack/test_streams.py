@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
-from headway.memory.budget import KvBudget
-from headway.recipes.registry import find
-from headway.sim.run import InstanceSpec, Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory.budget import KvBudget
+from headway.policy.recipes.registry import find
+from headway.simulate.run import InstanceSpec, Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Batch, Instance, Jobs, Slo, Step
 
 

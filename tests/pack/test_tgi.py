@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from headway.memory.budget import KvBudget
-from headway.pack.baselines.tgi import Tgi
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.baselines.tgi import Tgi
 from headway.types import Jobs
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 

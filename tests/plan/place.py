@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.core.controller import Controller
 from headway.events import Arrived, Finished, InstanceUp
+from headway.policy.core.controller import Controller
 from headway.ports import Planner
 from headway.types import Command, Forecast, Instance, Loadable, Reject, Request, Send
 

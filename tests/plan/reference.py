@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
-from headway.plan.dispatch import sends
-from headway.plan.virtual_queue import virtual_queue
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
+from headway.policy.plan.dispatch import sends
+from headway.policy.plan.virtual_queue import virtual_queue
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Ints, Plan
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.cluster import Cluster
 from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, Tick
-from headway.forecast.latency.online import OnlineLatency
-from headway.plan.annealed import Annealed
-from headway.plan.assign import Assignment
+from headway.policy.core.cluster import Cluster
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.plan.annealed import Annealed
+from headway.policy.plan.assign import Assignment
 from headway.types import Batch, Instance, Send, Slo
 from tests.plan.place import Place, ask, instance
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.core import ranks
 from headway.events import InstanceUp, Returned
-from headway.plan.by_fleet import ByFleet
-from headway.plan.group_placement import QlmOptions
-from headway.plan.ordered import Ordered
-from headway.plan.qlm import Qlm
-from headway.plan.run_order import RunOrder
-from headway.recipes.registry import find
-from headway.sim.run import Simulation
+from headway.policy.core import ranks
+from headway.policy.plan.by_fleet import ByFleet
+from headway.policy.plan.group_placement import QlmOptions
+from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.qlm import Qlm
+from headway.policy.plan.run_order import RunOrder
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Simulation
 from headway.stages import Stage
 from headway.types import Command, Instance, Send, Slo, Swap
 from tests.plan.place import Place, ask, instance

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL
 from headway.events import InstanceDown, InstanceUp, Returned, Swapped, Tick, Warmed
-from headway.plan.ordered import Ordered
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.ranks import ARRIVAL
+from headway.policy.plan.ordered import Ordered
 from headway.ports import Planner
 from headway.types import Instance, Loadable, Plan, Reject, Send, Swap, Warm
 from tests.plan.place import Place, ask, instance

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import Failed
-from headway.plan.baselines.vtc import VirtualTokenCounter
+from headway.policy.plan.baselines.vtc import VirtualTokenCounter
 from headway.types import Request
 from tests.plan.place import Place, ask, instance
 

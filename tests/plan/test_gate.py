@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.baselines.flow_control import FlowControl
+from headway.policy.plan.baselines.flow_control import FlowControl
 from headway.types import Reject, Request, Slo
 from tests.plan.place import Place, ask, instance
 

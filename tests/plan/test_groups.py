@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.groups import RequestGroups, centres_of
+from headway.policy.plan.groups import RequestGroups, centres_of
 from headway.types import OBJECTIVES, Backlog
 
 

@@ -9,12 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.apps.demand import SAMPLES, Costs, Draw, _walk
-from headway.apps.gittins import gittins, latest_start, mean_remaining
-from headway.apps.graph import Graph, Visit
-from headway.apps.knowledge import Knowledge
-from headway.apps.run import Run
-from headway.apps.runs import RankOptions, Runs
 from headway.events import (
     Arrived,
     Event,
@@ -30,10 +24,16 @@ from headway.events import (
     UnitBegan,
     UnitEnded,
 )
-from headway.forecast.latency.online import OnlineLatency
-from headway.plan.hermes import Hermes
-from headway.plan.service_costs import costs_of
-from headway.recipes.hermes import HERMES
+from headway.policy.apps.demand import SAMPLES, Costs, Draw, _walk
+from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
+from headway.policy.apps.graph import Graph, Visit
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.run import Run
+from headway.policy.apps.runs import RankOptions, Runs
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.plan.hermes import Hermes
+from headway.policy.plan.service_costs import costs_of
+from headway.policy.recipes.hermes import HERMES
 from headway.stages import Stage
 from headway.types import Batch, Command, Rerank, Send, Slo
 from tests.plan.place import Place, ask, instance

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.ranks import ARRIVAL, DUE
 from headway.events import Swapped
-from headway.plan.baselines.model_swap import ModelSwap
-from headway.recipes.registry import find
-from headway.sim.observer import Observer
-from headway.sim.run import Failure, Outcome, Simulation
-from headway.sim.workload.traffic import Workload
+from headway.policy.core.ranks import ARRIVAL, DUE
+from headway.policy.plan.baselines.model_swap import ModelSwap
+from headway.policy.recipes.registry import find
+from headway.simulate.observer import Observer
+from headway.simulate.run import Failure, Outcome, Simulation
+from headway.simulate.workload.traffic import Workload
 from headway.types import Command, Instance, Loadable, Slo, Swap
 from tests.plan.place import Place, ask, instance
 from tests.sim.machines import at, machine, random_traffic, together

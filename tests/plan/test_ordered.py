@@ -7,9 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.cluster import RowSet
-from headway.core.controller import Controller
-from headway.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
 from headway.events import (
     Arrived,
     Event,
@@ -21,8 +18,11 @@ from headway.events import (
     Swapped,
     Tick,
 )
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered
+from headway.policy.core.cluster import RowSet
+from headway.policy.core.controller import Controller
+from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.ordered import Ordered
 from headway.types import Command, Instance, Loadable, Request, Send, Slo
 from tests.core.tables import Bits
 from tests.plan.reference import Reference

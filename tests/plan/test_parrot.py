@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.plan.baselines.parrot import Parrot
+from headway.policy.plan.baselines.parrot import Parrot
 from headway.stages import Stage
 from tests.plan.place import Place, ask, instance
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headway.core.controller import Controller
-from headway.core.ranks import ARRIVAL
-from headway.core.shares import QueueShares
 from headway.events import Arrived, Finished, InstanceUp, Returned
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered
-from headway.plan.qlm import Qlm
+from headway.policy.core.controller import Controller
+from headway.policy.core.ranks import ARRIVAL
+from headway.policy.core.shares import QueueShares
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.qlm import Qlm
 from headway.ports import Planner
 from tests.plan.place import Place, ask, instance
 from tests.plan.test_tenant_turns import drain, place

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, Swapped, Tick, Warmed
-from headway.forecast.latency.online import OnlineLatency
-from headway.plan.group_placement import QlmOptions
-from headway.plan.qlm import Qlm
-from headway.recipes.qlm import QLM, with_delta
-from headway.recipes.registry import find
-from headway.sim.run import Failure, Simulation
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.plan.group_placement import QlmOptions
+from headway.policy.plan.qlm import Qlm
+from headway.policy.recipes.qlm import QLM, with_delta
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Failure, Simulation
 from headway.types import Command, Instance, Loadable, Rerank, Slo, Swap, Warm
 from tests.plan.place import Place, ask, instance
 from tests.sim.machines import at as arriving

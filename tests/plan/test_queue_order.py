@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.pseudo_random import seeded
-from headway.plan.queue_order import (
+from headway.policy.core.pseudo_random import seeded
+from headway.policy.plan.queue_order import (
     LATE,
     LEVELS,
     TARDY,
@@ -25,7 +25,7 @@ from headway.plan.queue_order import (
     outlook_of_all,
     search,
 )
-from headway.plan.stochastic import solve
+from headway.policy.plan.stochastic import solve
 
 
 def problem(

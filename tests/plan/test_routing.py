@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import InstanceDown, InstanceUp, Returned
-from headway.plan.baselines.load_balancing import at_random, least_loaded, round_robin
-from headway.plan.request_column import RequestColumn
+from headway.policy.plan.baselines.load_balancing import at_random, least_loaded, round_robin
+from headway.policy.plan.request_column import RequestColumn
 from headway.types import Backlog, Send
 from tests.plan.place import Place, ask, instance
 

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.apps.demand import SAMPLES, Costs, Draw
-from headway.apps.knowledge import Knowledge
-from headway.apps.run import Run
-from headway.core.controller import Controller
-from headway.core.ranks import ATTAINABLE, SOFT
 from headway.events import Arrived, Finished, InstanceDown, InstanceUp, RunEnded, Started
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered
-from headway.plan.run_order import RunOrder
-from headway.plan.service_costs import costs_of
+from headway.policy.apps.demand import SAMPLES, Costs, Draw
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.run import Run
+from headway.policy.core.controller import Controller
+from headway.policy.core.ranks import ATTAINABLE, SOFT
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.run_order import RunOrder
+from headway.policy.plan.service_costs import costs_of
 from headway.stages import Resource, Stage
 from headway.types import Send, Slo
 from tests.plan.place import Place, ask, instance

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.events import Arrived, Finished, Swapped, Tick
-from headway.plan.baselines.shepherd import Shepherd, assign
+from headway.policy.plan.baselines.shepherd import Shepherd, assign
 from headway.types import Instance, Loadable, Slo, Swap
 from tests.plan.place import Place, ask, instance
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.apps.knowledge import Knowledge
-from headway.core.ranks import ATTAINABLE, BEYOND, outer
-from headway.forecast.latency.online import OnlineLatency
-from headway.plan.run_order import RunOrder
-from headway.plan.tenant_parts import TenantParts
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.core.ranks import ATTAINABLE, BEYOND, outer
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.plan.run_order import RunOrder
+from headway.policy.plan.tenant_parts import TenantParts
+from headway.policy.recipes.registry import find
 from headway.ports import Planner
-from headway.recipes.registry import find
-from headway.sim.run import InstanceSpec, Simulation
-from headway.sim.workload.traffic import Workload, concat, poisson, single
+from headway.simulate.run import InstanceSpec, Simulation
+from headway.simulate.workload.traffic import Workload, concat, poisson, single
 from headway.types import Instance, Send, Slo
 from tests.plan.place import Place, ask, instance
 

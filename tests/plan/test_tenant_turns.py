@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.apps.knowledge import Knowledge
-from headway.core.ranks import ATTAINABLE
 from headway.events import Failed, Finished, Started
-from headway.plan.by_fleet import ByFleet
-from headway.plan.qlm import Qlm
-from headway.plan.run_order import RunOrder
-from headway.plan.tenant_turns import TenantTurns
-from headway.recipes.registry import find
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.core.ranks import ATTAINABLE
+from headway.policy.plan.by_fleet import ByFleet
+from headway.policy.plan.qlm import Qlm
+from headway.policy.plan.run_order import RunOrder
+from headway.policy.plan.tenant_turns import TenantTurns
+from headway.policy.recipes.registry import find
 from headway.types import Send, Slo
 from tests.plan.place import Place, ask, instance
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headway.backends.port import Held, Ran
+from headway.cluster.backends.port import Held, Ran
 from headway.config import Backend as Settings
 
 

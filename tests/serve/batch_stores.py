@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.broker.port import Job
 from headway.serve.batches.directory import DirectoryStore
 from headway.serve.batches.port import BatchStore, pieces
 from headway.serve.batches.postgres import PostgresStore
 from headway.serve.batches.records import Batch, Line, StoredFile
+from headway.store.queue.port import Job
 from tests.helpers import postgres as server
 
 Connect = Callable[[], BatchStore]

@@ -20,8 +20,8 @@ import httpx
 import openai
 
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier
-from headway.core.controller import Controller
 from headway.engines.vllm.process.launch import Child, free_port
+from headway.policy.core.controller import Controller
 from headway.serve import gateway as inner
 from headway.serve.main import OpenLink, bind
 from headway.serve.main import Server as HttpServer

@@ -17,13 +17,13 @@ from safetensors.numpy import save_file
 
 from headway import clock
 from headway.config import Engine
-from headway.core.cluster import Cluster
 from headway.engines.vllm.process import children, client
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event, InstanceUp, Swapped, Warmed
 from headway.models.resolve import resolve
+from headway.policy.core.cluster import Cluster
+from headway.policy.recipes.registry import RECIPES
 from headway.ports import Planner
-from headway.recipes.registry import RECIPES
 from headway.types import Instance, Plan, Send
 from tests.serve.gateway import SAY, WEB, Gateway
 

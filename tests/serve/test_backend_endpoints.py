@@ -12,10 +12,10 @@ import pytest
 from sklearn.datasets import load_digits
 
 import headway
-from headway.apps.prewarming import Prewarming
 from headway.config import Backend, Key
 from headway.errors import HeadwayError
 from headway.events import Prewarmed
+from headway.policy.apps.prewarming import Prewarming
 from headway.stages import Resource
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until

@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from headway.backends import containers, namespaces
-from headway.backends.containers import check_docker
-from headway.backends.model import Model
-from headway.backends.namespaces import check_namespaces
-from headway.backends.pool import WorkerPool
-from headway.backends.port import BackendError, Ran
-from headway.backends.registry import make, opened
-from headway.backends.sandbox import Sandboxes
+from headway.cluster.backends import containers, namespaces
+from headway.cluster.backends.containers import check_docker
+from headway.cluster.backends.model import Model
+from headway.cluster.backends.namespaces import check_namespaces
+from headway.cluster.backends.pool import WorkerPool
+from headway.cluster.backends.port import BackendError, Ran
+from headway.cluster.backends.registry import make, opened
+from headway.cluster.backends.sandbox import Sandboxes
 from headway.config import Backend as Settings
 from headway.config import parse
 from headway.errors import ConfigError, HeadwayError, RequestError
@@ -352,7 +352,7 @@ async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
 
 ORPHAN = """
 import asyncio, sys
-from headway.backends.sandbox import Sandboxes
+from headway.cluster.backends.sandbox import Sandboxes
 from headway.config import Backend
 async def main():
     how, image = sys.argv[1:]

@@ -12,13 +12,13 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headway.broker.postgres import PostgresBroker
-from headway.broker.postgres_link import Address
 from headway.errors import ConfigError, HeadwayError, RequestError
 from headway.serve.batches.port import PIECE, STALE_S
 from headway.serve.batches.postgres import PostgresStore
 from headway.serve.batches.records import CANCELLED, Line, StoredFile
 from headway.serve.batches.results import conclude
+from headway.store.queue.postgres import PostgresBroker
+from headway.store.queue.postgres_link import Address
 from tests.helpers import postgres as server
 from tests.serve.batch_stores import BATCH, FILE, ROOM, add, begun, content, custom_ids
 

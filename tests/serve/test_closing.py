@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from headway.broker.memory import MemoryBroker, MemoryStore
-from headway.broker.port import Job
-from headway.broker.sqlite import SqliteBroker
 from headway.errors import HeadwayError
 from headway.serve import tasks
 from headway.serve.closing import Closings
+from headway.store.queue.memory import MemoryBroker, MemoryStore
+from headway.store.queue.port import Job
+from headway.store.queue.sqlite import SqliteBroker
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 from tests.serve.test_background import begin, finished

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.broker import open_broker, sqlite_health
 from headway.cli import app
 from headway.config import Config, write
 from headway.errors import ConfigError, HeadwayError
 from headway.serve.batches.directory import DirectoryStore
+from headway.store.queue import open_broker, sqlite_health
 from tests.helpers.damage import overwrite
 from tests.serve.batch_stores import add
 from tests.serve.batches import begin as begin_batch

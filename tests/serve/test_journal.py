@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from headway.config import Journal as JournalTable
-from headway.journal.reader import Journal, read
-from headway.journal.rows import RequestRow
-from headway.journal.writer import PATTERN
+from headway.store.journal.reader import Journal, read
+from headway.store.journal.rows import RequestRow
+from headway.store.journal.writer import PATTERN
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, Gateway, until
 from tests.serve.test_request_ends import fakes

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Predictor, Sqlite
-from headway.forecast.lengths.ridge import PLAIN, History
+from headway.policy.forecast.lengths.ridge import PLAIN, History
 from headway.serve.lengths.history import keep, recall
 from headway.serve.lengths.service import PredictorService, open_lengths
 from headway.serve.metrics import Metrics

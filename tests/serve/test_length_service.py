@@ -13,8 +13,8 @@ import pytest
 
 from headway.config import Config, Predictor
 from headway.errors import ConfigError
-from headway.forecast.lengths.ridge import PLAIN
-from headway.recipes.registry import find
+from headway.policy.forecast.lengths.ridge import PLAIN
+from headway.policy.recipes.registry import find
 from headway.serve.lengths import service
 from headway.serve.lengths.embedding import Embedder, locate
 from headway.serve.lengths.service import PredictorService, TaskService

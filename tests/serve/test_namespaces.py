@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 import headway
-from headway.backends.namespaces import check_namespaces
-from headway.backends.sandbox import Sandboxes
+from headway.cluster.backends.namespaces import check_namespaces
+from headway.cluster.backends.sandbox import Sandboxes
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
 
@@ -120,7 +120,7 @@ ORDINARY = {
 }  # fmt: skip
 GATEWAY = """
 import asyncio, json, os, sys
-from headway.backends.sandbox import Sandboxes
+from headway.cluster.backends.sandbox import Sandboxes
 from headway.config import Backend
 async def main():
     backend = Sandboxes("python", Backend("sandbox", isolation=sys.argv[1], disk_mib=2))

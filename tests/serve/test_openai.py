@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from headway.config import Broker
-from headway.recipes.registry import RECIPES
+from headway.policy.recipes.registry import RECIPES
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, Gateway
 

@@ -13,12 +13,12 @@ import pytest
 
 from headway import clock
 from headway.bench.live.planning_overhead import Deliberate
-from headway.core.cluster import Cluster
-from headway.core.controller import Controller
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.qlm import Qlm
-from headway.recipes.default import DEFAULT
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.qlm import Qlm
+from headway.policy.recipes.default import DEFAULT
 from headway.serve import tasks
 from headway.serve.planning import Planning
 from headway.types import Command, Instance, Plan, Request, Send, Slo

@@ -12,13 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headway import clock
-from headway.backends.port import BackendError, Held
+from headway.cluster.backends.port import BackendError, Held
 from headway.config import Tier
-from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL
 from headway.events import Event, Prewarmed
-from headway.plan.ordered import Ordered
-from headway.recipes.default import DEFAULT
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.ranks import ARRIVAL
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.default import DEFAULT
 from headway.serve.prewarm import PrewarmMetrics, Warmer, Warmups
 from headway.stages import Prewarm, Resource
 from headway.types import Request

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headway.bench.live.planning_overhead import ByArrival
-from headway.core.cluster import Cluster
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
-from headway.recipes.default import DEFAULT
+from headway.policy.core.cluster import Cluster
+from headway.policy.recipes.default import DEFAULT
 from headway.types import Plan, Rerank
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until

@@ -15,11 +15,11 @@ import httpx
 import openai
 import pytest
 
-from headway.broker import MemoryBroker
 from headway.config import Broker
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
 from headway.serve.request_path import RequestPath
+from headway.store.queue import MemoryBroker
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
 

@@ -11,7 +11,7 @@ import pytest
 
 from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
-from headway.forecast.lengths.task import TELLING
+from headway.policy.forecast.lengths.task import TELLING
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.sim.run import InstanceSpec, Load
-from headway.sim.workload.traffic import Workload, concat, single
+from headway.simulate.run import InstanceSpec, Load
+from headway.simulate.workload.traffic import Workload, concat, single
 from headway.types import Batch, Floats, Instance, Slo
 
 

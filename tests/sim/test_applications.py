@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.apps.graph import LLM, Visit
 from headway.errors import ConfigError
-from headway.sim.workload.application_models import generated
-from headway.sim.workload.applications import SHARES, AppRun, Step, applications, draw, graphs_of, read
+from headway.policy.apps.graph import LLM, Visit
+from headway.simulate.workload.application_models import generated
+from headway.simulate.workload.applications import SHARES, AppRun, Step, applications, draw, graphs_of, read
 
 GOOD = {
     "app": "CG",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.engine import SimulatedEngine
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.recipes.registry import find
 from headway.types import Slo
 
 SIZE, LONGEST = 16, 368

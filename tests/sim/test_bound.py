@@ -13,17 +13,17 @@ from numpy.typing import ArrayLike
 
 from headway.bench.simulate.grounds import GROUNDS
 from headway.bench.simulate.slo_violations import late, seen
-from headway.forecast.latency.laws import Additive, Bros, LatencyLaw, Roofline, SloAware, Stepped
-from headway.forecast.latency.online import OnlineLatency
-from headway.forecast.latency.profiles import FixedLatency
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.latency.laws import Additive, Bros, LatencyLaw, Roofline, SloAware, Stepped
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.latency.profiles import FixedLatency
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.registry import find
 from headway.ports import Lengths
-from headway.recipes.registry import find
-from headway.sim.bound import _most_in_order, bound
-from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat
+from headway.simulate.bound import _most_in_order, bound
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload, concat
 from headway.types import Batch, Instance
 
 NEVER = np.inf

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.cache_policy import Cache, Lru, Policy, Prewarmed, WaitingQueue
+from headway.simulate.cache_policy import Cache, Lru, Policy, Prewarmed, WaitingQueue
 
 NAMES = "abcdefgh"
 POLICIES: tuple[Policy, ...] = (Lru(), WaitingQueue(), Prewarmed())

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.bench.simulate import slo_violations
-from headway.core.ranks import ATTAINABLE, DUE
-from headway.forecast.latency import profiles
-from headway.plan.ordered import Ordered
-from headway.plan.run_order import RunOrder
-from headway.recipes.registry import RECIPES
-from headway.sim import compiled_state
-from headway.sim.forecasts import Noisy
-from headway.sim.instance import InstanceSpec
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
+from headway.policy.core.ranks import ATTAINABLE, DUE
+from headway.policy.forecast.latency import profiles
+from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.run_order import RunOrder
+from headway.policy.recipes.registry import RECIPES
+from headway.simulate import compiled_state
+from headway.simulate.forecasts import Noisy
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Instance, Slo
 
 RULED = ["headway", "vllm", "priority", "edf", "slack"]

@@ -11,15 +11,15 @@ import pytest
 from headway.bench.simulate.experiment import records
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
-from headway.forecast.latency.online import OnlineLatency
-from headway.pack.promises.outlook import LOST, in_progress, outlook_of, pace_of
-from headway.recipes.registry import find
-from headway.sim import fleet
-from headway.sim.instance import SimulatedInstance
-from headway.sim.loop import Loop
-from headway.sim.observer import Observer
-from headway.sim.run import Failure, InstanceSpec, Outcome, Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.pack.promises.outlook import LOST, in_progress, outlook_of, pace_of
+from headway.policy.recipes.registry import find
+from headway.simulate import fleet
+from headway.simulate.instance import SimulatedInstance
+from headway.simulate.loop import Loop
+from headway.simulate.observer import Observer
+from headway.simulate.run import Failure, InstanceSpec, Outcome, Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Slo
 from tests.sim.machines import at, machine, together
 

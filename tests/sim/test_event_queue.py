@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.event_queue import EventQueue
+from headway.simulate.event_queue import EventQueue
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30))

@@ -14,11 +14,11 @@ from headway.bench.simulate import scenario
 from headway.bench.simulate.experiment import Mixed, simulate
 from headway.cli import app
 from headway.errors import ConfigError
-from headway.recipes.baselines import ROUTERS
-from headway.recipes.registry import find
-from headway.sim import fleet
-from headway.sim.fleet import Spec, build, spec
-from headway.sim.run import InstanceSpec, Simulation
+from headway.policy.recipes.baselines import ROUTERS
+from headway.policy.recipes.registry import find
+from headway.simulate import fleet
+from headway.simulate.fleet import Spec, build, spec
+from headway.simulate.run import InstanceSpec, Simulation
 from headway.types import Batch, Slo
 from tests.sim.machines import Constant, at, machine, random_traffic, together
 
@@ -138,7 +138,7 @@ def test_a_request_goes_only_where_it_fits(recipe: str) -> None:
 
 
 def test_what_fits_nowhere_any_more_fails_instead_of_waiting_for_ever() -> None:
-    from headway.sim.run import Failure
+    from headway.simulate.run import Failure
 
     workload = together(at(0.0, model="m", prompt=500, output=60), at(1.0, model="m"))
     outcome = Simulation(find("vllm"), unlike(), workload, failures=[Failure("fast", 0.5)]).run()

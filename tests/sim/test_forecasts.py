@@ -11,11 +11,11 @@ from headway.bench.papers.ecoserve_setup import DATA, instance, workload
 from headway.bench.papers.ecoserve_tables import sustained
 from headway.bench.papers.trial import trial
 from headway.errors import ConfigError
-from headway.forecast.lengths.padding import Padded
-from headway.recipes.registry import find
-from headway.sim.forecasts import Noisy, Oracle, Provisioned
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import single
+from headway.policy.forecast.lengths.padding import Padded
+from headway.policy.recipes.registry import find
+from headway.simulate.forecasts import Noisy, Oracle, Provisioned
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import single
 
 
 def test_the_stated_accuracy_is_what_padding_reaches() -> None:
@@ -67,7 +67,7 @@ def test_same_seed_same_outcome_and_every_request_ends() -> None:
 
 
 def test_without_a_gateway_stock_order_gives_the_outcome_of_the_simulation() -> None:
-    """With a window that holds all of them, the gateway of `sim/run.py` adds nothing but its bookkeeping."""
+    """With a window that holds all of them, the gateway of `simulate/run.py` adds only bookkeeping."""
     data = DATA[0]
     load = workload(data, 5.0, 6.0, 1)
     alone = trial("vllm", data, 5.0, load, 1)

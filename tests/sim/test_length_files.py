@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.workload import traces
+from headway.simulate.workload import traces
 
 HEAD = "prompt_tokens,output_tokens\n"
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.workload import lengths
+from headway.simulate.workload import lengths
 
 N = 200_000
 seeds = st.integers(0, 2**32 - 1)

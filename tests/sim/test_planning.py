@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.recipes import default
-from headway.recipes.baselines import ROUTERS
-from headway.recipes.registry import RECIPES, find
-from headway.sim import run as loop
-from headway.sim.run import Simulation
-from headway.sim.workload.traces import Lengths
-from headway.sim.workload.traffic import TrafficClass, Workload, make, single
+from headway.policy.recipes import default
+from headway.policy.recipes.baselines import ROUTERS
+from headway.policy.recipes.registry import RECIPES, find
+from headway.simulate import run as loop
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traces import Lengths
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, single
 from headway.types import Slo
 from tests.sim.machines import at, machine, random_traffic, together
 

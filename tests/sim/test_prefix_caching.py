@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.prefix_blocks import free_queue, keys_of
 from headway.errors import ConfigError
-from headway.pack.ranked import Fcfs
+from headway.policy.pack.ranked import Fcfs
+from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
-from headway.recipes.registry import find
-from headway.sim import compiled_loop
-from headway.sim.fleet import build, spec
-from headway.sim.outcome import Outcome
-from headway.sim.record import run_folder
-from headway.sim.record.recorder import Recorder
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat, single
+from headway.simulate import compiled_loop
+from headway.simulate.fleet import build, spec
+from headway.simulate.outcome import Outcome
+from headway.simulate.record import run_folder
+from headway.simulate.record.recorder import Recorder
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload, concat, single
 from tests.helpers.recorded import Header, Machine, Run, Spy, fleet
 
 SIZE = 16

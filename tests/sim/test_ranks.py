@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.core.controller import Controller
-from headway.core.ranks import PRIORITY
-from headway.forecast.lengths.task import TaskLengths
-from headway.plan.ordered import Ordered
-from headway.recipes.registry import find
-from headway.sim.instance import SimulatedInstance
-from headway.sim.loop import Loop
-from headway.sim.workload.traffic import single
+from headway.policy.core.controller import Controller
+from headway.policy.core.ranks import PRIORITY
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import SimulatedInstance
+from headway.simulate.loop import Loop
+from headway.simulate.workload.traffic import single
 from headway.types import Command, Rerank, Send
 from tests.sim.machines import machine
 

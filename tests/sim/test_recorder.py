@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError
-from headway.sim.record import run_folder
-from headway.sim.record.recorder import ITERATIONS, MOVES, Recorder, State
-from headway.sim.record.timeline import Reader
-from headway.sim.run import Simulation
+from headway.simulate.record import run_folder
+from headway.simulate.record.recorder import ITERATIONS, MOVES, Recorder, State
+from headway.simulate.record.timeline import Reader
+from headway.simulate.run import Simulation
 from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 CASES = [(recipe, blocks, count) for recipe in ALL for blocks, count in ((130, 1), (300, 2))]

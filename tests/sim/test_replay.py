@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from headway.apps.graph import LLM, Graph
-from headway.apps.knowledge import Knowledge
-from headway.apps.runs import RankOptions
-from headway.core.controller import Controller
 from headway.events import Arrived, Event, Finished, RunEnded, Started, UnitBegan, UnitEnded
-from headway.plan.hermes import Hermes
-from headway.recipes.hermes import HERMES, variant
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim.replay import Replayed, oracle, replay
-from headway.sim.run import InstanceSpec
-from headway.sim.workload.application_models import generated
-from headway.sim.workload.applications import Applications, AppRun, Step, applications, draw
+from headway.policy.apps.graph import LLM, Graph
+from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.runs import RankOptions
+from headway.policy.core.controller import Controller
+from headway.policy.plan.hermes import Hermes
+from headway.policy.recipes.hermes import HERMES, variant
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
+from headway.simulate.replay import Replayed, oracle, replay
+from headway.simulate.run import InstanceSpec
+from headway.simulate.workload.application_models import generated
+from headway.simulate.workload.applications import Applications, AppRun, Step, applications, draw
 from headway.types import Batch, Command, Rerank
 from tests.sim.machines import machine
 

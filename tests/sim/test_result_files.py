@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError
-from headway.sim.workload import result_files, traces
+from headway.simulate.workload import result_files, traces
 
 
 def test_azure_s_own_names_and_dates(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from headway.recipes.registry import RECIPES
-from headway.sim.run import InstanceSpec, Outcome, Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
+from headway.policy.recipes.registry import RECIPES
+from headway.simulate.run import InstanceSpec, Outcome, Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
 
 

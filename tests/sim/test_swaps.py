@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.cluster import Cluster
-from headway.core.ranks import ARRIVAL, DUE
 from headway.errors import ConfigError, HeadwayError
-from headway.plan.ordered import Ordered
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.ranks import ARRIVAL, DUE
+from headway.policy.plan.ordered import Ordered
+from headway.policy.recipes.registry import RECIPES, Recipe, find
 from headway.ports import Planner
-from headway.recipes.registry import RECIPES, Recipe, find
-from headway.sim.instance import HostMemory
-from headway.sim.record.recorder import Recorder
-from headway.sim.run import Failure, Outcome, Simulation
-from headway.sim.workload.traffic import Workload
+from headway.simulate.instance import HostMemory
+from headway.simulate.record.recorder import Recorder
+from headway.simulate.run import Failure, Outcome, Simulation
+from headway.simulate.workload.traffic import Workload
 from headway.types import Plan
 from tests.sim.machines import at, machine, random_traffic, together
 

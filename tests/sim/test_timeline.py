@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.sim.record.recorder import OUTSIDE, Recorder
-from headway.sim.record.run_folder import Header, Machine, Run
-from headway.sim.record.timeline import OUT, Reader
-from headway.sim.run import Failure, Outcome, Simulation
+from headway.simulate.record.recorder import OUTSIDE, Recorder
+from headway.simulate.record.run_folder import Header, Machine, Run
+from headway.simulate.record.timeline import OUT, Reader
+from headway.simulate.run import Failure, Outcome, Simulation
 from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 

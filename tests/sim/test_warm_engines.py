@@ -7,21 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.apps.graph import LLM
-from headway.apps.knowledge import SHARED, Knowledge
-from headway.apps.prewarming import PrewarmOptions
-from headway.apps.runs import RankOptions
 from headway.errors import ConfigError
+from headway.policy.apps.graph import LLM
+from headway.policy.apps.knowledge import SHARED, Knowledge
+from headway.policy.apps.prewarming import PrewarmOptions
+from headway.policy.apps.runs import RankOptions
+from headway.policy.recipes.hermes import variant
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
-from headway.recipes.hermes import variant
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
-from headway.sim.replay import Replayed, replay
-from headway.sim.warm_engines import AdapterEngine, Adapters, KvCache, WarmEngine
-from headway.sim.workload.application_models import generated
-from headway.sim.workload.applications import Applications, AppRun, Step, applications, draw, graphs_of
-from headway.sim.workload.run_prefixes import templates, with_prefixes
+from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
+from headway.simulate.replay import Replayed, replay
+from headway.simulate.warm_engines import AdapterEngine, Adapters, KvCache, WarmEngine
+from headway.simulate.workload.application_models import generated
+from headway.simulate.workload.applications import Applications, AppRun, Step, applications, draw, graphs_of
+from headway.simulate.workload.run_prefixes import templates, with_prefixes
 from headway.stages import Resource
 from tests.sim.machines import machine
 

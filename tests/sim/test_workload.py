@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sim.workload import lengths, traces, traffic
-from headway.sim.workload.traffic import TrafficClass, Workload
+from headway.simulate.workload import lengths, traces, traffic
+from headway.simulate.workload.traffic import TrafficClass, Workload
 from headway.stages import Stage
 from headway.types import Request, Slo
 

@@ -14,13 +14,13 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster  # type: ignore[import-untyped, unused-ignore]
 
+from headway.cluster.up.cluster import Actors, connected
+from headway.cluster.up.parts import HOST, parts_of, template
+from headway.cluster.up.supervisor import State
 from headway.config import Config, Engine, Up, Wire
 from headway.config import Server as ServerConfig
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-from headway.up.cluster import Actors, connected
-from headway.up.parts import HOST, parts_of, template
-from headway.up.supervisor import State
 from tests.helpers import rabbitmq
 from tests.serve.gateway import CHAT, SAY, WEB, Fake, configuration, until
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headway.wire.connection import Address
+from headway.cluster.wire.connection import Address
 from tests.helpers import rabbitmq as server
 from tests.wire.ends import clear
 

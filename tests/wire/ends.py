@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from headway.cluster.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, Address, Connection, tag_of
+from headway.cluster.wire.messages import Item
+from headway.cluster.wire.port import Letter
+from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.events import Finished
-from headway.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, Address, Connection, tag_of
-from headway.wire.messages import Item
-from headway.wire.port import Letter
-from headway.wire.rabbitmq import RabbitLink
 
 SECONDS = 30.0  # for anything to happen
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headway.cluster.wire import codec
+from headway.cluster.wire.codec import Envelope, WireError, decode, encode
 from headway.events import Arrived, Finished, InstanceUp, Learned, Started
-from headway.forecast.latency.profiles import load, names
+from headway.policy.forecast.latency.profiles import load, names
 from headway.prefix import Prefix
 from headway.stages import Prewarm, Resource
 from headway.types import Batch, Instance, Request, Send
-from headway.wire import codec
-from headway.wire.codec import Envelope, WireError, decode, encode
 from tests.wire import words
 
 # Of the fields of everything that may be in an envelope, by `VERSION`.

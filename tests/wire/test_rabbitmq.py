@@ -14,12 +14,12 @@ from yarl import URL
 
 from headway import clock
 from headway.bench.live.servers.proxy import proxied
+from headway.cluster.wire.codec import Envelope, encode
+from headway.cluster.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
+from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.errors import ConfigError
 from headway.events import Failed, Tick
 from headway.types import Send
-from headway.wire.codec import Envelope, encode
-from headway.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
-from headway.wire.rabbitmq import RabbitLink
 from tests.helpers import rabbitmq as server
 from tests.wire.ends import dead, end, eventually, hear, items, leading, linked
 

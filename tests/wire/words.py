@@ -11,11 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.forecast.latency.laws import LAWS
-from headway.forecast.latency.profiles import FixedLatency
+from headway.cluster.wire.messages import Item
+from headway.policy.forecast.latency.laws import LAWS
+from headway.policy.forecast.latency.profiles import FixedLatency
 from headway.prefix import Prefix
 from headway.types import Batch, Slo
-from headway.wire.messages import Item
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 WHOLE = st.integers(-(2**63), 2**63 - 1)

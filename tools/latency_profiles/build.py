@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.latency.laws import LAWS, Additive, Bros, Error, LatencyLaw, Shapes, errors
-from headway.forecast.latency.profiles import LatencyProfile
+from headway.policy.forecast.latency.laws import LAWS, Additive, Bros, Error, LatencyLaw, Shapes, errors
+from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.types import Batch, Floats
 from tools.latency_profiles.layers import Attention, Gpu, Layers, Model, Rows, calibrate, grid, read
 

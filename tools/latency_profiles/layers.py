@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.forecast.latency.laws import nonnegative
+from headway.policy.forecast.latency.laws import nonnegative
 from headway.types import Batch, Floats
 
 Rows = list[dict[str, str]]

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import config as configuration
-from headway.apps.graph import LLM, Graph, Unit
-from headway.apps.knowledge import SHARED
 from headway.bench.output.results import Grid
 from headway.errors import ConfigError
+from headway.policy.apps.graph import LLM, Graph, Unit
+from headway.policy.apps.knowledge import SHARED
 from headway.serve.graph_files import GraphFiles, read
-from headway.sim.workload import applications
+from headway.simulate.workload import applications
 
 _WAYS = 3  # next units that a table names
 _UNIT_COLUMNS = ("unit", "backend", "visits", "next units", "median / 95th percentile")

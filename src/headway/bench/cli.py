@@ -400,7 +400,7 @@ def _arrivals(
     trace: str | None, limit: int | None, rate: float | None, duration: float, burstiness: float, rng: Any
 ) -> Any:
     """Return arrival seconds: a trace's own (rescaled to `rate` if given), else gamma or Poisson."""
-    from headway.sim.workload import traces, traffic
+    from headway.simulate.workload import traces, traffic
 
     if trace is None:
         return traffic.gamma(rate or 1.0, burstiness, duration, rng)

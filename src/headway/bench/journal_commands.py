@@ -12,8 +12,8 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.bench.journal.source import Source
-    from headway.sim.fleet import Spec
-    from headway.sim.workload.traffic import TrafficClass
+    from headway.simulate.fleet import Spec
+    from headway.simulate.workload.traffic import TrafficClass
 
 JournalDir = Annotated[
     Path | None,
@@ -70,7 +70,7 @@ def explain(
         raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
     if simulated and run is not None:
         from headway.bench.simulate.explain import main
-        from headway.journal.writer import PATTERN
+        from headway.store.journal.writer import PATTERN
 
         if any(Path(run).glob(PATTERN)):
             raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
@@ -139,7 +139,7 @@ def folder_of(journal: Path | None, config: Path | None) -> Path:
     if journal is not None:
         return journal
     from headway.config import load
-    from headway.journal.writer import PATTERN
+    from headway.store.journal.writer import PATTERN
 
     folder, whose = load(config).journal_dir, config or "the default configuration"
     if folder is None:
@@ -161,7 +161,7 @@ def fleet_of(
 ) -> tuple[list[Spec], list[TrafficClass]]:
     """Return the specs of --instance and --fleet, and the file's traffic. sizes: where they say nothing."""
     from headway.bench.simulate.scenario import load
-    from headway.sim.fleet import spec
+    from headway.simulate.fleet import spec
 
     specs, traffic = load(fleet, **sizes) if fleet else ([], [])
     return [*specs, *(spec(text, **sizes) for text in instance or ())], traffic

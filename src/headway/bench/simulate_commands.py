@@ -12,7 +12,7 @@ from headway.bench.options import ConfigFile, Json, Quick, Seed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.sim.fleet import Spec
+    from headway.simulate.fleet import Spec
 
 # A literal, because importing `recipes` would load numpy for every command; a test compares both.
 _RECIPES = (

@@ -17,7 +17,7 @@ class Backend:
     """What serves units of applications outside the LLM, for `POST /v1/backends/NAME`.
 
     kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
-        is a backend of your own (`headway.backends.port.Backend`).
+        is a backend of your own (`headway.cluster.backends.port.Backend`).
     load: of a model: "module:function", which returns a callable; options: the function's arguments.
     isolation: of a sandbox: "namespaces" (own files and processes, no network; Linux), "process" (none: for
         code that you trust), or "docker" (a container of `image`, which has python3).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 
-from headway.backends.port import Held
+from headway.cluster.backends.port import Held
 from headway.config import Engine
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError

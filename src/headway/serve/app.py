@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from headway import __version__
-from headway.broker.sqlite_health import log_bytes
 from headway.config import Config
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.inside import inside_of
@@ -49,6 +48,7 @@ from headway.serve.responses.endpoints import (
 from headway.serve.run_endpoints import add_run_endpoints
 from headway.serve.streaming import ResponseStream, error_response
 from headway.serve.token_endpoints import add_token_endpoints
+from headway.store.queue.sqlite_health import log_bytes
 
 log = logging.getLogger("headway.serve")
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import Counter
 
 from headway import clock
-from headway.backends.port import Backend, Ran
+from headway.cluster.backends.port import Backend, Ran
 from headway.config import Key
 from headway.errors import RequestError
 from headway.events import Prewarmed, RunEnded, UnitBegan, UnitEnded

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headway import clock
-from headway.broker.port import CANCELLED, Job
 from headway.errors import HeadwayError
 from headway.serve import tasks
 from headway.serve.budget import Held
@@ -16,6 +15,7 @@ from headway.serve.dispatcher import Dispatcher
 from headway.serve.request_parsing import ParsedRequest
 from headway.serve.request_path import RequestPath
 from headway.serve.requests import InFlightRequest, reason_of
+from headway.store.queue.port import CANCELLED, Job
 
 log = logging.getLogger("headway.serve")
 

@@ -17,8 +17,8 @@ _LARGE_ONES = 4  # answers of the largest size that may be in memory at a time
 class ByteBudget:
     """Bytes of all bodies together; `used` never exceeds `limit`.
 
-    share: what one tenant may have of the bytes that others leave, as of the queue (`core/shares.py`). One
-        body at a time is always within it.
+    share: what one tenant may have of the bytes that others leave, as of the queue (`policy/core/shares.py`).
+        One body at a time is always within it.
     """
 
     limit: int

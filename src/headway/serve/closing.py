@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from headway.broker.port import Broker
 from headway.errors import HeadwayError
+from headway.store.queue.port import Broker
 
 _FIRST_S, _LONGEST_S = 0.1, 5.0  # between tries
 log = logging.getLogger("headway.serve")

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headway import clock
-from headway.core.controller import Controller
-from headway.core.shares import Group
 from headway.events import Event, Tick
+from headway.policy.core.controller import Controller
+from headway.policy.core.shares import Group
 from headway.serve import tasks
 from headway.serve.planning import Execute, Planning
 from headway.types import Progress

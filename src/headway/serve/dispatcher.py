@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from headway import clock
-from headway.apps.account import EndedRun, RunAccount
-from headway.apps.run import within
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Started
+from headway.policy.apps.account import EndedRun, RunAccount
+from headway.policy.apps.run import within
 from headway.serve.control import ControlView
 from headway.serve.metrics import Metrics
 from headway.serve.prewarm import Warmups

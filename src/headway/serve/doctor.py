@@ -21,15 +21,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from headway.addresses import netloc
-from headway.broker.postgres_link import address_of, most_apart_s
-from headway.broker.sqlite_file import PARAM
-from headway.broker.sqlite_rescue import check_sound
 from headway.config import Broker, Config, Engine, load
 from headway.engines.vllm.process.metadata import installed, lacking
 from headway.errors import ConfigError
 from headway.models.resolve import resolve
 from headway.serve.main import bind, preflight
 from headway.serve.targets import describe
+from headway.store.queue.postgres_link import address_of, most_apart_s
+from headway.store.queue.sqlite_file import PARAM
+from headway.store.queue.sqlite_rescue import check_sound
 
 _GIB = 2**30
 _VLLM = ("0.32.", "0.33.")  # minor versions whose scheduler the hook is tested with, or made for

@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from headway import clock
-from headway.backends.port import Backend
-from headway.backends.registry import opened
-from headway.broker import open_broker
-from headway.broker.port import Broker
+from headway.cluster.backends.port import Backend
+from headway.cluster.backends.registry import opened
+from headway.cluster.wire.port import Link
 from headway.config import Broker as BrokerSettings
 from headway.config import Config
+from headway.policy.recipes.registry import find
 from headway.ports import Lengths
-from headway.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.adapters import AdapterWarmer
 from headway.serve.background import BackgroundWork
@@ -40,7 +39,8 @@ from headway.serve.together import Sides
 from headway.serve.tokens import TokenCounter
 from headway.serve.tracing import Tracing
 from headway.serve.usage import Usage
-from headway.wire.port import Link
+from headway.store.queue import open_broker
+from headway.store.queue.port import Broker
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headway.apps.graph import Graph, from_json
-from headway.apps.knowledge import Knowledge
 from headway.errors import ConfigError
+from headway.policy.apps.graph import Graph, from_json
+from headway.policy.apps.knowledge import Knowledge
 from headway.serve import tasks
 from headway.serve.files import replacing
 

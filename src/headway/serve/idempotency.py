@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
 
-from headway.broker.port import Job
 from headway.errors import RequestError
 from headway.serve.request_parsing import ParsedRequest
+from headway.store.queue.port import Job
 
 HEADER = "idempotency-key"
 _LONGEST = 255  # characters of a key

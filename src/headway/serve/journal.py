@@ -26,7 +26,9 @@ from headway.config import Journal
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
-from headway.journal.rows import (
+from headway.serve.requests import InFlightRequest
+from headway.serve.tasks import Loop
+from headway.store.journal.rows import (
     EngineRow,
     IterationsRow,
     RefusalRow,
@@ -36,9 +38,7 @@ from headway.journal.rows import (
     packed,
     stops_text,
 )
-from headway.journal.writer import MIB, Writer
-from headway.serve.requests import InFlightRequest
-from headway.serve.tasks import Loop
+from headway.store.journal.writer import MIB, Writer
 from headway.types import Request
 
 _EVERY_S = 1.0  # between two writes, and two questions to an engine

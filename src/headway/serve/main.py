@@ -22,16 +22,17 @@ from rich.markup import escape
 from rich.text import Text
 
 from headway.addresses import is_host, is_url, netloc
+from headway.cluster.wire.port import Link
 from headway.config import Config, Engine, Postgres
 from headway.config.keys import reveal, revealed
-from headway.core.engine_spec import check
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
 from headway.engines.vllm.process.settings import check_settings
 from headway.errors import ConfigError, HeadwayError, check_all
 from headway.models.resolve import resolve
+from headway.policy.core.engine_spec import check
+from headway.policy.recipes.registry import find
 from headway.private import directory
-from headway.recipes.registry import find
 from headway.serve import json_log, tasks
 from headway.serve.adapters import base_models
 from headway.serve.aliases import check_aliases
@@ -46,7 +47,6 @@ from headway.serve.lengths.embedding import locate
 from headway.serve.logs import AccessLog, configure
 from headway.serve.reload import Reload
 from headway.serve.streaming import Unwound
-from headway.wire.port import Link
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limit is net.core.somaxconn
@@ -120,7 +120,7 @@ def _check_addresses(config: Config) -> None:
 
 
 def _check_postgres(settings: Postgres) -> None:
-    from headway.broker.postgres_link import address_of  # asyncpg is loaded where it is needed
+    from headway.store.queue.postgres_link import address_of  # asyncpg is loaded where it is needed
 
     address_of(settings)
 

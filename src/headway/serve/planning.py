@@ -15,8 +15,8 @@ from contextlib import suppress
 from threading import Thread
 
 from headway import clock
-from headway.core.controller import Controller
 from headway.events import Event
+from headway.policy.core.controller import Controller
 from headway.types import Command
 
 log = logging.getLogger("headway.serve")

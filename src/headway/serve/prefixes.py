@@ -21,11 +21,11 @@ from functools import partial
 import numpy as np
 
 from headway import clock
-from headway.apps.run import place_of
-from headway.backends.port import Held
+from headway.cluster.backends.port import Held
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
+from headway.policy.apps.run import place_of
 from headway.serve.prewarm import Warmer
 from headway.serve.request_parsing import PATHS
 from headway.stages import Prewarm

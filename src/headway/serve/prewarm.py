@@ -17,7 +17,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from headway import clock
-from headway.backends.port import Backend, Held
+from headway.cluster.backends.port import Backend, Held
 from headway.errors import HeadwayError
 from headway.events import Prewarmed
 from headway.serve import tasks

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headway.broker.sqlite_jobs import recover_jobs
-from headway.broker.sqlite_rescue import Recovered
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.serve.batches.sqlite_file import recover_batches
+from headway.store.queue.sqlite_jobs import recover_jobs
+from headway.store.queue.sqlite_rescue import Recovered
 
 
 def main(config: Config) -> None:

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Container
 
 from headway import clock
-from headway.broker.port import Broker, Job
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.serve.background import BackgroundWork
 from headway.serve.closing import Closings
 from headway.serve.requests import InFlightRequest
+from headway.store.queue.port import Broker, Job
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
 _ASKED = 20_000  # ids of one question: the answer to more would hold up the lease's next renewal

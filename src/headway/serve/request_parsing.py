@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.broker.port import Job
 from headway.config import Config, Tier
 from headway.errors import RequestError
 from headway.serve import run_identity
@@ -26,6 +25,7 @@ from headway.serve.lengths.text import text_of
 from headway.serve.pooling import PATHS as POOLING
 from headway.serve.pooling import PoolingKind, as_completion
 from headway.serve.unsupported import refuse_in_chat
+from headway.store.queue.port import Job
 from headway.types import Request, Slo
 
 Kind = Literal["chat", "completions"] | PoolingKind

@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headway import clock
-from headway.broker.port import Broker, takes_nothing
 from headway.config import Key, Server
-from headway.core.shares import Group
 from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
+from headway.policy.core.shares import Group
 from headway.serve import tasks
 from headway.serve.budget import AnswerBudget, Held
 from headway.serve.closing import Closings
@@ -41,6 +40,7 @@ from headway.serve.requests import ERROR_EVENT, EngineKilled, EngineResponse, In
 from headway.serve.tracing import Tracing
 from headway.serve.turns import Turns
 from headway.serve.usage import Usage
+from headway.store.queue.port import Broker, takes_nothing
 from headway.types import Reject, Request
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out

@@ -16,7 +16,6 @@ from urllib.parse import quote
 import aiohttp
 from pydantic import TypeAdapter
 
-from headway.broker.port import Job
 from headway.engines.vllm.process.answers import read_answer, told_error
 from headway.engines.vllm.process.connection import (
     BROKEN,
@@ -34,6 +33,7 @@ from headway.serve.engine_body import EngineBody
 from headway.serve.idempotency import with_digest
 from headway.serve.offload import offload
 from headway.serve.request_parsing import PATHS, Kind, ParsedRequest
+from headway.store.queue.port import Job
 from headway.types import Request
 
 

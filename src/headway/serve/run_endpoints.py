@@ -10,12 +10,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from headway import clock
-from headway.apps.account import MOST_OUTSIDE, EndedRun
-from headway.apps.graph import LLM
-from headway.apps.knowledge import SHARED
-from headway.apps.run import PLAIN, Key, Run
 from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
+from headway.policy.apps.account import MOST_OUTSIDE, EndedRun
+from headway.policy.apps.graph import LLM
+from headway.policy.apps.knowledge import SHARED
+from headway.policy.apps.run import PLAIN, Key, Run
 from headway.serve.app_state import AppState, error_docs
 from headway.serve.fields import checked
 from headway.serve.run_identity import APP, SESSION, Name, app_of, check_name

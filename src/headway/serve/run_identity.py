@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from headway.apps.run import CALL
 from headway.errors import RequestError
+from headway.policy.apps.run import CALL
 from headway.serve.fields import Ms, milliseconds
 from headway.stages import Stage
 

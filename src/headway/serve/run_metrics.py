@@ -6,7 +6,7 @@ from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from headway.apps.account import EndedRun, RunAccount
+from headway.policy.apps.account import EndedRun, RunAccount
 from headway.serve.label_values import FewValues
 
 _SECONDS = (0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)

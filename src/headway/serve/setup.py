@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.apps.prewarming import PrewarmOptions
 from headway.config import Config
-from headway.core.controller import Controller
-from headway.core.shares import QueueShares
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.pace import Pace
 from headway.events import Event
+from headway.policy.apps.prewarming import PrewarmOptions
+from headway.policy.core.controller import Controller
+from headway.policy.core.shares import QueueShares
 from headway.ports import Lengths, Planner
 from headway.serve.metrics import Metrics
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headway.apps.account import RunAccount
 from headway.config import Config
-from headway.core.controller import Controller
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event
+from headway.policy.apps.account import RunAccount
+from headway.policy.core.controller import Controller
 from headway.serve import tasks
 from headway.serve.agents import Agents
 from headway.serve.control import Control

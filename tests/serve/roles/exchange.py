@@ -7,8 +7,8 @@ import pickle
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from headway.wire.messages import Item
-from headway.wire.port import Letter
+from headway.cluster.wire.messages import Item
+from headway.cluster.wire.port import Letter
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Config
-from headway.recipes.registry import find
+from headway.policy.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.lengths.service import open_lengths
 from headway.serve.metrics import Metrics

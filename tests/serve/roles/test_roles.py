@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from headway import clock
+from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
+from headway.cluster.wire.port import Letter
 from headway.events import Arrived, Finished, Started
 from headway.serve.roles.remote_control import RemoteControl
 from headway.types import Request
-from headway.wire.messages import Alive, InFlight, Item, Present, Standing
-from headway.wire.port import Letter
 from tests.serve.gateway import Fake, configuration, until
 from tests.serve.roles.exchange import LocalLink
 from tests.serve.roles.parts import Parts, parts

@@ -23,11 +23,11 @@ from headway.bench.output.results import SIMULATED, About, Grid, Line, Pictures,
 from headway.bench.simulate.experiment import records
 from headway.bench.simulate.scenario import faster
 from headway.errors import ConfigError
-from headway.journal.reader import Journal
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
+from headway.store.journal.reader import Journal
 
 _LIMITS = (0.5, 2.0)  # batch limits that are tried, times the present one
 

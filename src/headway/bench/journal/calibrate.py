@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.forecast.latency.measurement import (
+from headway.policy.forecast.latency.measurement import (
     Row,
     Samples,
     Seen,
@@ -23,10 +23,10 @@ from headway.forecast.latency.measurement import (
     interruptions,
     overheads,
 )
-from headway.forecast.latency.profiles import FixedLatency
-from headway.journal.reader import Journal
-from headway.journal.rows import EngineRow
-from headway.sim.instance import InstanceSpec
+from headway.policy.forecast.latency.profiles import FixedLatency
+from headway.simulate.instance import InstanceSpec
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import EngineRow
 from headway.types import Floats, Instance
 
 _LEAST = 30  # iterations, with and without prompts

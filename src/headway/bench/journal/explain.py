@@ -7,7 +7,7 @@ from pathlib import Path
 from headway.bench.journal.past import Past
 from headway.bench.output.results import command_line, say
 from headway.bench.simulate import explain
-from headway.journal.reader import Journal, read
+from headway.store.journal.reader import Journal, read
 
 
 def main(

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from headway.journal.reader import Journal
-from headway.journal.rows import ITERATION, RequestRow, StayRow
-from headway.sim.outcome import Outcome
-from headway.sim.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS, Log, Recording
-from headway.sim.record.run_folder import Header, Machine, Run
-from headway.sim.record.timeline import OUT, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
-from headway.sim.workload.traffic import Workload
+from headway.simulate.outcome import Outcome
+from headway.simulate.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS, Log, Recording
+from headway.simulate.record.run_folder import Header, Machine, Run
+from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
+from headway.simulate.workload.traffic import Workload
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import ITERATION, RequestRow, StayRow
 from headway.types import Floats, Ints
 
 _STOPS = {"p": "paused", "e": "evicted"}

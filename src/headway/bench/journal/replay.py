@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from headway.bench.journal.past import workload_of
-from headway.journal.reader import Journal
-from headway.journal.rows import RequestRow
-from headway.sim.workload.traffic import Workload
+from headway.simulate.workload.traffic import Workload
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import RequestRow
 from headway.types import Ints
 
 

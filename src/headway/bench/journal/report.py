@@ -18,8 +18,8 @@ from headway.bench.journal.explain import load
 from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import metrics
 from headway.bench.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
-from headway.journal.reader import Journal
-from headway.journal.rows import ITERATION, EngineRow, RequestRow
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
 
 _MINUTE = 60.0

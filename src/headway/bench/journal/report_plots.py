@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from headway.bench.journal.served import SERVED, records_of
 from headway.bench.load import plots
 from headway.bench.output.plots import colour, line_legend, png, sheet
-from headway.journal.reader import Journal, columns
-from headway.journal.rows import EngineRow
+from headway.store.journal.reader import Journal, columns
+from headway.store.journal.rows import EngineRow
 from headway.types import Floats
 
 _BINS = 200  # over the whole time

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.bench.load.records import Record
-from headway.journal.rows import RequestRow
+from headway.store.journal.rows import RequestRow
 from headway.types import Slo
 
 SERVED = "served"  # the system of such figures

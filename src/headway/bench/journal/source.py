@@ -20,11 +20,11 @@ from headway.bench.output.results import SIMULATED
 from headway.bench.simulate.experiment import Given
 from headway.bench.simulate.scenario import Recorded, faster, of_trace
 from headway.errors import ConfigError
-from headway.journal.reader import Journal
-from headway.sim import fleet as fleets
-from headway.sim.instance import InstanceSpec
-from headway.sim.workload import result_files
-from headway.sim.workload.traffic import TrafficClass, Workload
+from headway.simulate import fleet as fleets
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.workload import result_files
+from headway.simulate.workload.traffic import TrafficClass, Workload
+from headway.store.journal.reader import Journal
 
 _MEASURED = (
     "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from headway.bench.journal.calibrate import Calibration
-from headway.journal.reader import Journal
-from headway.journal.rows import ITERATION
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import ITERATION
 
 _POINTS = 5.0  # of attainment, and a request and a half, by which a simulation may be off
 _TIMES = 1.3  # by which a median may be off

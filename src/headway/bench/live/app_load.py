@@ -12,12 +12,12 @@ from functools import cache
 
 import numpy as np
 
-from headway.apps.graph import Graph
 from headway.bench.load import mix, prompts
 from headway.bench.load.records import Call
 from headway.bench.papers import hermes_workloads
-from headway.sim.workload import arrivals
-from headway.sim.workload.applications import SHARES, AppRun, Step, draw, graphs_of
+from headway.policy.apps.graph import Graph
+from headway.simulate.workload import arrivals
+from headway.simulate.workload.applications import SHARES, AppRun, Step, draw, graphs_of
 
 APPS = ("KBQAV", "CC", "CG")  # parallel requests and a search; code and a container; a loop with a container
 APP_CLASS = "app"  # the class of the applications' requests, which have no SLO

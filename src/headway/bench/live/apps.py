@@ -38,7 +38,7 @@ from headway.bench.load import generator
 from headway.bench.load.records import Record
 from headway.config import Engine, Key
 from headway.models.resolve import resolve
-from headway.sim.workload.applications import Step
+from headway.simulate.workload.applications import Step
 from headway.types import Floats
 
 SYSTEMS = ("vllm-fcfs", "parrot", "vtc", "hermes")

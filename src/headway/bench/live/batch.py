@@ -29,7 +29,7 @@ from headway.bench.output.results import About, Report, Row, deliver, row_grid, 
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
-from headway.sim.workload import traffic
+from headway.simulate.workload import traffic
 from headway.types import Slo
 
 ALONE, BESIDE = "interactive alone", "interactive beside the batch"

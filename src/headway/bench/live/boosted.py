@@ -13,8 +13,8 @@ import numpy as np
 from sklearn.decomposition import PCA
 from sklearn.ensemble import HistGradientBoostingRegressor
 
-from headway.forecast.lengths.padding import QUANTILE
-from headway.forecast.lengths.ridge import PLAIN, Features, History, fit
+from headway.policy.forecast.lengths.padding import QUANTILE
+from headway.policy.forecast.lengths.ridge import PLAIN, Features, History, fit
 from headway.types import Floats, Ints
 
 _FOLDS = 5

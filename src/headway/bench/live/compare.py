@@ -24,7 +24,7 @@ from headway.bench.load.records import Call, Counters, Record
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
 from headway.models.resolve import resolve
-from headway.sim.workload import arrivals
+from headway.simulate.workload import arrivals
 
 BURST = 64  # calls at once that measure the capacity
 LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # what the ids of a comparison's figures do not name

@@ -32,8 +32,8 @@ from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.models.resolve import cache_dir, resolve
 from headway.models.variants import vary
-from headway.recipes.registry import find, names
-from headway.sim.workload import traffic
+from headway.policy.recipes.registry import find, names
+from headway.simulate.workload import traffic
 from headway.types import Slo
 
 SYSTEMS = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm", "headway")

@@ -27,12 +27,12 @@ from headway.bench.simulate.experiment import records
 from headway.bench.simulate.scenario import faster
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
-from headway.journal.reader import Journal, read
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload import arrivals
-from headway.sim.workload.traffic import Workload
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload import arrivals
+from headway.simulate.workload.traffic import Workload
+from headway.store.journal.reader import Journal, read
 
 _SETTLE_S = 4.0  # until the journal has the last rows
 _QUICK_SECONDS, _QUICK_CAPACITY = 14.0, 6.0

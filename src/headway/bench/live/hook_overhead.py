@@ -15,7 +15,7 @@ import numpy as np
 from headway.bench.output.results import Row
 from headway.engines.vllm.kv_transfer import two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle, config, scheduler
-from headway.recipes.registry import find
+from headway.policy.recipes.registry import find
 from headway.types import Floats
 
 RUNNING, QUEUED, WAITING = (16, 64, 256), (16, 64), 1000

@@ -30,11 +30,11 @@ from headway.bench.live.servers.both import both
 from headway.bench.live.soak_history import History, Verdict, check
 from headway.bench.load import generator
 from headway.bench.load.records import Call, Record
+from headway.cluster.up.cluster import Actors, connected
+from headway.cluster.up.supervisor import State
 from headway.config import BATCH, Broker, Config, Postgres, Server, Tier, Up, Wire
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-from headway.up.cluster import Actors, connected
-from headway.up.supervisor import State
 
 NODE = "headway_node_"  # custom resources, by which each engine has a node of its own
 KILLS = ("gateway", "controller", "agent", "engine", "RabbitMQ", "PostgreSQL")

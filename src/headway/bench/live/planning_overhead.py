@@ -21,10 +21,10 @@ import numpy as np
 
 from headway.bench.live.peers import servers
 from headway.bench.output.results import Row
-from headway.core.cluster import Cluster
 from headway.errors import EngineError
+from headway.policy.core.cluster import Cluster
+from headway.policy.recipes.default import DEFAULT
 from headway.ports import Planner
-from headway.recipes.default import DEFAULT
 from headway.types import Plan, Send
 
 _RATE = 500.0  # requests per second

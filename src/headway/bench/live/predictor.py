@@ -38,10 +38,10 @@ from headway.bench.load.prompts import find
 from headway.bench.output.plots import colours, legend, png, sheet
 from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.errors import ConfigError
-from headway.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
-from headway.forecast.lengths.predictor import Predictor, features
-from headway.forecast.lengths.ridge import PLAIN, Features, fit
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
+from headway.policy.forecast.lengths.predictor import Predictor, features
+from headway.policy.forecast.lengths.ridge import PLAIN, Features, fit
+from headway.policy.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.serve.lengths.embedding import Embedder, locate, one_thread
 from headway.types import Floats, Request

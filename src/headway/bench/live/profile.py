@@ -1,8 +1,8 @@
 """Measurement of a live engine for a latency profile, by real requests over HTTP.
 
-The load patterns of `forecast/latency/measurement.py` run as streamed completions of exact lengths; iteration
-times come from the log that Headway's scheduler keeps inside the engine. So the profile includes what an
-iteration costs while the API server streams tokens on the same cores.
+The load patterns of `policy/forecast/latency/measurement.py` run as streamed completions of exact lengths;
+iteration times come from the log that Headway's scheduler keeps inside the engine. So the profile includes
+what an iteration costs while the API server streams tokens on the same cores.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from headway.bench.load.records import Call
 from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
 from headway.errors import ConfigError, EngineError
-from headway.forecast.latency.laws import Additive, LatencyLaw
-from headway.forecast.latency.measurement import (
+from headway.models.resolve import resolve
+from headway.policy.forecast.latency.laws import Additive, LatencyLaw
+from headway.policy.forecast.latency.measurement import (
     PROMPT_OUTPUT,
     Fits,
     Limits,
@@ -45,8 +46,7 @@ from headway.forecast.latency.measurement import (
     interruptions,
     overheads,
 )
-from headway.forecast.latency.profiles import LatencyProfile
-from headway.models.resolve import resolve
+from headway.policy.forecast.latency.profiles import LatencyProfile
 
 Rows = list[list[float | None]]
 _TEMPLATE = 30  # approximate tokens of a chat template

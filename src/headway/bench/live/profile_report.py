@@ -14,9 +14,9 @@ from headway.bench.live import profile
 from headway.bench.live.profile import Measured, Target
 from headway.bench.output.results import About, Grid, Report, Row, deliver, say
 from headway.config import Engine
-from headway.forecast.latency.laws import KINDS, Shapes
-from headway.forecast.latency.measurement import Fits
-from headway.forecast.latency.profiles import LatencyProfile
+from headway.policy.forecast.latency.laws import KINDS, Shapes
+from headway.policy.forecast.latency.measurement import Fits
+from headway.policy.forecast.latency.profiles import LatencyProfile
 
 _HEADER = ("law", *(f"{kind}, mean (p90) %" for kind in ("all", *KINDS)))
 _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}

@@ -16,7 +16,7 @@ import numpy as np
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from headway.errors import ConfigError
-from headway.forecast.lengths.padding import QUANTILE
+from headway.policy.forecast.lengths.padding import QUANTILE
 from headway.types import Floats
 
 FILE = "alpaca_output_samples.csv.gz"

@@ -18,14 +18,14 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.apps.graph import Graph
-from headway.apps.knowledge import SHARED
 from headway.bench.live.starting import START_S, attempts
 from headway.bench.load import generator
 from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError
-from headway.recipes.registry import find
+from headway.policy.apps.graph import Graph
+from headway.policy.apps.knowledge import SHARED
+from headway.policy.recipes.registry import find
 from headway.serve.graph_files import GraphFiles
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}

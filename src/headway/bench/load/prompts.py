@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.sim.workload.lengths import SHAREGPT_PROMPTS
+from headway.simulate.workload.lengths import SHAREGPT_PROMPTS
 from headway.types import Ints
 
 GENERATED = "generated"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.axes import Axes
 
-from headway.apps.graph import END, LLM, Graph
 from headway.bench.output import plots
+from headway.policy.apps.graph import END, LLM, Graph
 
 _LEAST = 0.05  # share of the visits; rarer ways are left out
 _WIDTH, _HEIGHT = 2.6, 1.5  # inches per unit

@@ -32,10 +32,10 @@ from headway.bench.papers.anneal_cases import (
     worth,
 )
 from headway.bench.papers.exhaustive import exhaustive
-from headway.core.annealing import Schedule
-from headway.core.mapping import Records
-from headway.plan.assign import Assignment
-from headway.sim.workload.arrivals import poisson
+from headway.policy.core.annealing import Schedule
+from headway.policy.core.mapping import Records
+from headway.policy.plan.assign import Assignment
+from headway.simulate.workload.arrivals import poisson
 from headway.types import Instance, Ints
 
 ANNEAL, VLLM, BEST = "anneal", "vllm", "exhaustive"

@@ -12,19 +12,19 @@ from typing import Literal
 
 import numpy as np
 
-from headway.core import mapping as maps
-from headway.core.annealing import Schedule, anneal
-from headway.core.mapping import Records, Targets, costs_of
-from headway.forecast.latency import profiles
-from headway.forecast.latency.sampled import PUBLISHED
-from headway.forecast.lengths.gaussian import GaussianLengths
-from headway.forecast.lengths.task import TaskLengths
-from headway.recipes.registry import find
-from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.lengths import draw
-from headway.sim.workload.traffic import Workload, concat, single
+from headway.policy.core import mapping as maps
+from headway.policy.core.annealing import Schedule, anneal
+from headway.policy.core.mapping import Records, Targets, costs_of
+from headway.policy.forecast.latency import profiles
+from headway.policy.forecast.latency.sampled import PUBLISHED
+from headway.policy.forecast.lengths.gaussian import GaussianLengths
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.registry import find
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.lengths import draw
+from headway.simulate.workload.traffic import Workload, concat, single
 from headway.types import Batch, Bools, Floats, Instance, Ints, Slo
 
 _TTFT, _TPOT, _E2E = 10.0, 0.05, 30.0  # seconds

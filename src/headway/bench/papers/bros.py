@@ -24,11 +24,11 @@ from headway.bench.papers import bros_choices, closed_loop
 from headway.bench.papers.bros_claims import UNITS, Case, Point, claims, measured
 from headway.bench.papers.observers import TokenDeadlines, inside
 from headway.bench.papers.parts import Experiment, choose
-from headway.forecast.latency import profiles
-from headway.sim.instance import InstanceSpec
-from headway.sim.outcome import Outcome
-from headway.sim.workload.lengths import draw
-from headway.sim.workload.traffic import Workload, concat, poisson, single
+from headway.policy.forecast.latency import profiles
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.lengths import draw
+from headway.simulate.workload.traffic import Workload, concat, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
 
 OPT_13B, OPT_30B, LLAMA_3 = "opt-13b-a100", "opt-30b-a100-40g-tp4", "llama-3-70b-a100-tp8"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from headway.core.engine_spec import EngineSpec
-from headway.pack.bros.packer import BatchSize, Bros
-from headway.recipes.bros import BROS
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.bros.packer import BatchSize, Bros
+from headway.policy.recipes.bros import BROS
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 
 OURS, TEXT = "bros", "bros-paper"
 # The options of `Bros` by which the two differ, and that belong together.

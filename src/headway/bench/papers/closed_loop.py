@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from headway.core.controller import Controller
-from headway.recipes.recipe import Recipe
-from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec, SimulatedInstance, check
-from headway.sim.loop import Loop
-from headway.sim.observer import Observer
-from headway.sim.outcome import Outcome
-from headway.sim.run import no_time
-from headway.sim.workload.traffic import Workload
+from headway.policy.core.controller import Controller
+from headway.policy.recipes.recipe import Recipe
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec, SimulatedInstance, check
+from headway.simulate.loop import Loop
+from headway.simulate.observer import Observer
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import no_time
+from headway.simulate.workload.traffic import Workload
 
 _QUEUED = 1_000_000
 

@@ -11,8 +11,8 @@ from headway.bench.output.results import Row
 from headway.bench.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, options_of, workload
 from headway.bench.papers.ecoserve_tables import ECOSERVE, figures
 from headway.bench.papers.trial import Trial, trial
-from headway.pack.ecoserve.packer import Options
-from headway.sim.workload.traffic import Workload
+from headway.policy.pack.ecoserve.packer import Options
+from headway.simulate.workload.traffic import Workload
 
 # The options by which `ecoserve` and `ecoserve-paper` differ, and that belong together.
 CHOICES: dict[str, tuple[str, ...]] = {

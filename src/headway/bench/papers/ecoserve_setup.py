@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.core.engine_spec import EngineSpec
-from headway.forecast.latency import profiles
-from headway.pack.baselines.chunked import Chunked
-from headway.pack.baselines.fastserve import FastServe
-from headway.pack.baselines.multires import MultiRes
-from headway.pack.baselines.orca import Orca
-from headway.pack.baselines.srtf import Srtf
-from headway.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency import profiles
+from headway.policy.pack.baselines.chunked import Chunked
+from headway.policy.pack.baselines.fastserve import FastServe
+from headway.policy.pack.baselines.multires import MultiRes
+from headway.policy.pack.baselines.orca import Orca
+from headway.policy.pack.baselines.srtf import Srtf
+from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.recipes.ecoserve import VARIANTS
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 from headway.ports import Packer
-from headway.recipes.ecoserve import VARIANTS
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec
-from headway.sim.workload.arrivals import poisson
-from headway.sim.workload.lengths import SOURCES, Quantiles, tied
-from headway.sim.workload.traffic import Workload, single
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.workload.arrivals import poisson
+from headway.simulate.workload.lengths import SOURCES, Quantiles, tied
+from headway.simulate.workload.traffic import Workload, single
 from headway.types import Batch, Floats, Instance, Ints
 
 PROFILE = "opt-13b-a100"

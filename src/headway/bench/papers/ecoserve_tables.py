@@ -10,7 +10,7 @@ import numpy as np
 from headway.bench.output.results import Row
 from headway.bench.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, bound, workload
 from headway.bench.papers.trial import Trial, forecasts
-from headway.sim.forecasts import Provisioned
+from headway.simulate.forecasts import Provisioned
 
 ECOSERVE, BASE, ORACLE = "ecoserve", "vllm-v0-swap", "ecoserve-oracle"
 ABLATION = ("ecoserve-d", "ecoserve-sd", "ecoserve-sdo", ECOSERVE)

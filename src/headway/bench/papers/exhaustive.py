@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled, compiled_in_place
-from headway.core.mapping import Records, execution, last_start
+from headway.policy.core.mapping import Records, execution, last_start
 from headway.types import Floats, Ints
 
 

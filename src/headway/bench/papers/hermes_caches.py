@@ -2,7 +2,7 @@
 
 KV: host memory of 8, 16 and 32 GiB with a disk behind it, 500 runs within 15 minutes. LoRA: 10 adapters on
 the device, 20 in host memory, 200 on the disk, 1,000 runs within 25 minutes. All systems schedule as `hermes`
-does; they differ in what the caches hold (`sim/cache_policy.py`).
+does; they differ in what the caches hold (`simulate/cache_policy.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from headway.apps.prewarming import PrewarmOptions
-from headway.apps.runs import RankOptions
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.papers.hermes_workloads import (
     GRAPHS,
@@ -28,11 +26,13 @@ from headway.bench.papers.hermes_workloads import (
     source,
     workload,
 )
-from headway.recipes.hermes import variant
-from headway.sim.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
-from headway.sim.replay import replay
-from headway.sim.warm_engines import Adapters, KvCache
-from headway.sim.workload.run_prefixes import templates, with_prefixes
+from headway.policy.apps.prewarming import PrewarmOptions
+from headway.policy.apps.runs import RankOptions
+from headway.policy.recipes.hermes import variant
+from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
+from headway.simulate.replay import replay
+from headway.simulate.warm_engines import Adapters, KvCache
+from headway.simulate.workload.run_prefixes import templates, with_prefixes
 from headway.types import Floats
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {"lru": Lru, "epwq": WaitingQueue, HERMES: Prewarmed}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.apps.runs import RankOptions, Runs
 from headway.bench.output.results import Row
 from headway.bench.papers.hermes_workloads import GRAPHS, HERMES, knowledge, pool
+from headway.policy.apps.runs import RankOptions, Runs
 from headway.stages import Stage
 from headway.types import Request
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.apps.graph import LLM
-from headway.apps.prewarming import PrewarmOptions
-from headway.apps.runs import RankOptions
 from headway.bench.output.results import Row
 from headway.bench.papers.hermes_workloads import GRAPHS, HERMES, engines, knowledge, pool
-from headway.recipes.hermes import variant
-from headway.sim.replay import replay
-from headway.sim.workload.applications import applications, draw
+from headway.policy.apps.graph import LLM
+from headway.policy.apps.prewarming import PrewarmOptions
+from headway.policy.apps.runs import RankOptions
+from headway.policy.recipes.hermes import variant
+from headway.simulate.replay import replay
+from headway.simulate.workload.applications import applications, draw
 
 KS = (1.0, 0.75, 0.5, 0.25, 0.1)
 _NEVER = 2.0  # no unit comes next with a probability above 1

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.apps.graph import Graph
-from headway.apps.knowledge import SHARED, Knowledge
-from headway.apps.runs import RankOptions
-from headway.recipes.default import headway
-from headway.recipes.hermes import variant
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim import fleet
-from headway.sim.instance import InstanceSpec
-from headway.sim.replay import Replayed, oracle, replay
-from headway.sim.workload import traces
-from headway.sim.workload.application_models import generated
-from headway.sim.workload.applications import (
+from headway.policy.apps.graph import Graph
+from headway.policy.apps.knowledge import SHARED, Knowledge
+from headway.policy.apps.runs import RankOptions
+from headway.policy.recipes.default import headway
+from headway.policy.recipes.hermes import variant
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
+from headway.simulate import fleet
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.replay import Replayed, oracle, replay
+from headway.simulate.workload import traces
+from headway.simulate.workload.application_models import generated
+from headway.simulate.workload.applications import (
     SHARES,
     Applications,
     AppRun,
@@ -35,7 +35,7 @@ from headway.sim.workload.applications import (
     graphs_of,
     read,
 )
-from headway.sim.workload.arrivals import bursty
+from headway.simulate.workload.arrivals import bursty
 from headway.types import Batch, Floats
 
 RUNS = 300

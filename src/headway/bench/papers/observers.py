@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.core.cluster import Cluster
-from headway.core.engine_spec import EngineSpec, KvUse
 from headway.engines.simulated.engine import Ran, SimulatedEngine
-from headway.memory.budget import KvBudget
-from headway.plan.dispatch import sends
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.engine_spec import EngineSpec, KvUse
+from headway.policy.memory.budget import KvBudget
+from headway.policy.plan.dispatch import sends
+from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer, Planner
-from headway.recipes.recipe import Recipe
-from headway.sim.observer import Observer
-from headway.sim.workload.traffic import Workload
+from headway.simulate.observer import Observer
+from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints, Jobs, Plan, Step
 
 _ROUNDING = 1e-9  # seconds

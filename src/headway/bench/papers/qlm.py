@@ -19,7 +19,7 @@ from headway.bench.papers.parts import Experiment, choose
 from headway.bench.papers.qlm_estimates import ESTIMATED, estimates, planning
 from headway.bench.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from headway.bench.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
-from headway.recipes.registry import find
+from headway.policy.recipes.registry import find
 
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
@@ -142,7 +142,7 @@ def part(plan: Plan, only: Sequence[str]) -> Plan:
 
 def run(plan: Plan, seed: int, *, bar: bool) -> Results:
     """Run a plan; what two experiments have in common runs once."""
-    from headway.recipes.qlm import with_delta
+    from headway.policy.recipes.qlm import with_delta
 
     jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
     estimated = ESTIMATED if plan.estimated else {}

@@ -21,18 +21,18 @@ from headway.bench.papers.qlm_workloads import (
     burst,
     capacity,
 )
-from headway.core.cluster import Cluster
-from headway.core.controller import Controller
 from headway.events import Arrived, Event, InstanceUp
-from headway.forecast.completion import Pace, Tokens, pace_of
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.completion import Pace, Tokens, pace_of
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 from headway.ports import Planner
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim import fleet
-from headway.sim.instance import SimulatedInstance
-from headway.sim.run import Simulation
-from headway.sim.workload import lengths
+from headway.simulate import fleet
+from headway.simulate.instance import SimulatedInstance
+from headway.simulate.run import Simulation
+from headway.simulate.workload import lengths
 from headway.types import Floats, Plan, Request
 
 # The models of QLM 8 by their latency profile: 70B needs four A100s.

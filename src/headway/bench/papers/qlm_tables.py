@@ -10,10 +10,10 @@ import numpy as np
 from headway.bench.output.results import Row
 from headway.bench.papers.qlm_estimates import Estimate, Planning
 from headway.bench.papers.qlm_workloads import Setting
-from headway.recipes.recipe import Recipe
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.policy.recipes.recipe import Recipe
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
 
 QLM = "qlm"
 COLD = "qlm-no-warm"  # its instances keep no weights in host memory: every load is from disk

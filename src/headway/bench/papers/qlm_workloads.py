@@ -16,13 +16,13 @@ from functools import cache
 
 import numpy as np
 
-from headway.recipes.registry import find
-from headway.sim import fleet
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload import lengths
-from headway.sim.workload.arrivals import bursty
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, single
+from headway.policy.recipes.registry import find
+from headway.simulate import fleet
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload import lengths
+from headway.simulate.workload.arrivals import bursty
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, single
 from headway.types import Slo
 
 RUNNING, LONGEST = 64, 2048

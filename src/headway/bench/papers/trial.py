@@ -9,13 +9,13 @@ import numpy as np
 
 from headway.bench.papers.ecoserve_setup import TFS, TRUE_LENGTHS, Data, instance, system
 from headway.bench.papers.observers import Gauges, inside
-from headway.core.engine_spec import EngineSpec
-from headway.pack.ecoserve.packer import Options
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.ecoserve.packer import Options
 from headway.ports import Lengths, Packer
-from headway.sim.forecasts import Oracle, Provisioned
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.simulate.forecasts import Oracle, Provisioned
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
 
 
 @dataclass(frozen=True, slots=True)

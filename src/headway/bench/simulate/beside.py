@@ -21,11 +21,11 @@ import numpy as np
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import Ground, capacity
-from headway.recipes.registry import find
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.arrivals import phases
-from headway.sim.workload.traffic import TrafficClass, Workload, concat
+from headway.policy.recipes.registry import find
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.arrivals import phases
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat
 from headway.types import Floats, Slo
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")

@@ -1,8 +1,8 @@
 """`headway bench default`: recipe `headway` beside every other on every ground, SIMULATED.
 
 A cell is a ground at a load. Each recipe gets the same requests and forecasts; beside its attainment stands
-the share of `sim/bound.py`'s upper bound, which no schedule can pass. Two curves show how attainment falls
-when forecasts of lengths or of latency are wrong.
+the share of `simulate/bound.py`'s upper bound, which no schedule can pass. Two curves show how attainment
+falls when forecasts of lengths or of latency are wrong.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from headway.bench.simulate.default_table import grid, notes
 from headway.bench.simulate.grounds import GROUNDS, Ground
 from headway.bench.simulate.held_grounds import HELD
 from headway.bench.simulate.hindsight import search
-from headway.core.engine_spec import EngineSpec, PromisesConfig
-from headway.pack.promises.packer import Promises
+from headway.policy.core.engine_spec import EngineSpec, PromisesConfig
+from headway.policy.pack.promises.packer import Promises
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
 from headway.ports import Lengths, Packer
-from headway.recipes.recipe import Recipe
-from headway.recipes.registry import find
-from headway.sim.bound import bound
-from headway.sim.forecasts import Noisy
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.simulate.bound import bound
+from headway.simulate.forecasts import Noisy
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
 
 
 def _with(**options: Any) -> Callable[[EngineSpec], Packer]:

@@ -11,8 +11,8 @@ import numpy as np
 from headway.bench.papers.ecoserve_setup import with_slo
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.grounds import Ground
-from headway.sim.outcome import Outcome
-from headway.sim.workload.traffic import Workload
+from headway.simulate.outcome import Outcome
+from headway.simulate.workload.traffic import Workload
 from headway.types import Batch, Bools, Floats
 
 DEFAULT, STOCK, BOUND = "headway", "vllm", "bound"

@@ -18,16 +18,16 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.load.records import Counters, Record
-from headway.core.engine_spec import EngineSpec
 from headway.errors import ConfigError
-from headway.forecast.latency.online import OnlineLatency
-from headway.recipes.registry import find
-from headway.sim import fleet as fleets
-from headway.sim.record import run_folder
-from headway.sim.record.recorder import Recorder, Recording
-from headway.sim.record.run_folder import Header, Machine, Run
-from headway.sim.run import InstanceSpec, Outcome, Simulation, no_time
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.recipes.registry import find
+from headway.simulate import fleet as fleets
+from headway.simulate.record import run_folder
+from headway.simulate.record.recorder import Recorder, Recording
+from headway.simulate.record.run_folder import Header, Machine, Run
+from headway.simulate.run import InstanceSpec, Outcome, Simulation, no_time
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Slo
 
 _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks

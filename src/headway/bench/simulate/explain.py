@@ -1,7 +1,8 @@
 """`headway explain`: why a request of a recorded run was late.
 
-The request's story (`sim/record/timeline.py`) in words: a sentence with the largest cause, the SLO beside the
-measured latency, the seconds in each state, and a timeline with the requests that were served meanwhile.
+The request's story (`simulate/record/timeline.py`) in words: a sentence with the largest cause, the SLO
+beside the measured latency, the seconds in each state, and a timeline with the requests that were served
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rich.text import Text
 from headway.bench.output.results import SIMULATED, Grid, Line, emit
 from headway.bench.simulate import slo_violations
 from headway.bench.simulate.slo_violations import SloResult
-from headway.sim.record import run_folder
-from headway.sim.record.run_folder import Run
-from headway.sim.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
+from headway.simulate.record import run_folder
+from headway.simulate.record.run_folder import Run
+from headway.simulate.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
 
 # The cause that a state's seconds count for. Losing KV costs the wait and the recomputation.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}

@@ -21,14 +21,14 @@ from headway.bench.live.fleet import DURATION, INSTANCES, MIX, RATE, TAIL
 from headway.bench.load.mix import Mix, format_slo
 from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
-from headway.forecast.latency import profiles
-from headway.forecast.latency.laws import Additive
-from headway.forecast.latency.profiles import FixedLatency
-from headway.recipes.registry import find
-from headway.sim.instance import InstanceSpec, Load
-from headway.sim.outcome import Outcome
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload, concat, gamma, single
+from headway.policy.forecast.latency import profiles
+from headway.policy.forecast.latency.laws import Additive
+from headway.policy.forecast.latency.profiles import FixedLatency
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import InstanceSpec, Load
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload, concat, gamma, single
 from headway.types import Instance
 
 MODELS = ("smollm2", "smollm2-near", "smollm2-short")

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from headway.bench.papers.ecoserve_setup import with_slo
-from headway.forecast.latency import profiles
-from headway.forecast.latency.laws import LatencyLaw
-from headway.forecast.latency.profiles import FixedLatency
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.latency import profiles
+from headway.policy.forecast.latency.laws import LatencyLaw
+from headway.policy.forecast.latency.profiles import FixedLatency
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.registry import find
 from headway.ports import Lengths
-from headway.recipes.registry import find
-from headway.sim.forecasts import Noisy
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.arrivals import diurnal, gamma, poisson
-from headway.sim.workload.traffic import TrafficClass, Workload, make
+from headway.simulate.forecasts import Noisy
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.arrivals import diurnal, gamma, poisson
+from headway.simulate.workload.traffic import TrafficClass, Workload, make
 from headway.types import Floats, Instance, Slo
 
 LOADS = (0.7, 1.0, 1.3, 2.0)

@@ -8,8 +8,8 @@ lengths are the built-in published statistics.
 from __future__ import annotations
 
 from headway.bench.simulate.grounds import Calm, Ground
-from headway.forecast.latency.laws import Additive
-from headway.sim.workload.traffic import TrafficClass
+from headway.policy.forecast.latency.laws import Additive
+from headway.simulate.workload.traffic import TrafficClass
 from headway.types import Slo
 
 _OPT, _LLAMA, _LLAMA_70B, _A40 = "opt-13b-a100", "llama-2-7b-a100", "llama-2-70b-a100-tp4", "llama-2-7b-a40"

@@ -1,8 +1,8 @@
 """How much of the bound can be reached: a search with hindsight for promises that one engine can keep.
 
-The bound (`sim/bound.py`) says what no schedule can pass; this search finds schedules, SIMULATED, so the best
-possible lies between the two. It knows all arrivals and lengths, drops best effort, and drops requests before
-they arrive that it will not keep. That is more than any recipe may know.
+The bound (`simulate/bound.py`) says what no schedule can pass; this search finds schedules, SIMULATED, so the
+best possible lies between the two. It knows all arrivals and lengths, drops best effort, and drops requests
+before they arrive that it will not keep. That is more than any recipe may know.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from headway.bench.simulate import slo_violations
-from headway.recipes.recipe import Recipe
-from headway.sim.forecasts import Oracle
-from headway.sim.instance import InstanceSpec
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import Workload
+from headway.policy.recipes.recipe import Recipe
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints
 
 _ADDED = (0.01, 0.03, 0.1, 0.3)  # shares of the requests left out that a trial brings in

@@ -17,12 +17,12 @@ import numpy as np
 from rich.progress import Progress
 
 from headway.bench.output.results import About, Report, Row, deliver, row_grid
-from headway.core.controller import Controller
 from headway.events import Arrived, Event, Finished, InstanceUp
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.default import DEFAULT
+from headway.policy.recipes.registry import find
 from headway.ports import Planner
-from headway.recipes.default import DEFAULT
-from headway.recipes.registry import find
 from headway.types import Command, Floats, Instance, Plan, Request, Send, Slo
 
 QUEUED = (1_000, 100_000, 1_000_000)

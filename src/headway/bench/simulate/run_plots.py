@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from headway.bench.output.plots import colour, png, sheet
 from headway.bench.output.results import SIMULATED
-from headway.sim.record.recorder import Log
-from headway.sim.record.run_folder import Run
+from headway.simulate.record.recorder import Log
+from headway.simulate.record.run_folder import Run
 from headway.types import Floats
 
 _BINS = 240

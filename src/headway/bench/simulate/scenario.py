@@ -1,8 +1,8 @@
 """The scenario of a simulation: fleet, traffic, rate and duration, from options or from a TOML file.
 
-A TOML file has [[instances]] tables with the keys of `sim/fleet.py` and, optionally, [[traffic]] tables with
-those of `TrafficClass` in `sim/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"), lengths,
-priority, max_tokens, slo_scale, tenants and drop (refuse what cannot be on time any more).
+A TOML file has [[instances]] tables with the keys of `simulate/fleet.py` and, optionally, [[traffic]] tables
+with those of `TrafficClass` in `simulate/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"),
+lengths, priority, max_tokens, slo_scale, tenants and drop (refuse what cannot be on time any more).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headway.bench.load.mix import parse_slo
 from headway.bench.output.results import SIMULATED
 from headway.bench.simulate.experiment import Fleet, Machines, Mixed, chat_and_batch
 from headway.errors import ConfigError
-from headway.sim import fleet as fleets
-from headway.sim.workload.traces import Trace
-from headway.sim.workload.traffic import TrafficClass, Workload, concat, make, poisson
+from headway.simulate import fleet as fleets
+from headway.simulate.workload.traces import Trace
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson
 from headway.types import Slo
 
 

@@ -10,8 +10,8 @@ from headway.bench.load import report
 from headway.bench.output.results import SIMULATED, About, Pictures, deliver, say
 from headway.bench.simulate.experiment import Keep, Results, file_name, simulate
 from headway.bench.simulate.scenario import Recorded, Scenario
-from headway.recipes.registry import find
-from headway.sim.instance import describe
+from headway.policy.recipes.registry import find
+from headway.simulate.instance import describe
 
 
 def main(

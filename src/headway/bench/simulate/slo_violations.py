@@ -12,9 +12,9 @@ from difflib import get_close_matches
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.sim.record.run_folder import Run
-from headway.sim.run import Outcome
-from headway.sim.workload.traffic import Workload
+from headway.simulate.record.run_folder import Run
+from headway.simulate.run import Outcome
+from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints
 
 PROMISES = ("ttft", "tpot", "e2e")

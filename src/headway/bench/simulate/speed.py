@@ -17,11 +17,11 @@ from rich.progress import Progress
 
 from headway.bench.output.results import SIMULATED, About, Report, Row, deliver, row_grid
 from headway.bench.simulate.experiment import Fleet
-from headway.core.engine_spec import EngineSpec
-from headway.memory.budget import KvBudget
-from headway.recipes.registry import find
-from headway.sim.run import Simulation
-from headway.sim.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory.budget import KvBudget
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
 
 PROFILE = "opt-13b-a100"

@@ -28,8 +28,8 @@ from headway.bench.load import metrics
 from headway.bench.load.mix import parse_slo
 from headway.bench.simulate.experiment import Fleet, chat_batch, simulate
 from headway.errors import ConfigError, HeadwayError
-from headway.forecast.latency import profiles
-from headway.recipes.registry import find
+from headway.policy.forecast.latency import profiles
+from headway.policy.recipes.registry import find
 
 _SOURCES = (
     "types.py", "compiled.py", "core", "recipes", "plan", "pack", "memory", "forecast", "sim",

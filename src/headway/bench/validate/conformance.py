@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from headway.bench.output.results import Row
-from headway.core.engine_spec import EngineSpec
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
@@ -24,10 +23,11 @@ from headway.engines.vllm import oracle
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.request_metadata import finite
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.two_ended.block_table import TwoEndedTable
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.two_ended.block_table import TwoEndedTable
+from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
-from headway.recipes.registry import find
 from headway.types import Slo
 
 BLOCK = 16

@@ -31,11 +31,11 @@ from headway.bench.validate.conformance import Tally
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-from headway.forecast.latency.measurement import Fits
-from headway.forecast.latency.profiles import LatencyProfile
 from headway.models.resolve import resolve
-from headway.recipes.registry import find
-from headway.sim.workload import traffic
+from headway.policy.forecast.latency.measurement import Fits
+from headway.policy.forecast.latency.profiles import LatencyProfile
+from headway.policy.recipes.registry import find
+from headway.simulate.workload import traffic
 
 LOADS = {"below": 0.7, "above": 1.3}
 _MANY, _FEW = {"workloads": 200, "steps": 25_000}, {"workloads": 2, "steps": 200}  # for each packer

@@ -11,11 +11,11 @@ from headway.bench.load.records import Call, Record
 from headway.bench.simulate import experiment
 from headway.bench.validate.replay import Replay, Run, Setup
 from headway.config import Engine
-from headway.forecast.latency.measurement import bias, disturbed
-from headway.forecast.latency.profiles import LatencyProfile
-from headway.recipes.registry import find
-from headway.sim.run import InstanceSpec, Outcome, Simulation
-from headway.sim.workload.traffic import Workload
+from headway.policy.forecast.latency.measurement import bias, disturbed
+from headway.policy.forecast.latency.profiles import LatencyProfile
+from headway.policy.recipes.registry import find
+from headway.simulate.run import InstanceSpec, Outcome, Simulation
+from headway.simulate.workload.traffic import Workload
 from headway.types import Instance
 
 

@@ -20,8 +20,8 @@ from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
 from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.engines.simulated.prefix_blocks import PrefixBlocks
 from headway.errors import ConfigError
-from headway.pack.allocation import missing
-from headway.pack.kernels import NO_CAP, missing_of
+from headway.policy.pack.allocation import missing
+from headway.policy.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.prefix import Prefix
 from headway.types import UNLIMITED, Ints, Slo

@@ -15,10 +15,10 @@ import numpy as np
 
 from headway.engines.simulated import kernels
 from headway.engines.simulated.kernels import Limits
-from headway.forecast.latency.online import batch_of
-from headway.memory import reservations
-from headway.memory.budget import KvBudget
-from headway.pack.kernels import NO_CAP
+from headway.policy.forecast.latency.online import batch_of
+from headway.policy.memory import reservations
+from headway.policy.memory.budget import KvBudget
+from headway.policy.pack.kernels import NO_CAP
 from headway.ports import Packer
 from headway.prefix import Prefix
 from headway.types import Batch, Floats, Ints, Jobs, Slo

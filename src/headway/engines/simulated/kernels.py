@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.memory.reservations import end_loans
-from headway.pack.kernels import missing_of
+from headway.policy.memory.reservations import end_loans
+from headway.policy.pack.kernels import missing_of
 from headway.types import Ints
 
 Rows = NDArray[np.void]

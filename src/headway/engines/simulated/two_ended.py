@@ -16,17 +16,17 @@ from headway.compiled import compiled
 from headway.engines.simulated import kernels
 from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
 from headway.engines.simulated.kernels import Limits, Rows, Usage
-from headway.memory.budget import KvBudget
-from headway.memory.two_ended import allocation, checkpoint
-from headway.memory.two_ended import block_table as slots_of
-from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.memory.two_ended.block_table import (
+from headway.policy.memory.budget import KvBudget
+from headway.policy.memory.two_ended import allocation, checkpoint
+from headway.policy.memory.two_ended import block_table as slots_of
+from headway.policy.memory.two_ended.allocation import TwoEndedBudget
+from headway.policy.memory.two_ended.block_table import (
     BEST_EFFORT,
     FREE,
     REAL_TIME,
     TwoEndedTable,
 )
-from headway.pack.kernels import NO_CAP, missing_of
+from headway.policy.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.prefix import Prefix
 from headway.types import Ints, Jobs, Slo, Step

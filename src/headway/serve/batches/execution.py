@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from headway import clock
-from headway.broker.port import Job
 from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.serve import tasks
@@ -27,6 +26,7 @@ from headway.serve.batches.results import answered, as_response, conclude, refus
 from headway.serve.budget import Held
 from headway.serve.offload import offload
 from headway.serve.request_parsing import ParsedRequest
+from headway.store.queue.port import Job
 from headway.types import Request
 
 _AGAIN_S = 0.5  # until a line that found no room is tried again

@@ -31,7 +31,7 @@ def _open(config: Config) -> BatchStore | None:
 
 
 def _postgres(broker: Broker) -> BatchStore:
-    from headway.broker.postgres_link import address_of  # asyncpg is loaded where it is needed
     from headway.serve.batches.postgres import PostgresStore
+    from headway.store.queue.postgres_link import address_of  # asyncpg is loaded where it is needed
 
     return PostgresStore(address_of(broker.postgres), broker.lease_seconds)

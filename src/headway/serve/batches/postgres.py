@@ -18,13 +18,13 @@ from typing import Any
 
 from asyncpg import Connection
 
-from headway.broker.postgres_calls import loaded, stored
-from headway.broker.postgres_link import Address
 from headway.errors import HeadwayError
 from headway.serve.batches.port import PIECE
 from headway.serve.batches.postgres_files import PostgresFiles
 from headway.serve.batches.postgres_session import StatementTimeout, Work, down
 from headway.serve.batches.records import EXPIRED, Batch, EndedLine, Line, StoredFile, too_many_open
+from headway.store.queue.postgres_calls import loaded, stored
+from headway.store.queue.postgres_link import Address
 
 _LINES = 1000  # changed or deleted per transaction, so that no statement exceeds `timeout_s`
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))

@@ -11,13 +11,13 @@ from typing import Any
 
 from asyncpg import Connection
 
-from headway.broker.postgres_calls import loaded, stored
-from headway.broker.postgres_link import Address
-from headway.broker.postgres_schema import lock_of
 from headway.errors import HeadwayError
 from headway.serve.batches.port import PIECE, STALE_S
 from headway.serve.batches.postgres_session import Session, Work, down
 from headway.serve.batches.records import StoredFile, in_use, input_gone, no_file, no_room
+from headway.store.queue.postgres_calls import loaded, stored
+from headway.store.queue.postgres_link import Address
+from headway.store.queue.postgres_schema import lock_of
 
 _CHUNKS = 32  # deleted per transaction, so that it ends in time whatever the size of the file
 _FILE = ", ".join(field.name for field in fields(StoredFile))

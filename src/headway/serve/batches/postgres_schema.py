@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncpg import Connection
 
-from headway.broker.postgres_schema import check_rights, check_version, foreign, lock_of, tables
+from headway.store.queue.postgres_schema import check_rights, check_version, foreign, lock_of, tables
 
 VERSION = 1  # of what follows, in the table batches_meta
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar, cast
 import asyncpg
 from asyncpg import Connection
 
-from headway.broker.postgres import AGAIN, STALE, UNFIT
-from headway.broker.postgres_link import Address, Link, Lost, Out, explained
 from headway.errors import HeadwayError, RequestError
 from headway.serve.batches.port import out
 from headway.serve.batches.postgres_schema import prepare
+from headway.store.queue.postgres import AGAIN, STALE, UNFIT
+from headway.store.queue.postgres_link import Address, Link, Lost, Out, explained
 
 T = TypeVar("T")
 Work = Callable[[Connection], Awaitable[T]]

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from headway import clock
-from headway.broker.port import Job
 from headway.errors import HeadwayError
 from headway.serve.batches.files import new_id
 from headway.serve.batches.port import PIECE, BatchStore
 from headway.serve.batches.records import CANCELLED, EXPIRED, GOOD, Batch, EndedLine, Line, StoredFile
 from headway.serve.request_parsing import read_json
 from headway.serve.responses.translate import base_of, response_of
+from headway.store.queue.port import Job
 
 _PAGE = 500  # lines in memory at a time, unless their answers are large
 _UNANSWERED = {

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from headway import private
-from headway.broker.sqlite_file import leave_open
-from headway.broker.sqlite_health import Watch, limit_log, means_damage
-from headway.broker.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 from headway.serve.batches.port import out
 from headway.serve.batches.records import Batch, StoredFile
+from headway.store.queue.sqlite_file import leave_open
+from headway.store.queue.sqlite_health import Watch, limit_log, means_damage
+from headway.store.queue.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 
 T = TypeVar("T")
 P = ParamSpec("P")

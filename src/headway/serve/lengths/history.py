@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.forecast.lengths.ridge import History
+from headway.policy.forecast.lengths.ridge import History
 from headway.serve.files import replacing
 
 _MOST = 64 << 20  # bytes; four times what 8,192 answers take

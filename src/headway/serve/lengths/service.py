@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headway import config
-from headway.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
-from headway.forecast.lengths.predictor import Predictor, features
-from headway.forecast.lengths.ridge import fit
-from headway.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
+from headway.policy.forecast.lengths.predictor import Predictor, features
+from headway.policy.forecast.lengths.ridge import fit
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.recipe import Recipe
 from headway.ports import Lengths
-from headway.recipes.recipe import Recipe
 from headway.serve import tasks
 from headway.serve.lengths.embedding import Embedder, locate, one_thread
 from headway.serve.lengths.history import keep, recall

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from headway import clock
-from headway.broker.port import Job
 from headway.errors import RequestError
 from headway.serve.app_state import AppState, error_docs, header_docs
 from headway.serve.offload import offload
@@ -20,6 +19,7 @@ from headway.serve.responses.events import ResponseEvents
 from headway.serve.responses.translate import base_of, chat_of, response_of
 from headway.serve.streaming import ResponseStream
 from headway.serve.translated import TranslatedResponse
+from headway.store.queue.port import Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 _KEPT = ("id", "created_at", "status", "error")  # of a response that was accepted before

@@ -6,12 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from headway.engines.vllm.process.client import VllmEngine
-from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
-from headway.serve.agents import Agents
-from headway.serve.tasks import Loop
-from headway.types import Instance, Progress, Rerank, Swap, Warm
-from headway.wire.messages import (
+from headway.cluster.wire.messages import (
     Asked,
     EngineState,
     Gone,
@@ -19,7 +14,12 @@ from headway.wire.messages import (
     Progressed,
     Standing,
 )
-from headway.wire.port import Letter, Link
+from headway.cluster.wire.port import Letter, Link
+from headway.engines.vllm.process.client import VllmEngine
+from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.serve.agents import Agents
+from headway.serve.tasks import Loop
+from headway.types import Instance, Progress, Rerank, Swap, Warm
 
 EVERY_S = 1.0  # between two reports of all engines
 log = logging.getLogger("headway.serve")

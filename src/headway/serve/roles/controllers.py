@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack
 
+from headway.cluster.wire.port import Letter, Link
 from headway.config import Config
-from headway.recipes.registry import find
+from headway.policy.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.control import Control, Inquire
 from headway.serve.lengths.service import LengthService
@@ -14,7 +15,6 @@ from headway.serve.metrics import Metrics
 from headway.serve.planning import Execute
 from headway.serve.roles.leader import Leader
 from headway.serve.setup import controller_of, drops
-from headway.wire.port import Letter, Link
 
 log = logging.getLogger("headway.serve")
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headway import clock
+from headway.cluster.wire.messages import EngineState, Gone
+from headway.cluster.wire.port import Letter
 from headway.config import Engine
 from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.remote import RemoteEngine
@@ -17,8 +19,6 @@ from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Wa
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.roles.leader import UNKNOWN
 from headway.serve.roles.remote_control import RemoteControl
-from headway.wire.messages import EngineState, Gone
-from headway.wire.port import Letter
 
 log = logging.getLogger("headway.serve")
 

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headway.apps.account import RunAccount
+from headway.cluster.wire.messages import Gone
+from headway.cluster.wire.port import Link
 from headway.config import Config
-from headway.core.controller import Controller
+from headway.policy.apps.account import RunAccount
+from headway.policy.core.controller import Controller
 from headway.serve import tasks
 from headway.serve.dispatcher import Dispatcher
 from headway.serve.metrics import Metrics
 from headway.serve.roles.fleet import Fleet
 from headway.serve.roles.remote_control import RemoteControl
-from headway.wire.messages import Gone
-from headway.wire.port import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
 from headway import clock
+from headway.cluster.wire.messages import (
+    Alive,
+    Asked,
+    EngineState,
+    Gone,
+    InFlight,
+    Item,
+    Present,
+    Progressed,
+    Standing,
+    Waiting,
+)
+from headway.cluster.wire.port import Letter, Link
 from headway.events import (
     Arrived,
     Event,
@@ -34,19 +47,6 @@ from headway.serve.planning import Execute
 from headway.serve.tasks import Loop
 from headway.stages import Prewarm
 from headway.types import Command, Plan, Reject, Request, Rerank, Send, Swap, Warm
-from headway.wire.messages import (
-    Alive,
-    Asked,
-    EngineState,
-    Gone,
-    InFlight,
-    Item,
-    Present,
-    Progressed,
-    Standing,
-    Waiting,
-)
-from headway.wire.port import Letter, Link
 
 EVERY_S = 0.5  # between two `Standing`
 DOUBT_S = 2.0  # between two reports for a wrong number of requests

@@ -16,10 +16,12 @@ from typing import Any
 
 import uvicorn
 
+from headway.cluster.wire.connection import VARIABLE, Address
+from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.config import Config
 from headway.config.keys import reveal
 from headway.errors import ConfigError
-from headway.recipes.registry import find
+from headway.policy.recipes.registry import find
 from headway.serve import tasks
 from headway.serve.garbage import collect, spare_old_objects
 from headway.serve.lengths.service import open_lengths
@@ -30,8 +32,6 @@ from headway.serve.roles.agent import Agent
 from headway.serve.roles.controllers import ControllerProcess
 from headway.serve.roles.probes import probes
 from headway.serve.setup import engines_of
-from headway.wire.connection import VARIABLE, Address
-from headway.wire.rabbitmq import RabbitLink
 
 log = logging.getLogger("headway.serve")
 

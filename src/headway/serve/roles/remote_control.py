@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
 from headway import clock
-from headway.core.cluster import Cluster
-from headway.core.controller import Controller
-from headway.core.shares import Group
+from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
+from headway.cluster.wire.port import Letter, Link
 from headway.events import Arrived, Event, Failed, Finished, Returned, Started
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.controller import Controller
+from headway.policy.core.shares import Group
 from headway.ports import Planner
 from headway.serve.control import ControlView
 from headway.stages import Prewarm
 from headway.types import Command, Plan, Reject, Request, Send, Swap
-from headway.wire.messages import Alive, InFlight, Present, Standing, Waiting
-from headway.wire.port import Letter, Link
 
 EVERY_S = 0.5  # between two signs of life
 REPORT_S = 1.0  # between two reports to a controller that still does not know this gateway ...

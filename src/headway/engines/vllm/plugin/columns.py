@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.compiled import compiled
-from headway.pack.kernels import missing_of
+from headway.policy.pack.kernels import missing_of
 from headway.types import Ints, Jobs
 
 _ID, _OUT, _COMPUTED, _DRAFTS = map(

@@ -24,8 +24,8 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
 tells whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`). Its
-`latency` is null until the engine has learned its own; then theta (`forecast/latency/online.py`), and the
-tokens of the longest prefix that was found in the cache lately.
+`latency` is null until the engine has learned its own; then theta (`policy/forecast/latency/online.py`), and
+the tokens of the longest prefix that was found in the cache lately.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from headway.engines.vllm.plugin.orphan import end_with_parent
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
 from headway.engines.vllm.request_metadata import finite
-from headway.forecast.latency.online import OnlineLatency
+from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
 
 _PENDING = 4096  # urgencies kept for requests that have not arrived

@@ -21,7 +21,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from headway.clock import now
-from headway.core.engine_spec import check
 from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
 from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
@@ -34,9 +33,10 @@ from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
 from headway.engines.vllm.plugin.view import View, sort_by_arrival
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
-from headway.forecast.latency.online import OnlineLatency
-from headway.memory.budget import KvBudget
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import check
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.memory.budget import KvBudget
+from headway.policy.recipes.registry import find
 from headway.types import UNLIMITED, Batch, Jobs, Step
 
 

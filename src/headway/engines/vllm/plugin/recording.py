@@ -11,7 +11,7 @@ import numpy as np
 from headway.engines.vllm.plugin.iteration_log import IterationLog, Row
 from headway.engines.vllm.plugin.kv_policy import KvPolicy
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
-from headway.forecast.latency.online import OnlineLatency, batch_of
+from headway.policy.forecast.latency.online import OnlineLatency, batch_of
 from headway.types import Batch, Ints, Jobs
 
 _LOG = 4096  # steps kept for the control message's "log"

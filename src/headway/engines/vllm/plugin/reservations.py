@@ -3,7 +3,7 @@
 vLLM allocates blocks as answers grow. Here `allocate_slots` is called for more tokens at once, as for
 speculative ones, and a borrower's block list ends with blocks of its lender's list, which vLLM's reference
 counts count twice; so the first of the two to finish frees nothing of the other. The `Jobs` table holds the
-loans (`memory/reservations.py`), as in the simulated engine; vLLM counts the free blocks.
+loans (`policy/memory/reservations.py`), as in the simulated engine; vLLM counts the free blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.engine_spec import Obstacle
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.kv_policy import StockKv
-from headway.memory import reservations
+from headway.policy.core.engine_spec import Obstacle
+from headway.policy.memory import reservations
 from headway.types import Ints, Jobs, Loans, Step
 
 

@@ -6,10 +6,10 @@ import logging
 import math
 from typing import Any
 
-from headway.core.engine_spec import EngineSpec
 from headway.engines.vllm.plugin import reservations, two_ended
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
+from headway.policy.core.engine_spec import EngineSpec
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """KV copies of two-ended blocks as arrays of slot numbers (BROS 5.2: save only what will be overwritten).
 
-`memory/two_ended/block_table.py` orders copies in tokens of rows; here they become slots of vLLM's blocks and
-of a host pool whose slots are given out token by token.
+`policy/memory/two_ended/block_table.py` orders copies in tokens of rows; here they become slots of vLLM's
+blocks and of a host pool whose slots are given out token by token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.memory.two_ended.block_table import FREE, LOAD, MIRROR, SAVE, TwoEndedTable
+from headway.policy.memory.two_ended.block_table import FREE, LOAD, MIRROR, SAVE, TwoEndedTable
 from headway.types import Ints
 
 OUT, IN, WITHIN = range(3)  # device to host, host to device, device to device

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.engine_spec import Obstacle
 from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
 from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
 from headway.engines.vllm.plugin.slot_copies import HostSlots, copies_of
 from headway.engines.vllm.plugin.two_ended_pool import TwoEndedPool
-from headway.memory.budget import KvBudget
-from headway.memory.two_ended import allocation, block_table, checkpoint
-from headway.memory.two_ended.allocation import TwoEndedBudget
-from headway.memory.two_ended.block_table import BEST_EFFORT, LOAD, MOVE, REAL_TIME, SAVE
-from headway.pack.kernels import promised
+from headway.policy.core.engine_spec import Obstacle
+from headway.policy.memory.budget import KvBudget
+from headway.policy.memory.two_ended import allocation, block_table, checkpoint
+from headway.policy.memory.two_ended.allocation import TwoEndedBudget
+from headway.policy.memory.two_ended.block_table import BEST_EFFORT, LOAD, MOVE, REAL_TIME, SAVE
+from headway.policy.pack.kernels import promised
 from headway.types import Ints, Step
 
 _NO_ROWS = np.empty(0, np.int64)

@@ -18,7 +18,7 @@ from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
 from headway.events import Learned
-from headway.forecast.latency.online import THETA_SIZE
+from headway.policy.forecast.latency.online import THETA_SIZE
 from headway.types import Progress
 
 if TYPE_CHECKING:

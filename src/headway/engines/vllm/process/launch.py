@@ -24,7 +24,6 @@ from pathlib import Path
 
 from headway import private
 from headway.config import Engine
-from headway.core.engine_spec import EngineSpec, Obstacle
 from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
@@ -32,7 +31,8 @@ from headway.engines.vllm.process import metadata
 from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
-from headway.recipes.registry import find
+from headway.policy.core.engine_spec import EngineSpec, Obstacle
+from headway.policy.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"

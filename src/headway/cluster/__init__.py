@@ -1,0 +1,1 @@
+"""Headway on several machines: messages between its parts, Ray, and work outside the engines."""

@@ -1,0 +1,91 @@
+"""Containers for sandboxes, by the command `docker` (Docker's, or that of podman-docker).
+
+A container has no network, no capabilities, a read-only image and a /tmp in memory; it is removed with the
+sandbox. One whose gateway was killed ends by itself: at once if it had no code yet, else with its code, or by
+a timer inside it, which code that means to can turn off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from headway.cluster.backends import sandbox_main
+from headway.cluster.backends.worker import failure
+from headway.config import Backend as Settings
+from headway.errors import ConfigError
+
+log = logging.getLogger("headway.cluster.backends")
+PROCESSES = 64  # that the code of one sandbox may start
+_REMOVE_S = 20.0  # for the daemon to remove a container
+_NOBODY = 65534
+# What the command needs to find its daemon.
+_OURS = (
+    "PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_CERT_PATH",
+    "DOCKER_TLS_VERIFY",
+)  # fmt: skip
+
+
+def check_docker(name: str, image: str) -> None:
+    """Raise ConfigError if no Docker daemon answers, or if it lacks the image. May block for 40 s."""
+    why = failure("docker", "version")
+    if why is not None:
+        raise ConfigError(
+            f"backends.{name} has no Docker for its sandboxes here: {why}.",
+            'Install Docker and start its daemon, or take isolation = "namespaces".',
+            param=f"backends.{name}.isolation",
+        )  # fmt: skip
+    if failure("docker", "image", "inspect", image) is not None:
+        raise ConfigError(
+            f"backends.{name}: Docker does not have the image {image}.", f"Get it: docker pull {image}",
+            param=f"backends.{name}.image",
+        )  # fmt: skip
+
+
+def command_env(passed: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the command for a container that gets some variables of it."""
+    return {**{name: os.environ[name] for name in _OURS if name in os.environ}, **passed}
+
+
+class Container:
+    """One container, which does not exist before its command is run."""
+
+    def __init__(self, backend: str, settings: Settings) -> None:
+        self._backend, self._settings = backend, settings
+        self._name = f"headway-sandbox-{secrets.token_hex(8)}"
+
+    def argv(self, told: str, env: Mapping[str, str], passed: Iterable[str]) -> list[str]:
+        """Return the command that runs the sandbox's own side in it.
+
+        told: that side's argument. env: variables that it gets. passed: those that it gets from the command.
+        """
+        settings, memory = self._settings, f"{self._settings.memory_mib}m"
+        bounds = [
+            "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
+            f"--user={_NOBODY}:{_NOBODY}", f"--memory={memory}", f"--memory-swap={memory}",
+            f"--pids-limit={PROCESSES}", f"--tmpfs=/tmp:rw,uid={_NOBODY},size={settings.disk_mib}m",
+            "--workdir=/tmp",
+        ]  # fmt: skip
+        variables = [f"--env={name}={value}" for name, value in env.items()]
+        variables += [f"--env={name}" for name in passed]
+        named = [f"--name={self._name}", f"--label=headway.backend={self._backend}"]
+        source = Path(sandbox_main.__file__).read_text()  # nothing is mounted: the daemon may be elsewhere
+        return ["docker", "run", "--rm", "--interactive", "--pull=never", *named, *bounds, *variables,
+                settings.image, "python3", "-I", "-c", source, told]  # fmt: skip
+
+    async def remove(self) -> None:
+        """Kill and remove it, if it is still there; a daemon that hangs is not waited for."""
+        quiet = asyncio.subprocess.DEVNULL
+        removing = await asyncio.create_subprocess_exec(
+            "docker", "rm", "--force", self._name, stdin=quiet, stdout=quiet, stderr=quiet
+        )
+        try:
+            await asyncio.wait_for(removing.wait(), _REMOVE_S)
+        except TimeoutError:
+            removing.kill()
+            await removing.wait()
+            log.warning("Docker does not remove the container %s; remove it by hand", self._name)

@@ -1,0 +1,290 @@
+"""A bounded pool of worker processes: started for a unit, or ahead of it.
+
+A worker is starting, spare (ready, or about to be) or busy. A unit takes a spare one, ready ones first; when
+there is none it starts one, or waits for its turn (`places`) while all are busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from headway.cluster.backends.places import Places, Ticket
+from headway.cluster.backends.port import BackendError, Held
+
+_CLOSE_S = 10.0  # within which all workers have ended
+
+
+class Pooled(Protocol):
+    """What is in a pool."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def end(self) -> None: ...
+
+
+W = TypeVar("W", bound=Pooled)
+
+
+@dataclass(slots=True, eq=False)
+class _Spare(Generic[W]):
+    """A worker that no unit has taken.
+
+    start: its start. seconds: that this took. holders: of warm-ups that keep it. keep_until: instant
+        (monotonic) to which it stays without one.
+    """
+
+    start: asyncio.Future[W]
+    seconds: float | None = None
+    holders: set[asyncio.Event] = field(default_factory=set)
+    keep_until: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        start = self.start
+        return start.done() and not start.cancelled() and start.exception() is None and start.result().alive
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Generic[W]):
+    """A worker that a unit has for itself; `warm`, `waited`, `started` as in `Ran`."""
+
+    worker: W
+    warm: bool
+    waited: float
+    started: float | None
+
+
+class WorkerPool(Generic[W]):
+    """Workers of one kind.
+
+    start: starts one. most: workers at a time, whatever they do. waiting: units that may wait for one.
+    share: what one tenant may have of either, of what the others leave; 1 = all.
+    keep_s: seconds that a worker stays ready after a unit; None = each serves a single unit.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], Awaitable[W]], *, most: int, waiting: int, share: float,
+        keep_s: float | None,
+    ) -> None:  # fmt: skip
+        self._name, self._make, self._most = name, start, most
+        self._places = Places(name, most, waiting, share)
+        self._turn: Ticket | None = None  # the unit that gets the next worker
+        self._keep_s = keep_s
+        self._spares: list[_Spare[W]] = []
+        self._awaited: set[_Spare[W]] = set()  # taken by units, and not ready yet
+        self._busy: set[W] = set()
+        self._live = 0
+        self._changed = asyncio.Event()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._warming = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def live(self) -> int:
+        """Workers that start, are ready or serve."""
+        return self._live
+
+    async def warm(self) -> Held | None:
+        """Start a worker ahead, one at a time; where workers serve on, a spare one is kept instead.
+
+        None = there is no room. BackendError when it does not start.
+        """
+        async with self._warming:
+            self._bury()
+            fresh = self._keep_s is None or not self._spares
+            if fresh and (self._live >= self._most or self._closed):
+                return None
+            spare = self._begin() if fresh else max(self._spares, key=lambda one: one.ready)
+            used = asyncio.Event()
+            spare.holders.add(used)
+            try:
+                await asyncio.shield(spare.start)
+            except BaseException:
+                self._release(spare, used)
+                raise
+        return Held(used, partial(self._let_go, spare, used), fresh)
+
+    @asynccontextmanager
+    async def worker(self, tenant: str) -> AsyncIterator[Taken[W]]:
+        """Yield a worker. RequestError (429) when too many wait already; BackendError when none starts."""
+        asked = time.monotonic()
+        spare, cold = await self._take(tenant)
+        warm = spare.ready
+        try:
+            worker = await self._started(spare)
+            self._busy.add(worker)
+            try:
+                if self._closed:
+                    raise self._stops()
+                yield Taken(worker, warm, time.monotonic() - asked, spare.seconds if cold else None)
+            finally:
+                self._busy.discard(worker)
+                await asyncio.shield(self._finish(worker))
+        finally:
+            self._places.leave(tenant)
+            self._change()
+
+    async def close(self) -> None:
+        """End all workers; units in progress fail."""
+        self._closed = True
+        self._change()
+        for spare in self._spares.copy():
+            self._stop(spare)
+        for spare in self._awaited:
+            spare.start.cancel()
+        await asyncio.gather(*(worker.end() for worker in self._busy))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):  # the units' own tasks notice that their workers are gone
+                while self._live or self._ends:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    # ---- workers that no unit has
+
+    def _begin(self) -> _Spare[W]:
+        """Start a worker, which is spare from now on."""
+        self._live += 1
+        spare = _Spare[W](asyncio.ensure_future(self._make()))
+        began = time.monotonic()
+
+        def started(start: asyncio.Future[W]) -> None:
+            spare.seconds = time.monotonic() - began
+            if start.cancelled() or start.exception() is not None:
+                self._remove(spare)
+                self._gone()
+
+        spare.start.add_done_callback(started)
+        self._spares.append(spare)
+        return spare
+
+    async def _take(self, tenant: str) -> tuple[_Spare[W], bool]:
+        """Take a spare worker in turn, or start one; tell whether it was started for this."""
+        ticket = self._places.add(tenant, possible=self._possible)
+        try:
+            self._turn = self._next()
+            while not (self._turn is ticket or self._closed):
+                self._changed.clear()
+                await self._changed.wait()
+            if self._closed:
+                raise self._stops()
+            self._bury()
+            cold = not self._spares
+            spare = self._begin() if cold else max(self._spares, key=lambda one: one.ready)
+            self._spares.remove(spare)
+            self._places.take(tenant)
+        finally:
+            self._places.discard(ticket)
+            self._change()
+        for used in spare.holders:
+            used.set()
+        return spare, cold
+
+    async def _started(self, spare: _Spare[W]) -> W:
+        """Wait for the start of a worker that a unit has taken."""
+        self._awaited.add(spare)
+        try:
+            await asyncio.wait([spare.start])
+        except asyncio.CancelledError:
+            self._give_back(spare)
+            raise
+        finally:
+            self._awaited.discard(spare)
+        if spare.start.cancelled():
+            raise self._stops()
+        return spare.start.result()
+
+    def _stops(self) -> BackendError:
+        return BackendError(f"The backend {self._name} stops.", "Try again later.", status=503)
+
+    @property
+    def _possible(self) -> bool:
+        return bool(self._spares) or self._live < self._most
+
+    def _next(self) -> Ticket | None:
+        return self._places.next() if self._possible else None
+
+    def _change(self) -> None:
+        """Wake what waits: a worker, a place or a turn may be another's now."""
+        self._turn = self._next()
+        self._changed.set()
+
+    def _bury(self) -> None:
+        """Let go of spare workers that have died."""
+        for spare in self._spares.copy():
+            if spare.start.done() and not spare.ready:
+                self._stop(spare)
+
+    async def _let_go(self, spare: _Spare[W], used: asyncio.Event) -> None:
+        self._release(spare, used)
+
+    def _release(self, spare: _Spare[W], used: asyncio.Event) -> None:
+        """End a warm-up's hold on a worker, and the worker if nothing else keeps it."""
+        spare.holders.discard(used)
+        self._expire(spare)
+
+    def _expire(self, spare: _Spare[W]) -> None:
+        if spare in self._spares and not spare.holders and time.monotonic() >= spare.keep_until:
+            self._stop(spare)
+
+    def _give_back(self, spare: _Spare[W]) -> None:
+        """Let a worker be spare again that was taken and not used."""
+        if not (spare.start.done() and not spare.ready):
+            spare.holders.clear()
+            self._spares.append(spare)
+            self._keep(spare)
+
+    def _keep(self, spare: _Spare[W]) -> None:
+        """Keep a worker ready after a unit, as long as the settings say."""
+        seconds = self._keep_s or 0.0
+        spare.keep_until = time.monotonic() + seconds
+        asyncio.get_running_loop().call_later(seconds + 0.001, self._expire, spare)
+        self._change()
+
+    def _stop(self, spare: _Spare[W]) -> None:
+        """End a spare worker beside everything else; one that starts is ended when it has."""
+        self._remove(spare)
+
+        async def end() -> None:
+            if not spare.start.done():
+                spare.start.cancel()
+            await asyncio.wait([spare.start])
+            if not spare.start.cancelled() and spare.start.exception() is None:
+                await spare.start.result().end()
+                self._gone()
+
+        task = asyncio.create_task(end())
+        self._ends.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, end: asyncio.Task[None]) -> None:
+        self._ends.discard(end)
+        self._change()
+
+    def _remove(self, spare: _Spare[W]) -> None:
+        if spare in self._spares:
+            self._spares.remove(spare)
+
+    # ---- workers that a unit had
+
+    async def _finish(self, worker: W) -> None:
+        """Keep a worker for the next unit, or end it."""
+        if self._keep_s is None or not worker.alive or self._closed:
+            await worker.end()
+            self._gone()
+            return
+        start: asyncio.Future[W] = asyncio.get_running_loop().create_future()
+        start.set_result(worker)
+        spare = _Spare(start)
+        self._spares.append(spare)
+        self._keep(spare)
+
+    def _gone(self) -> None:
+        self._live -= 1
+        self._change()

@@ -1,0 +1,197 @@
+"""A pool of sandboxes: each executes the Python code of one unit and ends with it.
+
+A sandbox is a fresh interpreter without the gateway's environment, with limits on memory, files and time.
+With `isolation = "namespaces"` it also has files, users and processes of its own and no network
+(`namespaces`); with "docker" it is a container (`containers`). With "process" it is an ordinary process of
+the gateway's user in a temporary directory, which can read and change what that user can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headway.cluster.backends import namespaces, sandbox_main
+from headway.cluster.backends.containers import PROCESSES, Container, command_env
+from headway.cluster.backends.pool import WorkerPool
+from headway.cluster.backends.port import Backend, Held, Ran
+from headway.cluster.backends.worker import Worker
+from headway.config import Backend as Settings
+from headway.errors import ConfigError, RequestError
+
+_MIB = 1 << 20
+_FILES = 256  # open at a time
+_LEFT_S = 5.0  # within which the output of a killed sandbox has ended
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class Code(BaseModel):
+    """The input of a sandbox. code: a Python program."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    code: Annotated[str, Field(strict=True)]
+
+
+class _Sandbox:
+    """One sandbox: its process, and how what is left of it is removed."""
+
+    def __init__(self, worker: Worker, clean: Callable[[], Awaitable[None]]) -> None:
+        self.worker, self._clean = worker, clean
+
+    @property
+    def alive(self) -> bool:
+        return self.worker.alive
+
+    async def end(self) -> None:
+        """Kill it and remove its directory or container."""
+        await self.worker.end()
+        await self._clean()
+
+
+class Sandboxes(Backend):
+    """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for."""
+
+    def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
+        if settings.load is not None or settings.options:
+            raise ConfigError(
+                f"backends.{name} is a sandbox, which neither loads a model nor has options.",
+                "Leave out load and options.", param=f"backends.{name}",
+            )  # fmt: skip
+        self._name, self._settings = name, settings
+        self._pool = WorkerPool(
+            name, self._start, most=settings.processes, waiting=settings.waiting, share=share,
+            keep_s=None,
+        )  # fmt: skip
+
+    @property
+    def shared(self) -> bool:
+        return False
+
+    async def warm(self) -> Held | None:
+        """Start a sandbox ahead; it serves one unit, of whatever tenant: it has served none before."""
+        return await self._pool.warm()
+
+    async def run(self, tenant: str, input: Any) -> Ran:
+        """Execute code; return `exit_code`, `stdout`, `stderr`, `truncated`, `timed_out`."""
+        try:
+            code = Code.model_validate(input)
+        except ValidationError as error:
+            raise RequestError(
+                f"A sandbox cannot execute this input: {error.errors(include_url=False)[0]['msg']}.",
+                'Send {"input": {"code": "print(6 * 7)"}}.', param="input",
+            ) from None  # fmt: skip
+        async with self._pool.worker(tenant) as taken:
+            output = await self._execute(taken.worker.worker, code.code)
+        return Ran(output, taken.warm, taken.waited, taken.started)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _start(self) -> _Sandbox:
+        """Start one; it gets nothing of the gateway's environment but what the settings name."""
+        passed = {name: os.environ[name] for name in self._settings.env if name in os.environ}
+        if self._settings.isolation == "docker":
+            container = Container(self._name, self._settings)
+            argv = container.argv(self._told(), _env("/tmp"), passed)
+            return await self._started(argv, command_env(passed), None, container.remove)
+        if self._settings.isolation == "namespaces":
+            argv = namespaces.argv(self._told(), self._settings.disk_mib)
+            return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
+        env = {"PATH": os.defpath} | _env(str(folder)) | passed
+        argv = [sys.executable, "-I", str(Path(sandbox_main.__file__)), self._told()]
+        return await self._started(argv, env, folder, partial(_remove, folder))
+
+    async def _started(
+        self, argv: list[str], env: Mapping[str, str], folder: Path | None,
+        clean: Callable[[], Awaitable[None]],
+    ) -> _Sandbox:  # fmt: skip
+        try:
+            worker = await Worker.start(
+                self._name, argv, env, cwd=folder, limit=_MIB, seconds=self._settings.start_timeout_s
+            )
+        except BaseException:
+            await asyncio.shield(clean())
+            raise
+        return _Sandbox(worker, clean)
+
+    def _told(self) -> str:
+        """Return the argument of the sandbox's own side."""
+        settings = self._settings
+        limits = {
+            "AS": settings.memory_mib * _MIB,
+            "FSIZE": settings.disk_mib * _MIB,
+            "CORE": 0,
+            "NOFILE": _FILES,
+        }
+        told: dict[str, Any] = {"limits": limits, "imports": settings.imports}
+        if settings.isolation == "namespaces":
+            limits["NPROC"] = PROCESSES
+        if settings.isolation == "docker":  # it does not end with the gateway
+            told["seconds"] = settings.timeout_s + _LEFT_S
+        return json.dumps(told)
+
+    async def _execute(self, worker: Worker, code: str) -> dict[str, Any]:
+        """Execute code to its end, or to the end of its time; it is killed then."""
+        most = self._settings.output_kib * 1024
+        began = time.monotonic()
+        reading = [asyncio.create_task(_read(pipe, most)) for pipe in (worker.output, worker.errors)]
+        writing = worker.write(json.dumps({"code": code}).encode() + b"\n", last=True)
+        ending = asyncio.gather(writing, worker.wait(), *reading)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ending), self._settings.timeout_s)
+            timed_out = not ending.done()
+            worker.kill()
+            # Only without namespaces may something that it started hold its output open now.
+            await asyncio.wait([ending], timeout=_LEFT_S)
+        finally:
+            ending.cancel()
+        (stdout, more), (stderr, still) = (_text(task) for task in reading)
+        return {
+            "exit_code": await worker.wait(), "stdout": stdout, "stderr": stderr, "truncated": more or still,
+            "timed_out": timed_out, "seconds": time.monotonic() - began,
+        }  # fmt: skip
+
+
+def _env(home: str) -> dict[str, str]:
+    return _THREADS | {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+
+
+async def _nothing() -> None:
+    """What a sandbox in namespaces leaves behind: it ends with its last process."""
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _read(pipe: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+    """Read to the end, and return the first `most` bytes and whether there were more."""
+    kept, more = bytearray(), False
+    while part := await pipe.read(65536):
+        free = most - len(kept)
+        kept += part[: max(free, 0)]
+        more |= len(part) > free
+    return bytes(kept), more
+
+
+def _text(task: asyncio.Task[tuple[bytes, bool]]) -> tuple[str, bool]:
+    """Return what was read as text; a pipe that never ended gave nothing that can be told."""
+    if not task.done() or task.cancelled():
+        return "", True
+    data, more = task.result()
+    return data.decode(errors="replace"), more

@@ -1,0 +1,178 @@
+"""Parts as actors of a Ray cluster: each on a node that has what it needs, on another when that is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from headway.cluster.up.parts import Part, parts_of, template
+from headway.cluster.up.supervisor import State, Supervisor
+from headway.config import Config
+from headway.errors import ConfigError, EngineError
+
+Told = Callable[[str, State | None], None]
+_LOOK_S = 0.3
+_ASK_S = 10.0  # for an actor's answer; one without a node does not answer
+_SPARE_S = 120.0  # for a part to be ready, beyond the engines' own time
+
+
+class Actors:
+    """The parts of one Headway on a Ray cluster. ray: the module."""
+
+    def __init__(self, ray: Any, config: Config) -> None:
+        self._ray, self._config, self._text = ray, config, template(config)
+        self._env = _variables(self._text)
+
+    def up(self, told: Told) -> dict[str, State]:
+        """Start what does not run, or not as configured; return how all parts are once they are ready.
+
+        Agents and controllers begin together. Gateways follow one by one, so that others answer meanwhile.
+        told: of each change. EngineError when a part is not ready in time.
+        """
+        parts = parts_of(self._config)
+        self.down(told, keep={part.name for part in parts})
+        gateways = [part for part in parts if part.name.startswith("gateway")]
+        others = [part for part in parts if part not in gateways]
+        for part in others:
+            self._ensure(part)
+        found = self._ready(others, told)
+        for part in gateways:
+            self._ensure(part)
+            found |= self._ready([part], told)
+        return found
+
+    def down(self, told: Told, keep: Sequence[str] | set[str] = ()) -> None:
+        """Stop parts, gateways first, but for those to keep."""
+        names = [name for name in self._names() if name not in keep]
+        for name in sorted(names, key=lambda name: not name.startswith("gateway")):
+            self._stop(name)
+            told(name, None)
+
+    # ---- one part
+
+    def _names(self) -> list[str]:
+        return list(self._ray.util.list_named_actors())
+
+    def _ensure(self, part: Part) -> None:
+        """Have a part run as configured."""
+        if part.name in self._names():
+            state = self.state(part.name)
+            if state is None or state.digest == part.digest(self._text):
+                return  # it waits for a node, or runs
+            self._stop(part.name)
+        actor = self._ray.remote(_Located)
+        actor.options(
+            name=part.name, lifetime="detached", max_restarts=-1, num_cpus=part.cpus, num_gpus=part.gpus,
+            memory=part.memory or None, resources=dict(part.custom) or None,
+        ).remote(part, self._text, self._env)  # fmt: skip
+
+    def state(self, name: str) -> State | None:
+        """Return how a part is, None = it is on no node, or does not answer."""
+        try:
+            answer = self._ray.get_actor(name).state.remote()
+            state: State = self._ray.get(answer, timeout=_ASK_S)
+        except (ValueError, self._ray.exceptions.RayError):
+            return None
+        return state
+
+    def _ready(self, parts: Sequence[Part], told: Told) -> dict[str, State]:
+        """Wait until parts are ready, and return how they are."""
+        found, limit = dict[str, State](), _SPARE_S + max(one.start_timeout_s for one in self._config.engines)
+        deadline = time.monotonic() + limit
+        while missing := [part for part in parts if part.name not in found]:
+            for part in missing:
+                state = self.state(part.name)
+                told(part.name, state)
+                if state is not None and state.ready:
+                    found[part.name] = state
+                elif time.monotonic() > deadline:
+                    raise _late(part, state, limit)
+            time.sleep(_LOOK_S)
+        return found
+
+    def _stop(self, name: str) -> None:
+        """End a part: its process first, which may need some time."""
+        grace = self._config.server.drain_s + 10.0
+        with self._unless_gone():
+            actor = self._ray.get_actor(name)
+            with self._unless_gone():
+                self._ray.get(actor.stop.remote(grace), timeout=grace + 30.0)
+            self._ray.kill(actor)
+        while name in self._names():
+            time.sleep(_LOOK_S)
+
+    @contextmanager
+    def _unless_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, self._ray.exceptions.RayError) as error:
+            logging.getLogger("headway.cluster.up").debug("%s", error)
+
+
+class _Located(Supervisor):
+    """A supervisor that knows its node's address."""
+
+    def __init__(self, part: Part, config: str, env: Mapping[str, str]) -> None:
+        import ray  # type: ignore[import-not-found, unused-ignore]
+
+        super().__init__(part, config, str(ray.util.get_node_ip_address()), env)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@contextmanager
+def connected(config: Config) -> Iterator[Actors]:
+    """Connect to the Ray cluster. ConfigError without Ray, without a cluster, or without a wire."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed here.", "pip install 'headway[ray]'") from None
+    if config.wire.url is None:
+        fix = 'Set wire.url = "env:HEADWAY_RABBITMQ_URL" and the variable.'
+        raise ConfigError("Parts on several nodes need RabbitMQ.", fix, param="wire.url")
+    address = config.up.address
+    try:
+        _knock(address)
+        ray.init(
+            address, namespace=f"headway-{config.wire.name}", log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        problem = f"There is no Ray cluster at {address!r}: {str(error).splitlines()[0]}"
+        fix = "`ray start --head` makes this machine its first node; or set up.address."
+        raise ConfigError(problem, fix, param="up.address") from None
+    try:
+        yield Actors(ray, config)
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nothing listens at an address: Ray itself tries that for minutes."""
+    place = urlsplit(f"//{address.rpartition('//')[2]}")
+    if place.port:
+        socket.create_connection((place.hostname, place.port), _ASK_S).close()
+
+
+def _variables(text: str) -> dict[str, str]:
+    """Return the environment variables that a configuration names. ConfigError when one is not set."""
+    names = set(re.findall(r'"env:([A-Za-z_][A-Za-z0-9_]*)"', text))
+    if missing := sorted(names - set(os.environ)):
+        raise ConfigError(
+            f"The configuration names the environment variable {missing[0]}, which is not set here.",
+            "Set it: `headway up` hands it to the parts.",
+        )
+    return {name: os.environ[name] for name in names}
+
+
+def _late(part: Part, state: State | None, seconds: float) -> EngineError:
+    if state is None:
+        problem = f"{part.name} has not found a node within {seconds:g} s; it needs {part.needs()}."
+        return EngineError(problem, "Add such a node (`ray status` lists them), or ask for less.")
+    problem = f"{part.name} on {state.host} was not ready within {seconds:g} s. {state.tail}"
+    return EngineError(problem, "See its log on that node, /tmp/headway-" + part.name + "-*/log.")

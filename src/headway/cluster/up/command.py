@@ -1,0 +1,44 @@
+"""The commands `headway up` and `headway down`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from headway.cluster.up.cluster import connected
+from headway.cluster.up.parts import parts_of
+from headway.cluster.up.supervisor import State
+from headway.config import Config
+
+
+def up(config: Config) -> None:
+    """Run all parts on the cluster, and show where they are once all are ready."""
+    states: dict[str, State | None] = dict.fromkeys(part.name for part in parts_of(config))
+    with connected(config) as actors, Live(_table(states), console=Console()) as live:
+
+        def told(name: str, state: State | None) -> None:
+            if name in states:
+                states[name] = state
+            live.update(_table(states))
+
+        states |= actors.up(told)
+        live.update(_table(states))
+
+
+def down(config: Config) -> None:
+    """Stop all parts on the cluster."""
+    console = Console()
+    with connected(config) as actors:
+        actors.down(lambda name, state: console.print(f"{name} has ended", highlight=False))
+
+
+def _table(states: dict[str, State | None]) -> Table:
+    table = Table("part", "node", "port", "process", "restarts", "state")
+    for name, state in states.items():
+        if state is None:
+            table.add_row(name, "", "", "", "", "waits for a node")
+        else:
+            what = "ready" if state.ready else "starts"
+            table.add_row(name, state.host, str(state.port), str(state.pid), str(state.restarts), what)
+    return table

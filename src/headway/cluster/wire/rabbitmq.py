@@ -1,0 +1,251 @@
+"""The wire in RabbitMQ: one queue for the controller that leads, one for each gateway and agent.
+
+What is on it is a picture in motion. The truth about requests is with gateways (and, of background work, in
+their common PostgreSQL), the truth about engines with agents; whoever missed something is told all again
+(`port.Link`). So nothing has to wait in RabbitMQ for a request to end, and its queues are short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+from aiormq.abc import DeliveredMessage
+
+from headway import clock
+from headway.cluster.wire.codec import Envelope, WireError, decode, encode
+from headway.cluster.wire.connection import (
+    ALL,
+    CONTROLLER,
+    DIRECT,
+    MAX_BYTES,
+    Address,
+    Connection,
+    Lost,
+    reconnected,
+    sized,
+    tag_of,
+)
+from headway.cluster.wire.messages import Item, Present
+from headway.cluster.wire.port import Letter
+from headway.cluster.wire.term import Term
+
+_PREFETCH = 1000  # messages that a controller has not taken note of yet
+_BATCH = 500  # items in one message
+_MOST = 200_000  # items that wait to be sent; beyond them the connection is given up, and all is told again
+_HOLD_ON_S = 300.0  # well below RabbitMQ's `consumer_timeout`
+_DRIFT_S = 0.001  # by which the estimate of how far clocks are apart may grow with each message
+log = logging.getLogger("headway.cluster.wire")
+
+
+class _Delivery(NamedTuple):
+    connection: Connection
+    tag: int | None
+    letter: Letter
+
+
+class RabbitLink:
+    """A `port.Link`; `opened` makes it. name: of this process. controls: it may lead."""
+
+    def __init__(self, address: Address, name: str, *, controls: bool) -> None:
+        self.name, self._address, self._controls = name, address, controls
+        self.connected, self.connections, self.term = False, 0, 0
+        self._numbers = defaultdict[str, int](int)  # of the last message, by receiver
+        self._inbox: asyncio.Queue[_Delivery] = asyncio.Queue()
+        self._outbox: deque[tuple[str, Item]] = deque()
+        self._filled = asyncio.Event()
+        self._apart: dict[str, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._current: Connection
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls, address: Address, name: str, *, controls: bool = False
+    ) -> AsyncIterator[RabbitLink]:
+        """Yield a link that connects again whenever it must; at the end what waits is sent, if it can be.
+
+        ConfigError when there is no connection to be had at first. A controller may wait to lead.
+        """
+        link = cls(address, name, controls=controls)
+        link._current = await link._connect()
+        task = asyncio.create_task(link._run())
+        try:
+            yield link
+        finally:
+            await link._drain()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # ---- port.Link
+
+    def send(self, to: str, *items: Item) -> None:
+        """Send items soon, together with others for the same; without a connection they are lost."""
+        if not self.connected:
+            return
+        self._outbox.extend((to, item) for item in items)
+        self._filled.set()
+        if len(self._outbox) > _MOST:
+            log.error("RabbitMQ takes messages too slowly; what waits is given up and told again")
+            self._outbox.clear()
+            self._current.fail("too much waited to be sent")
+
+    async def letters(self) -> AsyncIterator[Letter]:
+        """Yield what comes."""
+        while True:
+            connection, tag, letter = await self._inbox.get()
+            if not self._controls or letter.epoch == self.term:
+                yield letter
+            if tag is not None:
+                with suppress(Lost):
+                    await connection.ack(tag)
+
+    # ---- connections
+
+    async def _run(self) -> None:
+        """Keep a connection until cancelled."""
+        try:
+            while True:
+                why = await self._live(self._current)
+                self.connected, self.term = False, 0
+                self._outbox.clear()
+                self._let_go(self._current)
+                self._current = await reconnected(self._connect, why, self._address.timeout_s)
+        finally:
+            self.connected = False
+            await self._current.close()
+
+    def _let_go(self, connection: Connection) -> None:
+        """Close a connection that has ended, beside: where nothing passes any more, that may take long."""
+        task = asyncio.create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _connect(self) -> Connection:
+        connection = await Connection.connect(self._address, self.name)
+        try:
+            if not self._controls:
+                await connection.take_all(
+                    self.name, partial(self._take, connection), (self._address.name(DIRECT), self.name),
+                    (self._address.name(ALL), ""),
+                )  # fmt: skip
+                self._is_connected()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def _live(self, connection: Connection) -> str:
+        """Use a connection until it ends; return why it did."""
+        work = [asyncio.create_task(self._publish(connection))]
+        if self._controls:
+            work.append(asyncio.create_task(self._lead(connection)))
+        lost = asyncio.create_task(asyncio.wait([connection.lost]))
+        try:
+            await asyncio.wait([*work, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*work, lost):
+                task.cancel()
+            ended = await asyncio.gather(*work, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception) and not isinstance(error, Lost):
+                log.error("control over RabbitMQ has failed", exc_info=error)  # a bug; all is told again
+        return connection.lost.result() if connection.lost.done() else "it was given up"
+
+    async def _publish(self, connection: Connection) -> None:
+        """Send what there is until the connection ends."""
+        while True:
+            await self._filled.wait()
+            while self._outbox:
+                await self._send_next(connection)
+            self._filled.clear()
+
+    def _is_connected(self) -> None:
+        self.connected, self.connections = True, self.connections + 1
+
+    async def _lead(self, connection: Connection) -> None:
+        """Wait until this controller leads, and hold on to that."""
+        term = Term(connection)
+        await term.begin()
+        self.term = term.epoch
+        self._is_connected()
+        queue = self._address.name(CONTROLLER)
+        await connection.consume(queue, partial(self._take, connection), prefetch=_PREFETCH)
+        while True:
+            await asyncio.sleep(_HOLD_ON_S)
+            await term.hold_on()
+
+    async def _send_next(self, connection: Connection) -> None:
+        """Send the items that are next for one receiver."""
+        to, items, size = self._outbox[0][0], list[Item](), 0
+        while self._outbox and self._outbox[0][0] == to and size < _BATCH:
+            items.append(self._outbox.popleft()[1])
+            size += len(items[-1].requests) if isinstance(items[-1], Present) else 1
+        for body in self._messages(to, items):
+            await self._send_message(connection, to, body)
+
+    def _messages(self, to: str, items: Sequence[Item]) -> Iterator[bytes]:
+        """Yield items as one message, or as several where one would be too large.
+
+        One that cannot be sent is left out, with its number: its receiver sees that it was lost.
+        """
+        self._numbers[to] += 1
+        envelope = Envelope(self.term, self.name, self._numbers[to], clock.now(), tuple(items))
+        try:
+            body = encode(envelope)
+            if len(body) > MAX_BYTES and len(items) > 1:
+                self._numbers[to] -= 1
+                middle = len(items) // 2
+                yield from self._messages(to, items[:middle])
+                yield from self._messages(to, items[middle:])
+                return
+            sized(body, f"A message for {to}")
+        except WireError as error:
+            log.error("%s", error)
+            return
+        yield body
+
+    async def _send_message(self, connection: Connection, to: str, body: bytes) -> None:
+        if to == "controller":
+            await connection.publish(body, self._address.name(CONTROLLER))
+        elif to == "all":
+            await connection.publish(body, "", exchange=self._address.name(ALL), mandatory=False)
+        else:
+            await connection.publish(body, to, exchange=self._address.name(DIRECT), mandatory=False)
+
+    async def _drain(self) -> None:
+        """Give what waits to be sent a moment."""
+        for _ in range(100):
+            if not (self.connected and self._filled.is_set()):
+                return
+            await asyncio.sleep(0.01)
+
+    def _take(self, connection: Connection, message: DeliveredMessage) -> None:
+        """Put a delivery into the inbox; one that cannot be read goes to the dead letters."""
+        try:
+            envelope = decode(message.body)
+        except WireError as error:
+            connection.begin(connection.bury(message, error.message, acknowledges=self._controls))
+            return
+        if envelope.sender == self.name:
+            return
+        letter = Letter(
+            envelope.sender,
+            self.term or envelope.epoch,
+            envelope.items,
+            self._estimate(envelope),
+            envelope.number,
+        )
+        self._inbox.put_nowait(_Delivery(connection, tag_of(message) if self._controls else None, letter))
+
+    def _estimate(self, envelope: Envelope) -> float:
+        """Return how far this clock is ahead of the sender's: the least that was seen of late."""
+        seen = clock.now() - envelope.sent
+        least = self._apart.get(envelope.sender, seen)
+        self._apart[envelope.sender] = min(seen, least + _DRIFT_S)
+        return self._apart[envelope.sender]

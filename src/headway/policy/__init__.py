@@ -1,0 +1,1 @@
+"""Everything that decides: pure and synchronous, without clocks, randomness or I/O."""

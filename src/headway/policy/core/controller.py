@@ -1,0 +1,394 @@
+"""The slow loop: events in, commands out. The controller is the only writer of the cluster's state.
+
+`on(event, now) -> commands` is pure given its own state: the server and the simulator drive the same object
+and, fed the same events, get the same commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from headway.events import (
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    InstanceDown,
+    InstanceUp,
+    Learned,
+    Returned,
+    Started,
+    Swapped,
+    Warmed,
+)
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.drops import Drops, Needs
+from headway.policy.core.old_plans import still_holding
+from headway.policy.core.ranks import SOFT
+from headway.policy.core.shares import Group, QueueShares, Waiting
+from headway.policy.plan.dispatch import swaps, warms
+from headway.ports import Lengths, Planner
+from headway.stages import Prewarm
+from headway.types import (
+    OBJECTIVES,
+    Command,
+    Instance,
+    Plan,
+    Progress,
+    Reject,
+    Request,
+    Rerank,
+    Swap,
+)
+
+_AGAIN = 1.0  # seconds after which an engine is asked again about a request, unless it answers
+
+
+class Overdue(NamedTuple):
+    """Requests whose last start has passed.
+
+    rejects: those that were queued.
+    inside: instance -> those inside it; only the engine knows how far it is with them.
+    """
+
+    rejects: list[Reject]
+    inside: dict[str, list[str]]
+
+
+@dataclass(slots=True)
+class Controller:
+    """Holds every accepted request until it ends, and says when it goes where.
+
+    max_queued bounds the requests that wait, outside or inside engines, by their places; once they have so
+    many, `admit` refuses.
+    shares: what one tenant may take of them, None = all.
+    """
+
+    planner: Planner
+    lengths: Lengths
+    max_queued: int = 1000
+    shares: QueueShares | None = None
+    cluster: Cluster = field(default_factory=Cluster)
+    requests: dict[str, Request] = field(default_factory=dict)
+    _places: int = 0  # of all requests, and of those not inside an engine
+    _queued: int = 0
+    _serial: int = 0
+    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _drops: Drops = field(default_factory=Drops)
+
+    @property
+    def queued(self) -> int:
+        """Requests accepted and not inside an engine."""
+        return len(self.requests) - sum(map(len, self.cluster.sent.values()))
+
+    @property
+    def _waiting(self) -> int:
+        """Places of what waits, also inside engines whose packers choose among more than fit."""
+        inside = sum(instance.window for instance in self.cluster.instances.values())
+        return max(self._queued, self._places - inside)
+
+    def admit(
+        self, request: Request, now: float, storing: Mapping[Group, int] | None = None,
+        most: int | None = None,
+    ) -> Reject | None:  # fmt: skip
+        """Tell, before anything is stored, whether the queue has room for this request.
+
+        storing: places of what was admitted and has not arrived yet, because it is being stored.
+        most: places of its tenant that may wait, as far as its key is concerned.
+        """
+        full = self.full(request.tenant, request.tier, now, storing or {}, most)
+        return self.infeasible(request, now) if full is None else replace(full, id=request.id)
+
+    def full(
+        self, tenant: str, tier: str | None, now: float, storing: Mapping[Group, int], most: int | None = None
+    ) -> Reject | None:  # fmt: skip
+        """Return the refusal if the queue has no room for a request of a tenant; arguments as in `admit`.
+
+        tier: its class, None = not known yet.
+        """
+        if self._waiting + sum(storing.values()) >= self.max_queued:
+            return Reject("", "queue_full", retry_after=self._until_room(now))
+        if self.shares is None:
+            return None
+        queue = Waiting(self.max_queued, self._places - self._waiting, storing, most)
+        limit = self.shares.exceeded(tenant, tier, queue)
+        if limit is None:
+            return None
+        wait = self._seconds_of_ends(limit.waiting - limit.most + 1, now)
+        return Reject("", "tenant_queue_full", wait, limit=limit)
+
+    # ---- requests that are refused rather than served late (`Request.drop`)
+
+    def infeasible(self, request: Request, now: float) -> Reject | None:
+        """Refuse a request, at arrival, that not even an idle engine could serve on time.
+
+        Nothing is refused before the engines of its model have learned their latency (`Learned`).
+        """
+        if not request.drop:
+            return None
+        needs = self._needs(request, self._serving(request.model))
+        if needs.last_start(request) >= now:
+            return None
+        if Needs().last_start(request) >= now and self._drops.try_anyway(request, now):
+            return None
+        return Reject(request.id, "infeasible", shortfall=needs.shortfall(request, now))
+
+    @property
+    def next_check(self) -> float:
+        """The instant at which the host calls `overdue` and `decide`, inf = not as things are.
+
+        It changes with events and plans.
+        """
+        wake_at = self.planner.wake_at if self.cluster.instances else math.inf
+        return min(self._drops.next_check, wake_at)
+
+    def overdue(self, now: float) -> Overdue:
+        """Refuse the queued requests that cannot be on time any more, and name those inside engines.
+
+        The host asks their engines how far they are and calls `refuse`; what an engine does not know is named
+        again a second later. Rejections make room: the host lets the planner run when they are carried out.
+        """
+        backlog, rejects, inside = self.cluster.backlog, list[Reject](), dict[str, list[str]]()
+        names = {self.cluster.code(name): name for name in self.cluster.instances}
+        for id in self._drops.due(now):
+            row, request = backlog.row_of[id], self.requests[id]
+            sent = bool(backlog.sent[row])
+            name = names.get(int(backlog.instance[row])) if sent else None
+            needs = self._needs(request, [name or ""] if sent else self._serving(request.model))
+            last = needs.last_start(request)
+            if last >= now:  # it was sent, or the engines are faster than they were
+                self._drops.watch(id, last)
+            elif not sent:
+                rejects.append(self._refuse(request, needs, now))
+            else:
+                self._drops.watch(id, now + _AGAIN)
+                if name is not None:
+                    inside.setdefault(name, []).append(id)
+        return Overdue(rejects, inside)
+
+    def refuse(self, instance: str, progress: Mapping[str, Progress], now: float) -> list[Reject]:
+        """Refuse the requests inside an instance that cannot be on time any more and have no token yet.
+
+        progress: of those that `overdue` named, as far as the engine knows them. now: an instant at or before
+        that of the progress, so that nothing is refused that the engine has begun meanwhile.
+        """
+        rejects, inside = list[Reject](), self.cluster.inside(instance)
+        for id, done in progress.items():
+            if id not in self._drops or self.cluster.backlog.row_of[id] not in inside:
+                continue  # it has ended, or is elsewhere by now
+            if done.output_tokens:
+                self._drops.discard(id)
+                continue
+            request = self.requests[id]
+            needs = self._needs(request, [instance], done.computed)
+            last = needs.last_start(request)
+            if last >= now:
+                self._drops.watch(id, last)
+            else:
+                rejects.append(self._refuse(request, needs, now))
+        return rejects
+
+    def _serving(self, model: str) -> list[str]:
+        return [instance.id for instance in self.cluster.instances.values() if instance.model == model]
+
+    def _needs(self, request: Request, instances: Sequence[str], computed: int | None = None) -> Needs:
+        return self._drops.needs(request, self.lengths.forecast(request), instances, computed)
+
+    def _watch(self, request: Request) -> None:
+        """Look at a queued request again when it must have started."""
+        if request.drop:
+            last = self._needs(request, self._serving(request.model)).last_start(request)
+            self._drops.watch(request.id, last)
+
+    def _refuse(self, request: Request, needs: Needs, now: float) -> Reject:
+        """Refuse a request, wherever it is: it ends here, and its length teaches nothing."""
+        self.cluster.version += 1
+        self.planner.on(Failed(request.id, "infeasible"), self.cluster, now)
+        retry = self._seconds_of_ends(max(self._queued, 1), now)
+        self._drop(request.id)
+        return Reject(request.id, "infeasible", retry, needs.shortfall(request, now))
+
+    # ---- events and plans
+
+    def on(self, event: Event, now: float) -> list[Command]:
+        """Take note of an event and return what to do. Events about ended requests change nothing."""
+        return self.decide(now) if self.note(event, now) else []
+
+    def note(self, event: Event, now: float) -> bool:
+        """Take note of an event; tell whether there may now be something to do.
+
+        A host in which planning takes time notes what happens meanwhile and asks `decide` when it is free.
+        """
+        self.cluster.version += 1
+        match event:
+            case Arrived(request):
+                self._add(request)
+            case Returned(id, output_tokens):
+                if not self._take_back(id, output_tokens):
+                    return False
+            case Started(id):
+                self._drops.discard(id)
+            case Learned():
+                self._drops.learn(event)
+            case InstanceUp(instance) | Swapped(instance):
+                self._takes_work(instance)
+            case Warmed(instance):
+                self._warmed(instance)
+            case InstanceDown(id):
+                self._forget(id)
+        self.planner.on(event, self.cluster, now)
+        match event:
+            case Finished(id, output_tokens):
+                self._end(id, output_tokens, now)
+            case Failed(id):
+                self._end(id, 0, now)
+        return not isinstance(event, Started | Learned)  # a first token frees nothing
+
+    def place(self, id: str, instance: str) -> None:
+        """Take note of where a queued request is that another controller sent, whatever is there."""
+        row = self.cluster.backlog.row_of[id]
+        assert not self.cluster.backlog.sent[row], f"{id} is inside an engine"
+        self.cluster.send(row, instance)
+        self._queued -= self.requests[id].places
+
+    def decide(self, now: float) -> list[Command]:
+        """Plan until nothing is left to do: one send can change what belongs inside another instance."""
+        out: list[Command] = []
+        planner, due = self.planner, self.planner.wake_at <= now
+        while (self._queued or planner.reranks or due) and self.cluster.instances:
+            plan = self.planner.plan(self.cluster, now)
+            commands = self.apply(plan, now)
+            out += commands
+            due = False
+            if plan.final or all(isinstance(command, Rerank | Prewarm) for command in commands):
+                break
+        return out
+
+    def deliberate(self, now: float) -> Callable[[], object] | None:
+        """Return the planner's computation that takes long, if one is due (`Planner.deliberate`)."""
+        return self.planner.deliberate(self.cluster, now) if self.cluster.instances else None
+
+    def conclude(self, result: object, now: float) -> list[Command]:
+        """Hand the planner what such a computation returned, and return what to do."""
+        self.planner.conclude(result, self.cluster, now)
+        return self.decide(now)
+
+    def apply(self, plan: Plan, now: float) -> list[Command]:
+        """Return a plan's commands, and keep the cluster as it is once they are carried out.
+
+        A plan that is based on an earlier cluster (`Plan.based_on`) is carried out as far as it still holds:
+        for requests that are still queued and instances that are still there. A plan for the cluster as it
+        is must hold as a whole.
+        """
+        if plan.based_on not in (None, self.cluster.version):
+            plan = still_holding(plan, self.cluster)
+        rejects = [self._reject(id, now) for id in plan.reject]
+        swapping, warming = swaps(plan, self.cluster), warms(plan, self.cluster)
+        for swap in swapping:
+            self._begin_swap(swap)
+        warming = [warm for warm in warming if warm.instance in self.cluster.instances]
+        for warm in warming:
+            self.cluster.warming[warm.instance] = warm.model
+        sending = [send for send in plan.send if send.instance in self.cluster.instances]
+        for send in sending:
+            self.place(send.id, send.instance)
+        return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
+
+    def _takes_work(self, instance: Instance) -> None:
+        self._forget(instance.id)
+        self.cluster.instances[instance.id] = instance
+
+    def _warmed(self, instance: Instance) -> None:
+        if instance.id in self.cluster.instances:
+            self.cluster.instances[instance.id] = instance
+            self.cluster.warming.pop(instance.id, None)
+            self.cluster.fleet_version += 1
+
+    def _forget(self, id: str) -> None:
+        self.cluster.fleet_version += 1
+        self._drops.forget(id)
+        for table in (self.cluster.instances, self.cluster.loading, self.cluster.warming):
+            table.pop(id, None)
+
+    def _add(self, request: Request) -> None:
+        forecast = self.lengths.forecast(request)
+        self.requests[request.id] = request
+        self.cluster.backlog.add(
+            request.id,
+            arrival=request.arrival,
+            due=request.slo.due(request.arrival),
+            soft=request.slo.soft or SOFT,
+            priority=request.priority,
+            prompt=request.prompt_tokens,
+            tokens=request.prompt_tokens + forecast.mean * request.places,
+            longest=request.context + request.max_tokens,
+            places=request.places,
+            model=self.cluster.code(request.model),
+            tenant=self.cluster.code(request.tenant),
+            objective=OBJECTIVES.index(request.slo.objective),
+            serial=self._serial,
+        )
+        self._serial += 1
+        self._places += request.places
+        self._queued += request.places
+        if self.shares is not None:
+            self.shares.came(request.tenant, request.tier, request.places)
+        self._watch(request)
+
+    def _end(self, id: str, output_tokens: int, now: float) -> None:
+        request = self._drop(id)
+        if request is not None:
+            self.lengths.learn(request, request.per_answer(output_tokens))
+            self._ends.extend([now] * request.places)
+
+    def _drop(self, id: str) -> Request | None:
+        request = self.requests.pop(id, None)
+        if request is not None:
+            self._drops.discard(id)
+            if self.shares is not None:
+                self.shares.left(request.tenant, request.tier, request.places)
+            self._places -= request.places
+            if not self.cluster.backlog.sent[self.cluster.backlog.row_of[id]]:
+                self._queued -= request.places
+            self.cluster.remove(id)
+        return request
+
+    def _take_back(self, id: str, output_tokens: int) -> bool:
+        """Queue a request again that was inside an engine; tell whether it was."""
+        row = self.cluster.backlog.row_of.get(id)
+        if row is None or not self.cluster.backlog.sent[row]:
+            return False
+        self.cluster.unsend(row)
+        self._queued += self.requests[id].places
+        if output_tokens:
+            self._drops.discard(id)
+        else:
+            self._watch(self.requests[id])
+        return True
+
+    def _begin_swap(self, swap: Swap) -> None:
+        """The instance takes no work until it is `Swapped`; what it runs comes back request by request."""
+        instance = self.cluster.instances[swap.instance]
+        self._forget(swap.instance)
+        self.cluster.loading[swap.instance] = (instance, swap.model)
+
+    def _reject(self, id: str, now: float) -> Reject:
+        """Refuse a queued request: it ends here, and its length teaches nothing."""
+        assert not self.cluster.backlog.sent[self.cluster.backlog.row_of[id]], f"{id} is inside an engine"
+        self._drop(id)
+        return Reject(id, "saturated", retry_after=self._until_room(now))
+
+    def _until_room(self, now: float) -> float:
+        """Return seconds until about one place of the queue is free."""
+        return self._seconds_of_ends(self._queued - self.max_queued + 1, now)
+
+    def _seconds_of_ends(self, count: int, now: float) -> float:
+        """Return seconds until that many places are free, from the recent rate; 1 to 60."""
+        if len(self._ends) < 2:
+            return 1.0
+        latency = (now - self._ends[0]) / len(self._ends)
+        return min(max(latency * count, 1.0), 60.0)

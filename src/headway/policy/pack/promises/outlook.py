@@ -1,0 +1,296 @@
+"""The level and the latest start of each request. Compiled.
+
+A request is kept as long as it can be on time by the learned latency and its length forecast. One that
+cannot is served with best effort, earliest due first, after all that are kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.policy.core.engine_spec import PackerParams, PromisesConfig
+from headway.policy.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
+from headway.policy.forecast.latency.online import prefill_of, seconds_of
+from headway.policy.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised, tpot_from
+from headway.types import Floats, Ints
+
+# Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
+# does not, HOPE only if its answer is short, WAITS has no room yet. Not kept, by soft due: GOES_ON begun and
+# due soon, OTHER, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's fair share. FAR not due for
+# long. LOST cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
+STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
+
+_LAST = 1e9  # seconds: more than any answer is behind
+
+
+class Outlook(NamedTuple):
+    """Columns aligned with the ranked rows.
+
+    rows: of the `Jobs` table; those that are kept (`packer.kept_of`) by urgency, level and key.
+    level: see above.
+    start: the latest instant at which each can start (or go on) and be on time.
+    """
+
+    rows: Ints
+    level: Ints
+    start: Floats
+
+
+class Answers(NamedTuple):
+    """The answers in progress, as rows.
+
+    pace: those that set the pace of iterations.
+    lost: those that are given up.
+    deferred: those that wait for the tpot of others.
+    """
+
+    pace: Ints
+    lost: Ints
+    deferred: Ints
+
+
+@compiled
+def in_progress(jobs: Rows, rows: Ints, now: float) -> Ints:
+    """Return the answers in progress that were promised something and are not late yet, by their serial."""
+    size, found = 0, np.empty(rows.size, np.int64)
+    for row in rows:
+        begun = jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row)
+        late = now > jobs["arrival"][row] + jobs["e2e"][row]
+        if begun and not late and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
+            found[size], size = row, size + 1
+    return found[:size][np.argsort(jobs["serial"][found[:size]])]
+
+
+@compiled
+def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
+    """Return the pace of these answers in progress."""
+    decodes, context, prefill_load, tpot = 0, 0.0, 0.0, np.inf
+    base = seconds_of(theta, 0.0, 0.0, 0.0, 0.0)
+    for row in answers:
+        decodes += missing_of(jobs, row) == 1
+        context += jobs["computed"][row]
+        prefill_load += prefill_per_token(jobs, row, theta, base)
+        tpot = min(tpot, jobs["tpot"][row])
+    pace = pace_at(theta, decodes, context)
+    return Pace(pace.decodes, pace.token, pace.base, max(min(pace.token + prefill_load, tpot), pace.token))
+
+
+@compiled
+def in_pace(
+    keep: PromisesConfig, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
+) -> Answers:
+    """Choose among the answers in progress if all together are slower than their tpots allow.
+
+    Those with a deadline alone wait as long as they have time, the ones with most time first. If the others
+    are still slower than a tpot, answers that are behind stay, the least behind first, as long as an
+    iteration with them meets their tpot: if all went on, all would be lost. One whose tpot the iteration of
+    all meets is never given up.
+    """
+    limit, lead, time = np.inf, np.empty(answers.size), np.empty(answers.size)
+    for k in range(answers.size):
+        lead[k] = lead_of(keep, jobs, answers[k], now)
+        limit = min(limit, pace_to_catch_up(keep, jobs, answers[k], lead[k]))
+    if pace.token <= limit:
+        return Answers(answers, answers[:0], answers[:0])
+    for k in range(answers.size):
+        time[k] = _time_to_spare(keep, jobs, answers[k], now, limit) - 2.0 * pace.token
+    counts, lost = np.zeros(answers.size, np.bool_), np.zeros(answers.size, np.bool_)
+    decodes, context = 0, 0.0
+    for k in np.argsort(np.where(time > 0.0, _LAST + time, -lead), kind="mergesort"):
+        row = answers[k]
+        if time[k] <= 0.0 and lead[k] < 0.0 and jobs["tpot"][row] >= pace.token:
+            continue
+        more, longer = decodes + (missing_of(jobs, row) == 1), context + jobs["computed"][row]
+        seconds = seconds_of(theta, more, longer, 0.0, 0.0)
+        lost[k] = time[k] <= 0.0 and lead[k] < 0.0 and seconds > jobs["tpot"][row]
+        if not lost[k] and (time[k] <= 0.0 or seconds <= limit):
+            counts[k], decodes, context = True, more, longer
+    return Answers(answers[counts], answers[lost], answers[(time > 0.0) & ~counts])
+
+
+@compiled
+def pace_to_catch_up(keep: PromisesConfig, jobs: Rows, row: int, lead: float) -> float:
+    """Return the seconds per token that meet an answer's tpot, should it be twice as long as expected."""
+    tpot = jobs["tpot"][row]
+    behind = min(lead, 0.0) / (2.0 * max(jobs["tokens_left"][row], 1.0))
+    return float(max(tpot + behind, keep.catch_up_share * tpot))
+
+
+@compiled
+def _time_to_spare(keep: PromisesConfig, jobs: Rows, row: int, now: float, token: float) -> float:
+    """Return the seconds for which an answer with a deadline alone can wait, at this pace; others 0."""
+    if jobs["tpot"][row] < np.inf or jobs["e2e"][row] == np.inf:
+        return 0.0
+    left = jobs["arrival"][row] + jobs["e2e"][row] - now
+    return float(left - keep.answer_safety * jobs["tokens_left"][row] * token)
+
+
+@compiled
+def prompt_seconds(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds until the next token of a row that has the engine for itself."""
+    return next_token_seconds(theta, missing_of(jobs, row), pace.base)
+
+
+@compiled
+def prefill_per_token(jobs: Rows, row: int, theta: Floats, base: float) -> float:
+    """Return the seconds of a row's prompt per token of its answer.
+
+    That is the load of prompts on an iteration if each request that ends is followed by one like it.
+    """
+    answer = jobs["output_tokens"][row] + jobs["tokens_left"][row]
+    return float((prefill_of(theta, jobs["prompt"][row]) - base) / answer)
+
+
+@compiled
+def size_of(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
+    """Return the seconds that a row still needs: its prompt, and its expected answer at today's pace."""
+    prompt = prompt_seconds(jobs, row, theta, pace) if missing_of(jobs, row) > 1 else 0.0
+    return float(prompt + jobs["tokens_left"][row] * pace.token)
+
+
+@compiled
+def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
+    """Return the KV blocks that a row alone will hold when `grow` of its answer that is left is out."""
+    tokens = jobs["prompt"][row] + jobs["output_tokens"][row] + grow * jobs["tokens_left"][row]
+    return float(max(tokens / block + 1.0 - jobs["shared"][row], exclusive_of(jobs, row)))
+
+
+@compiled
+def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
+    """Return the share of answers' growth that admission leaves KV for: the more, the more requests are lost.
+
+    While none is, a prompt comes in at once, and an answer with time to spare that loses its KV is computed
+    again.
+    """
+    if not keep.scales_growth:
+        return keep.growth_share
+    return keep.growth_share * pressure_of(keep, outlook)
+
+
+@compiled
+def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
+    """Return the share of requests that are lost, divided by `full_pressure_share`, at most 1."""
+    lost = 0
+    for level in outlook.level:
+        lost += level == LOST
+    return float(min(lost / max(keep.full_pressure_share * outlook.level.size, 1.0), 1.0))
+
+
+@compiled
+def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
+    """Return the parameters under this pressure: while nothing is lost, no request is given up early."""
+    k = params.keep
+    answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
+    lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
+    keep = PromisesConfig(
+        answer_safety, k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
+        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.defer_begun_beyond_s,
+        k.begun_size_share, k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share,
+        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
+        k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
+        k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield,
+        k.scales_growth, k.short_prompts_first,
+    )  # fmt: skip
+    return PackerParams(
+        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, keep,
+        params.host, params.copy_seconds, params.max_gap,
+    )  # fmt: skip
+
+
+@compiled
+def reserved_of(jobs: Rows, row: int, block: int, grow: float) -> float:
+    """Return the KV blocks that admission counts for a row; grow: share of its answer that is left.
+
+    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it.
+    """
+    return blocks_of(jobs, row, block, 0.0 if can_wait(jobs, row) else grow)
+
+
+@compiled
+def can_wait(jobs: Rows, row: int) -> bool:
+    """Tell whether a row's answer may stand still when it is ahead: it has a tpot and no deadline."""
+    return bool(jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf)
+
+
+@compiled
+def outlook_of(
+    keep: PromisesConfig, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
+) -> tuple[int, float]:
+    """Return the level of a row and its latest start, -inf where that does not matter."""
+    made = jobs["output_tokens"][row]
+    decided = made and min(jobs["tpot"][row], jobs["e2e"][row]) == np.inf  # only its first token was promised
+    if decided or not promised(jobs, row):
+        return OTHER, -np.inf
+    prompt = prompt_seconds(jobs, row, theta, pace)
+    first_due = jobs["arrival"][row] + jobs["ttft"][row]
+    end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
+    least = least_answer(keep.lost_below_stds, jobs["spread"][row], answer)
+    to_come = np.inf if made else jobs["ttft"][row]
+    lost = last_start(jobs["arrival"][row], to_come, jobs["e2e"][row], prompt, least) < now
+    lost |= made > 0 and jobs["first"][row] > first_due
+    slow = answer * pace.mean / pace.token
+    time = keep.answer_safety * slow
+    if made == 0:  # long answers may be late, but not others that wait for this one to start
+        time = max(time, min(time + keep.start_safety * slow, 0.5 * (end - jobs["arrival"][row])))
+    start = min(end - time, first_due - prompt if made == 0 else np.inf)
+    if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
+        due = tpot_from(jobs, row) + made * jobs["tpot"][row] - prompt
+        catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
+        lost = lost or catch_up < now
+        if _is_paused(jobs, row) and not lost:
+            return PROMPT, due  # so that it goes on before it is behind
+        start = min(start, catch_up)
+    if lost:
+        return LOST, -np.inf
+    beyond = keep.defer_begun_beyond_s if made else keep.defer_beyond_s
+    if jobs["tpot"][row] == np.inf and start - now > beyond:
+        return FAR, start
+    if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
+        return ANSWER, start
+    return PROMPT if start >= now or jobs["running"][row] else HOPE, start
+
+
+@compiled
+def _is_paused(jobs: Rows, row: int) -> bool:
+    """Tell whether a row waits with its KV in the host pool."""
+    return bool(not jobs["running"][row] and jobs["computed"][row] > 0)
+
+
+@compiled
+def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
+    """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
+    kept = (1.0 - keep.tpot_margin) * jobs["tpot"][row]
+    return float(tpot_from(jobs, row) + jobs["output_tokens"][row] * kept - now)
+
+
+@compiled
+def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floats) -> float:
+    """Return the instant by which a row that is not kept should be served, earlier with more weight.
+
+    It does not change as the row is computed: two rows would take each other's KV in turn.
+    """
+    target = jobs["soft"][row]
+    if target == 0.0 or level == FAR:
+        target = min(jobs["ttft"][row], jobs["e2e"][row])
+    if target == np.inf:
+        target = keep.soft_target_factor * prefill_of(theta, jobs["prompt"][row])
+    return float(jobs["arrival"][row] + target / jobs["weight"][row])
+
+
+@compiled
+def is_silent(jobs: Rows, row: int, now: float, seconds: float) -> bool:
+    """Tell whether a stream that has its KV has had no token for `seconds`."""
+    return bool(decodes(jobs, row) and now - jobs["last"][row] > seconds)
+
+
+@compiled
+def is_over(jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a row is LOST whatever it takes: its deadline passed before its first token came.
+
+    Under overload that is so for most rows.
+    """
+    due = jobs["arrival"][row] + min(jobs["ttft"][row], jobs["e2e"][row])
+    return bool(due < now and jobs["output_tokens"][row] == 0)

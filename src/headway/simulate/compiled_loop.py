@@ -1,0 +1,297 @@
+"""The simulation of `loop.py` as one compiled loop, about a thousand times faster than real time.
+
+It covers one instance without prefix caching, an `Ordered` planner and a packer with `params`. It calls the
+very functions that those packers, the engine, the latency model and vLLM's hook call; only the slow loop's
+bookkeeping is written anew, as heaps instead of tables. `tests/sim/test_compiled_loop.py` requires the same
+outcome to the last bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.compiled import compiled
+from headway.engines.simulated import kernels as engine
+from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, FAR, FAR_S, LATE, ON_TIME, level_of
+from headway.policy.core.sorting import before, pop, push
+from headway.policy.forecast.latency.laws import law_seconds
+from headway.policy.forecast.latency.online import learn, shape
+from headway.policy.forecast.latency.profiles import SHORTEST
+from headway.policy.forecast.lengths.task import TELLING
+from headway.policy.memory.budget import KvBudget
+from headway.policy.memory.preemption_cost import are_swapped
+from headway.policy.pack.compiled_packers import pack
+from headway.policy.pack.kernels import SLACK
+from headway.simulate.compiled_state import RunState
+from headway.types import UNLIMITED, Floats, Ints
+
+
+@compiled
+def advance(run: RunState, stop: int, until: float) -> None:
+    """Run until `stop` requests have arrived; to the end of everything when that is all of them.
+
+    until: instant at which the run ends in any case.
+    """
+    progress = run.progress[0]
+    size = run.output.size
+    while progress["now"] < until and (progress["arrived"] < stop or (stop == size and progress["running"])):
+        i = progress["arrived"]
+        if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
+            progress["now"] = progress["iteration_end"]
+            _end_iteration(run, progress["now"])
+        else:
+            progress["now"] = run.jobs["arrival"][i]
+            _arrive(run, i)
+
+
+@compiled
+def _arrive(run: RunState, i: int) -> None:
+    progress = run.progress[0]
+    run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
+    progress["arrived"] += 1
+    _add(run, level_of(run.keys[0, i], False) if run.planner.kind == ATTAINABLE else ON_TIME, i)
+    _send(run, run.jobs["arrival"][i])
+
+
+# ---- the engine
+
+
+@compiled
+def _begin(run: RunState, now: float) -> None:
+    """Start the next iteration if there is anything to compute."""
+    progress = run.progress[0]
+    rows = run.rows[: progress["rows"]]
+    free, limits = run.usage["free_blocks"], run.limits
+    kv_budget = KvBudget(run.planner.blocks, free, limits.size, limits.slots, UNLIMITED)
+    step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
+    copied = _yield(run, rows, step.evict)
+    paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
+    budget = run.packer.budget if run.packer.budget else limits.budget
+    ran = engine.run(run.jobs, run.usage, limits, step.order, step.caps, run.packer.max_running, budget)
+    size = ran.rows.size
+    progress["running"] = size
+    if size == 0:
+        return
+    run.iteration[0, :size], run.iteration[1, :size] = ran.rows, ran.tokens
+    progress["iterations"] += 1
+    progress["preempted"] += ran.lost.size
+    progress["paused"] += paused
+    copies = (copied + ran.copied) * run.packer.copy_seconds  # beside the computation
+    seconds = max(_seconds(run, ran.rows, ran.tokens), copies if copied + ran.copied else 0.0)
+    progress["busy"] += seconds
+    progress["iteration_end"] = now + seconds
+
+
+@compiled
+def _yield(run: RunState, rows: Ints, evict: Ints) -> int:
+    """Free the KV of rows that yield; return the tokens that are copied to the host for that.
+
+    Rows go there as long as it has room (`two_ended.HostPoolEngine`).
+    """
+    if not evict.size or not run.packer.host:
+        engine.evict(run.jobs, run.usage, evict)
+        return 0
+    swapped = are_swapped(run.jobs["computed"][evict], run.theta, run.packer.copy_seconds)
+    left = run.packer.host - run.jobs["saved"][rows].sum()
+    for i in range(evict.size):
+        if swapped[i]:
+            left -= run.jobs["computed"][evict[i]]
+            swapped[i] = left >= 0
+    engine.evict(run.jobs, run.usage, evict[~swapped])
+    return int(engine.save(run.jobs, run.usage, evict[swapped]))
+
+
+@compiled
+def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
+    """Return how long an iteration takes; the packer's latency model learns from it."""
+    decodes, context, prefill, pairs = shape(run.jobs, rows, tokens)
+    seconds = max(law_seconds(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
+    if run.packer.kind >= SLACK:
+        parts = (float(decodes), float(context), float(prefill), float(pairs))
+        learn(run.theta, run.cov, run.cap, *parts, seconds * run.error, run.forget, run.surprise)
+    return float(seconds)
+
+
+@compiled
+def _end_iteration(run: RunState, now: float) -> None:
+    progress = run.progress[0]
+    size = progress["running"]
+    done = engine.complete(
+        run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now
+    )
+    progress["running"] = 0
+    for row in done:
+        run.jobs["live"][row] = False
+        run.first[row], run.end[row] = run.jobs["first"][row], now
+    if done.size:
+        _drop_ended(run)
+    if progress["rows"]:
+        _begin(run, now)
+    for row in done:
+        _leave(run, row)
+        _learn_length(run, row)
+        _send(run, now)
+
+
+@compiled
+def _drop_ended(run: RunState) -> None:
+    progress = run.progress[0]
+    kept = 0
+    for k in range(progress["rows"]):
+        if run.jobs["live"][run.rows[k]]:
+            run.rows[kept] = run.rows[k]
+            kept += 1
+    progress["rows"] = kept
+
+
+# ---- output lengths (`policy/forecast/lengths/task.py`)
+
+
+@compiled
+def _forecast(run: RunState, i: int) -> float:
+    """Return the mean of the task's last answers, none longer than the request allows."""
+    if run.given.size:
+        return float(run.given[0, i])
+    task, most = run.requests["task"][i], run.requests["max_tokens"][i]
+    known = min(run.learned[task], run.lengths.shape[1])
+    if known == 0:
+        return float(min(run.prior, most))
+    total = 0
+    for k in range(known):
+        total += min(run.lengths[task, k], most)
+    return float(total / known)
+
+
+@compiled
+def _spread(run: RunState, i: int) -> float:
+    """Return `Forecast.spread` of the same answers."""
+    if run.given.size:
+        return float(run.given[1, i])
+    task, most = run.requests["task"][i], run.requests["max_tokens"][i]
+    known = max(min(run.learned[task], run.lengths.shape[1]), 1)
+    squares = 0
+    for k in range(known):
+        squares += min(run.lengths[task, k], most) ** 2
+    mean = _forecast(run, i)
+    told = run.learned[task] >= TELLING
+    return float(np.sqrt(max(squares / known - mean * mean, 0.0)) / mean) if told else 1.0
+
+
+@compiled
+def _learn_length(run: RunState, i: int) -> None:
+    task = run.requests["task"][i]
+    run.lengths[task, run.learned[task] % run.lengths.shape[1]] = run.output[i]
+    run.learned[task] += 1
+
+
+# ---- the virtual queue (`policy/plan/ordered.py`, `policy/plan/dispatch.py`)
+
+
+@compiled
+def _send(run: RunState, now: float) -> None:
+    """Send the head of the queue as long as it belongs inside the engine."""
+    progress = run.progress[0]
+    if now > progress["late_at"]:  # something inside is late by now
+        progress["refused"] = -1
+    while True:
+        heap = _head(run, now)
+        # Under overload most arrivals change neither the head nor what is inside.
+        if heap < 0 or run.heaps[heap, 0] == progress["refused"]:
+            return
+        if not _belongs(run, run.heaps[heap, 0], heap, now):
+            progress["refused"] = run.heaps[heap, 0]
+            return
+        i, progress["refused"] = _take_first(run, heap), -1
+        run.place[i] = progress["inside"]
+        run.inside[progress["inside"]] = i
+        progress["inside"] += 1
+        if run.planner.ranked:
+            run.jobs["urgency"][i] = run.keys[0, i]
+        _submit(run, i, now)
+
+
+@compiled
+def _head(run: RunState, now: float) -> int:
+    """Return the heap whose first request is the most urgent of those waiting, -1 = none waits."""
+    if run.planner.kind == ATTAINABLE:  # a late request goes behind those that can still meet their SLO
+        while run.heap_sizes[ON_TIME] and run.keys[0, run.heaps[ON_TIME, 0]] < now:
+            _add(run, LATE, _take_first(run, ON_TIME))
+            run.progress[0]["refused"] = -1
+    for heap in range(run.heap_sizes.size):
+        if run.heap_sizes[heap] and not (heap == ON_TIME and _is_far(run, run.heaps[heap, 0], now)):
+            return heap
+    return ON_TIME if run.heap_sizes[ON_TIME] else -1
+
+
+@compiled
+def _is_far(run: RunState, i: int, now: float) -> bool:
+    """Tell whether a request comes after the late ones, as its deadline is far."""
+    return bool(run.planner.counts_late and now + FAR_S < run.keys[0, i] < np.inf)
+
+
+@compiled
+def _belongs(run: RunState, i: int, heap: int, now: float) -> bool:
+    """Tell whether i, the first of a heap, is within the dispatch window and its KV fits."""
+    progress = run.progress[0]
+    # The loop takes the columns, not the whole state: each array in a call costs its reference count.
+    ahead, blocks, requests, keys, order, kind = 0, 0, run.requests, run.keys, run.order, run.planner.kind
+    counts_late, late_at, level = run.planner.counts_late, np.inf, heap
+    if heap == ON_TIME and _is_far(run, i, now):
+        level, late_at = FAR, keys[0, i] - FAR_S
+    for j in run.inside[: progress["inside"]]:
+        if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, level, now, counts_late):
+            ahead += 1
+            blocks += requests["blocks"][j]
+        if counts_late and keys[0, j] >= now:
+            late_at = min(late_at, keys[0, j])
+    progress["late_at"] = late_at
+    if ahead >= run.planner.window:
+        return False
+    return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.room)
+
+
+@compiled
+def _inside_first(
+    keys: Floats, order: Ints, kind: int, j: int, i: int, level: int, now: float, counts_late: bool
+) -> bool:
+    """Tell whether j, which is inside, ranks before i, which waits. level: of i."""
+    if kind == ATTAINABLE:
+        far = counts_late and now + FAR_S < keys[0, j] < np.inf
+        other = FAR if far else level_of(keys[0, j] - now, counts_late)
+        if other != level:
+            return bool(other < level)
+    return before(keys, order, j, i)
+
+
+@compiled
+def _submit(run: RunState, i: int, now: float) -> None:
+    progress = run.progress[0]
+    progress["serial"] += 1
+    run.jobs["serial"][i] = progress["serial"]
+    run.jobs["tokens_left"][i] = _forecast(run, i)
+    run.jobs["spread"][i] = _spread(run, i)
+    run.jobs["live"][i] = True
+    run.rows[progress["rows"]] = i
+    progress["rows"] += 1
+    if not progress["running"]:
+        _begin(run, now)
+
+
+@compiled
+def _leave(run: RunState, i: int) -> None:
+    progress = run.progress[0]
+    progress["inside"], progress["refused"] = progress["inside"] - 1, -1
+    last = run.inside[progress["inside"]]
+    run.inside[run.place[i]], run.place[last] = last, run.place[i]
+
+
+@compiled
+def _add(run: RunState, heap: int, i: int) -> None:
+    run.heap_sizes[heap] = push(run.keys, run.order, run.heaps[heap], run.heap_sizes[heap], i)
+
+
+@compiled
+def _take_first(run: RunState, heap: int) -> int:
+    first = int(run.heaps[heap, 0])
+    run.heap_sizes[heap] = pop(run.keys, run.order, run.heaps[heap], run.heap_sizes[heap])
+    return first

@@ -1,0 +1,131 @@
+"""The simulator's entry point: a workload, a recipe and a fleet in virtual time.
+
+Controller, planner and packers are the server's; the clients, the network and the GPU are simulated.
+`loop.py` runs a simulation. Where numba can compile all parts of it, `compiled_loop.py` does, with the same
+outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.padding import QUANTILE, Padded
+from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.recipes.recipe import Recipe
+from headway.ports import Lengths, Planner
+from headway.simulate import compiled_loop, compiled_state
+from headway.simulate.fleet import check_fleet
+from headway.simulate.forecasts import Oracle
+from headway.simulate.instance import InstanceSpec, Load, SimulatedInstance, check
+from headway.simulate.loop import CHUNK, Loop
+from headway.simulate.observer import Observer
+from headway.simulate.outcome import Failure, Outcome
+from headway.simulate.workload.traffic import Workload
+
+__all__ = ["Failure", "InstanceSpec", "Load", "Outcome", "Simulation", "no_time"]
+
+
+def no_time(queued: int) -> float:
+    """Return the planning time of a planner that costs nothing."""
+    return 0.0
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run. Several tenants take turns, as on a server whose keys name several.
+
+    instances: the fleet.
+    lengths: forecasts output lengths (default: learned per task during the run). A recipe that is meant for
+        padded or an oracle's forecasts gets those.
+    max_queued: requests that may wait in the gateway.
+    plan_seconds: virtual seconds that the planner takes for that many queued requests. Its commands take
+        effect that much later, on a cluster that may have changed. It runs once at a time; events in the
+        meantime are noted, and planned for when it has ended. Of a planner that thinks (`Planner.thinks`) it
+        is `deliberate` that takes so long.
+    failures: of instances; a failed instance has lost its work, so its requests run again from the start.
+    tick: seconds after which the planner runs again while requests wait and no iteration is in progress.
+    until: instant at which the run ends; requests without an end by then have NaN.
+    fast: run as one compiled loop where every part of the run can be; the outcome is the same.
+    """
+
+    recipe: Recipe
+    instances: Sequence[InstanceSpec]
+    workload: Workload
+    lengths: Lengths = field(default_factory=TaskLengths)
+    max_queued: int = 1_000_000
+    plan_seconds: Callable[[int], float] = no_time
+    failures: Sequence[Failure] = ()
+    tick: float = 1.0
+    until: float = math.inf
+    fast: bool = True
+
+    def __post_init__(self) -> None:
+        if self.recipe.lengths == "padded":
+            self.lengths = Padded(self.lengths, QUANTILE)
+        elif self.recipe.lengths == "oracle":
+            self.lengths = Oracle(self.workload)
+
+    def run(self, progress: Callable[[int], None] | None = None, observer: Observer | None = None) -> Outcome:
+        """Run to the end of the last request, or `until`.
+
+        progress: is called with the number of requests that have arrived.
+        observer: is called for every iteration; with one the run is not a compiled loop.
+
+        Raises ConfigError, before anything runs, for a fleet that can never serve this workload; HeadwayError
+        when requests wait that the planner sends nowhere.
+        """
+        planner = self.recipe.planner()
+        check(self.instances)
+        check_fleet(self.instances, self.workload, swaps=planner.swaps)
+        self._check_failures()
+        if self.fast and observer is None and (outcome := self._compiled(planner, progress)) is not None:
+            return outcome
+        if self._several_tenants:
+            planner.take_turns()
+        instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
+        controller = Controller(planner, self.lengths, self.max_queued)
+        loop = Loop(
+            self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
+            failures=self.failures, observer=observer,
+        )  # fmt: skip
+        return loop.run(progress, self.until)
+
+    @property
+    def _several_tenants(self) -> bool:
+        return np.unique(self.workload.tenant).size > 1
+
+    def _compiled(self, planner: Planner, progress: Callable[[int], None] | None) -> Outcome | None:
+        """Run as one compiled loop; None when a part of this run cannot be compiled."""
+        if self._several_tenants and type(planner).take_turns is not Planner.take_turns:
+            return None
+        plain = len(self.instances) == 1 and not self.failures and self.plan_seconds is no_time
+        one = self.instances[0]
+        plain = plain and planner.pull and not one.others and not one.delays
+        plain = plain and not self.workload.drop.any() and not one.prefix_caching
+        if not plain:
+            return None
+        state = compiled_state.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)
+        if state is None:
+            return None
+        size = len(self.workload)
+        for stop in range(min(CHUNK, size), size + CHUNK, CHUNK):
+            compiled_loop.advance(state, min(stop, size), self.until)
+            if progress is not None:
+                progress(min(stop, size))
+        return compiled_state.outcome(state)
+
+    def _check_failures(self) -> None:
+        known = {spec.instance.id for spec in self.instances}
+        for failure in self.failures:
+            if failure.instance not in known:
+                raise ConfigError(
+                    f"No instance {failure.instance!r} can fail.", f"Use one of {', '.join(sorted(known))}."
+                )
+            if not (math.isfinite(failure.at) and failure.at >= 0 and failure.seconds >= 0):
+                raise ConfigError(f"{failure} is impossible.", "Give seconds of 0 or more.")

@@ -1,0 +1,166 @@
+"""Reads a journal: of a gateway that runs, of one that was killed, or a copy in a folder of its own."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.store.journal.rows import (
+    APPLICATION,
+    ITERATION,
+    TABLES,
+    VERSION,
+    WHEN,
+    EngineRow,
+    IterationsRow,
+    RefusalRow,
+    RequestRow,
+    StayRow,
+    unpacked,
+)
+from headway.store.journal.writer import PATTERN
+from headway.types import Floats
+
+_WAIT_S = 10.0  # for a gateway that is writing
+
+
+@dataclass(slots=True)
+class Journal:
+    """The rows of a journal, requests by arrival.
+
+    engines: the newest description of each. refused: at the door, without a row of their own.
+    iterations: instance -> array of `ITERATION` columns by start.
+    damaged: files that could not be read, and why.
+    ended: the first and the last end of a request in its files, of that time or not; None = they have none.
+    """
+
+    requests: list[RequestRow] = field(default_factory=list)
+    refusals: list[RefusalRow] = field(default_factory=list)
+    stays: list[StayRow] = field(default_factory=list)
+    iterations: dict[str, Floats] = field(default_factory=dict)
+    engines: dict[str, EngineRow] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    ended: tuple[float, float] | None = None
+
+    def nothing(self) -> ConfigError:
+        """Return the error for a time in which it has no requests."""
+        if self.ended is None:
+            hint = "One is in it a second or so after it has ended: send some through this gateway."
+            return ConfigError("The journal has no requests yet.", hint)
+        low, high = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in self.ended)
+        return ConfigError(
+            "The journal has no requests of that time.", f'It has some from {low} to {high}: --since "{low}".'
+        )
+
+
+def read(folder: Path, *, since: float | None = None, until: float | None = None) -> Journal:
+    """Read what ended in [since, until), None = no limit. ConfigError when the folder has no journal.
+
+    A file that cannot be read (a power failure may tear the newest) is left out and named in `damaged`.
+    """
+    files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
+    if not files:
+        raise _none(folder)
+    found, packs = Journal(), list[IterationsRow]()
+    for path in files:
+        try:
+            _add(path, found, packs, since, until)
+        except FileNotFoundError:  # the gateway has just deleted it
+            continue
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            found.damaged[path.name] = str(error)
+    if len(found.damaged) == len(files):
+        name, why = next(reversed(found.damaged.items()))
+        raise ConfigError(
+            f"No file of the journal in {folder} can be read; of the newest, {name}: {why}.",
+            "Use the Headway that wrote it, if that was another; `sqlite3 FILE .recover` saves what is left "
+            "of a damaged one. New requests go to a new file.",
+        )
+    found.requests.sort(key=lambda row: (row.arrival, row.id))
+    for name in dict.fromkeys(pack.instance for pack in packs):
+        table = np.concatenate([unpacked(pack) for pack in packs if pack.instance == name])
+        found.iterations[name] = table[np.argsort(table[:, 0], kind="stable")]
+    return found
+
+
+def _none(folder: Path) -> ConfigError:
+    """Return the error for a path that is no journal, with the journal that was meant if one is near."""
+    where = folder.parent if folder.is_file() else folder
+    near = sorted({file.parent for depth in ("", "*/") for file in where.glob(depth + PATTERN)})
+    hint = "Give the folder of journal.dir (headway config show), of a gateway that has served requests."
+    if near:
+        hint = f"Give one of: {', '.join(map(str, near[:5]))}."
+    return ConfigError(f"There is no journal in {folder}.", hint)
+
+
+def _add(
+    path: Path, found: Journal, packs: list[IterationsRow], since: float | None, until: float | None
+) -> None:
+    """Add the rows of one file, or none of them."""
+    low, high = -1e300 if since is None else since, 1e300 if until is None else until
+    with closing(_open(path)) as db:
+        if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return  # its gateway ended as it began the file
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if application != APPLICATION:
+            raise ValueError("it is no file of a journal")
+        if version != VERSION:
+            raise ValueError(f"another Headway wrote it: its version is {version}, this one reads {VERSION}")
+        rows = {kind: list(_rows(db, kind, low, high)) for kind in TABLES}
+        (ended,) = db.execute("SELECT min(ended), max(ended) FROM requests")
+    for pack in rows[IterationsRow]:
+        unpacked(pack)
+    packs += rows[IterationsRow]
+    found.requests += rows[RequestRow]
+    found.refusals += rows[RefusalRow]
+    found.stays += rows[StayRow]
+    if ended[0] is not None:
+        low, high = found.ended or ended
+        found.ended = min(low, ended[0]), max(high, ended[1])
+    for engine in rows[EngineRow]:
+        known = found.engines.get(engine.instance)
+        if known is None or engine.at >= known.at:
+            found.engines[engine.instance] = engine
+
+
+def _rows(db: sqlite3.Connection, kind: type[Any], low: float, high: float) -> Iterator[Any]:
+    table = TABLES[kind]
+    when, columns = WHEN[table], ", ".join(f'"{name}"' for name in kind.__dataclass_fields__)
+    if when is None:
+        cursor = db.execute(f"SELECT {columns} FROM {table}")
+    else:
+        cursor = db.execute(f"SELECT {columns} FROM {table} WHERE {when} >= ? AND {when} < ?", (low, high))
+    for row in cursor:
+        yield kind(*row)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Open a file to read; one whose writer was killed is recovered by SQLite, if the folder allows it."""
+    if not path.exists():
+        raise FileNotFoundError(path)
+    address = path.resolve().as_uri()
+    with suppress(sqlite3.OperationalError):
+        db = sqlite3.connect(f"{address}?mode=rw", uri=True, timeout=_WAIT_S, isolation_level=None)
+        try:
+            db.execute("PRAGMA query_only = on")
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except BaseException:
+            db.close()
+            raise
+        return db
+    # In a folder that may not be written to there can be no shared memory of the write-ahead log.
+    return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
+
+
+def columns(iterations: Floats) -> dict[str, Floats]:
+    """Return the columns of an array of iterations by name."""
+    return {name: iterations[:, i] for i, name in enumerate(ITERATION)}

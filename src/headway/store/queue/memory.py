@@ -1,0 +1,152 @@
+"""A broker in this process's memory, for tests, simulations and gateways whose requests may be lost.
+
+Calls never wait. A crash or a restart loses every job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A gateway's lease: its end, and whether a take has found it ended."""
+
+    until: float
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """What brokers of one process share: all jobs in the order of their puts, and leases by owner."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, _Lease] = field(default_factory=dict)
+
+
+class MemoryBroker:
+    """A `Broker` in dicts; its guarantees hold while the process lives.
+
+    Jobs are copied in and out, so that a caller's change to one does not change what is stored.
+    """
+
+    on_disk = False
+
+    def __init__(self, owner: str, store: MemoryStore | None = None) -> None:
+        self.owner = owner
+        self._store = store or MemoryStore()
+        self._jobs = self._store.jobs
+
+    def problem(self) -> str | None:
+        """Return None: memory is there as long as the process."""
+        return None
+
+    async def renew(self, until: float) -> bool:
+        """Extend the lease; False when it begins with this call."""
+        lease = self._store.leases.get(self.owner)
+        self._store.leases[self.owner] = _Lease(until)
+        return lease is not None and not lease.ended
+
+    async def put(self, job: Job) -> None:
+        """Store a new open job. Raises HeadwayError: 409 when its id is known, 503 without a lease."""
+        assert job.state == "open", f"job {job.id} is {job.state}"
+        self._check_lease()
+        if job.id in self._jobs:
+            raise known_id(job.id)
+        self._jobs[job.id] = replace(job, owner=self.owner)
+
+    async def take(self, now: float, limit: int) -> list[Job]:
+        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
+        self._check_lease()
+        for owner, lease in self._store.leases.items():
+            lease.ended |= lease.until <= now and owner != self.owner
+        free = sorted((job for job in self._jobs.values() if self._free(job)), key=lambda job: job.arrival)
+        for job in free[:limit]:
+            job.owner = self.owner
+        return [replace(job) for job in free[:limit]]
+
+    async def give_back(self, id: str) -> bool:
+        """Let others take an open job. False when this gateway does not hold it."""
+        if (job := self._held(id)) is None:
+            return False
+        job.owner = None
+        return True
+
+    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
+        return self._end(id, state="done", result=result, finished=now)
+
+    async def fail(self, id: str, reason: str, now: float) -> bool:
+        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
+        return self._end(id, state="failed", reason=reason, finished=now)
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        job = self._jobs.get(id)
+        if job is None or job.state != "open":
+            return False
+        self._jobs[id] = replace(job, body=b"", state="failed", reason=CANCELLED, finished=now)
+        return True
+
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        known = {id: self._jobs[id] for id in ids if id in self._jobs}
+        return {id: job.state != "open" for id, job in known.items() if self._held(id) is None}
+
+    async def attempt(self, id: str) -> int:
+        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
+        if (job := self._jobs.get(id)) is None:
+            raise unknown_id(id)
+        job.attempts += 1
+        return job.attempts
+
+    async def get(self, id: str) -> Job | None:
+        """Return a copy of a job; an ended one has an empty body. None when unknown or forgotten."""
+        job = self._jobs.get(id)
+        return replace(job) if job else None
+
+    async def forget(self, before: float) -> int:
+        """Delete jobs and leases that ended before that instant; return how many jobs."""
+        old = [id for id, job in self._jobs.items() if job.finished is not None and job.finished < before]
+        for id in old:
+            del self._jobs[id]
+        used = {job.owner for job in self._jobs.values() if job.state == "open"}
+        leases = self._store.leases
+        for owner in [owner for owner in leases if leases[owner].until < before and owner not in used]:
+            del leases[owner]
+        return len(old)
+
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended."""
+        if id not in self._jobs or self._jobs[id].state == "open":
+            return False
+        del self._jobs[id]
+        return True
+
+    async def close(self) -> None:
+        """End the lease."""
+        if lease := self._store.leases.get(self.owner):
+            lease.ended = True
+
+    def _check_lease(self) -> None:
+        if self.owner not in self._store.leases:
+            raise no_lease(self.owner)
+
+    def _free(self, job: Job) -> bool:
+        if job.state != "open" or job.owner == self.owner:
+            return False
+        return job.owner is None or self._store.leases[job.owner].ended
+
+    def _held(self, id: str) -> Job | None:
+        job = self._jobs.get(id)
+        return job if job is not None and job.state == "open" and job.owner == self.owner else None
+
+    def _end(self, id: str, **end: object) -> bool:
+        if (job := self._held(id)) is None:
+            return False
+        # The request is needed only until it has been answered, and may be large.
+        self._jobs[id] = replace(job, body=b"", **end)  # type: ignore[arg-type]
+        return True

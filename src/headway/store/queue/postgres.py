@@ -1,0 +1,324 @@
+"""A broker in a PostgreSQL database, which gateways on any number of machines share.
+
+Each gateway has one thread with two connections: one carries out calls in their order, one reads. Calls that
+arrive while a commit is under way share the next one (group commit), as one statement: up to 256 callers cost
+one round trip and one flush of the server's log. A call waits for two of these at most, its own included. It
+returns after the commit that contains it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from itertools import count
+from threading import Thread
+from typing import Any, cast
+
+import asyncpg
+from asyncpg import Connection
+
+from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.store.queue.postgres_calls import Call, Lane, check, down, loaded, stored, unfit
+from headway.store.queue.postgres_link import Address, Link, Lost, Out
+from headway.store.queue.postgres_schema import lock_of
+
+GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
+READS = 16  # that share one round trip: each answer may be megabytes
+SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
+log = logging.getLogger("headway.store.queue")
+
+FIELDS = tuple(field.name for field in fields(Job))
+GET = f"SELECT {', '.join(FIELDS)} FROM {{s}}.jobs WHERE id = ANY ($1)"
+TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
+    WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
+CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
+    WHERE id = $3 AND state = 'open' RETURNING true"""
+GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
+    WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
+# Calls whose outcome the end of a connection has hidden: puts are taken back, taken jobs are given back.
+UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
+UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
+
+ALONE = ("take", "forget")  # what looks at other gateways' leases
+UNFIT = ("22", "23", "54")  # classes of errors that are one call's fault: data, constraint, limit
+AGAIN = ("40P01", "40001")  # ended in favour of another gateway's transaction, nothing is done
+STALE = ("25006", "0A000")  # another connection would do better: a server that takes no writes, an old plan
+
+
+class PostgresBroker:
+    """A `Broker` in one schema of a PostgreSQL database, for any number of gateways on any machines.
+
+    Raises ConfigError when the server or the schema cannot be used, or when the clocks of the server and this
+    machine are more than `most_apart_s` apart. The schema is made where it is missing.
+
+    Every method raises HeadwayError (503) when the server cannot be reached, refuses or is too slow, or after
+    `close`; the broker connects again by itself, and the next call may succeed. Such a call, or one that is
+    cancelled, may or may not have been carried out. A put or take that failed so is undone once there is a
+    connection, unless another gateway has the job by then. Calls of one broker take effect in the order in
+    which they were made. `renew` may return False without need, after one that failed.
+    """
+
+    on_disk = True
+
+    def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
+        self.owner = owner
+        self._schema, self._lock = f'"{address.schema}"', lock_of(address.schema)
+        self._numbers = count(secrets.randbits(62))  # another connection under this name has others
+        self._doubtful: dict[str, list[int]] = {"put": [], "take": []}
+        self._most_apart_s = most_apart_s
+        self._unsure = False  # whether the last renewal's outcome is known
+        self._closed = False
+        opened: Future[tuple[Lane, Lane]] = Future()
+        # A daemon: a gateway that dies without close() must not wait for calls that never come.
+        self._thread = Thread(target=self._serve, args=(address, opened), name="broker-postgres", daemon=True)
+        self._thread.start()
+        self._writes, self._reads = opened.result()
+
+    async def renew(self, until: float) -> bool:
+        """Extend the lease; False when it begins with this call."""
+        return bool(await self._write("renew", instant=until))
+
+    async def put(self, job: Job) -> None:
+        """Store a new open job; it is in the server's log on the disk when this returns.
+
+        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, 400 when
+        PostgreSQL cannot hold it.
+        """
+        assert job.state == "open", f"job {job.id} is {job.state}"
+        outcome = await self._write(
+            "put",
+            id=job.id,
+            instant=job.arrival,
+            count=job.attempts,
+            job=job,
+            text=job.request,
+            body=job.body,
+        )
+        if outcome != 1:
+            raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
+
+    async def take(self, now: float, limit: int) -> list[Job]:
+        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
+        jobs: list[Job] | None = await self._write("take", instant=now, count=limit)
+        if jobs is None:
+            raise no_lease(self.owner)
+        return jobs
+
+    async def give_back(self, id: str) -> bool:
+        """Let others take an open job. False when this gateway does not hold it."""
+        return bool(await self._write("give_back", id=id))
+
+    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
+        return bool(await self._write("done", id=id, instant=now, body=result))
+
+    async def fail(self, id: str, reason: str, now: float) -> bool:
+        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
+        return bool(await self._write("failed", id=id, instant=now, text=reason))
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        return bool(await self._write("cancel", id=id, instant=now))
+
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        found: dict[str, bool] = await self._ask(self._reads, "gone", ids=ids)
+        return found
+
+    async def attempt(self, id: str) -> int:
+        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
+        total: int | None = await self._write("attempt", id=id)
+        if total is None:
+            raise unknown_id(id)
+        return total
+
+    async def get(self, id: str) -> Job | None:
+        """Return a job; an ended one has an empty body. None when unknown or forgotten."""
+        job: Job | None = await self._ask(self._reads, "get", id=id)
+        return job
+
+    async def forget(self, before: float) -> int:
+        """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write("forget", instant=before, count=SWEEP)
+            total += deleted
+        return total
+
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended."""
+        return bool(await self._write("delete", id=id))
+
+    def problem(self) -> str | None:
+        """Return why jobs can be neither stored nor read now; None while both connections are up."""
+        return None if self._closed else self._writer.problem or self._reader.problem
+
+    async def close(self) -> None:
+        """Carry out the calls made so far, end the lease, then release the thread and the connections."""
+        if not self._closed:
+            self._closed = True
+            with suppress(RuntimeError):  # the thread has ended by itself
+                self._loop.call_soon_threadsafe(self._writes.close)
+        await asyncio.to_thread(self._thread.join)
+
+    # ---- on the caller's event loop
+
+    async def _write(self, verb: str, **more: Any) -> Any:
+        return await self._ask(self._writes, verb, **more)
+
+    async def _ask(self, lane: Lane, verb: str, **more: Any) -> Any:
+        if self._closed:
+            raise down("it is closed")
+        future = asyncio.get_running_loop().create_future()
+        call = Call(verb, next(self._numbers), future, **more)
+        check(call)
+        lane.add(call)
+        return await future
+
+    # ---- on the broker's thread
+
+    def _serve(self, address: Address, opened: Future[tuple[Lane, Lane]]) -> None:
+        try:
+            asyncio.run(self._main(address, opened))
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    async def _main(self, address: Address, opened: Future[tuple[Lane, Lane]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        if math.isfinite(self._most_apart_s):
+            await address.check_clock(self._most_apart_s)
+        token = secrets.token_hex(8)
+        write, read = f"headway-write-{token}", f"headway-read-{token}"
+        self._writer = Link(
+            await address.connect_writer(write, make=True), partial(address.connect_writer, write, make=False)
+        )
+        try:
+            self._reader = Link(await address.connect(read), partial(address.connect, read))
+        except BaseException:
+            await self._writer.close()
+            raise
+        writes, reads = Lane(GROUP, self._commit), Lane(READS, self._look)
+        kept = [asyncio.create_task(link.run()) for link in (self._writer, self._reader)]
+        reading = asyncio.create_task(reads.run())
+        opened.set_result((writes, reads))
+        await writes.run()
+        reads.close()
+        await reading
+        await self._leave()
+        for task in kept:
+            task.cancel()
+        await asyncio.gather(*kept, return_exceptions=True)
+        await self._writer.close()
+        await self._reader.close()
+
+    async def _leave(self) -> None:
+        await self._commit([Call("leave", 0, self._loop.create_future())])  # else the lease runs out
+
+    async def _look(self, group: list[Call]) -> Sequence[Any]:
+        """Return the jobs that calls of `get` ask for, what one of `gone` does, or what each failed with."""
+        first = group[0]
+        ids = list({stored(id) for id in (*first.ids, *(call.id for call in group if call.id is not None))})
+        asked = (self._sql(GONE), ids, self.owner) if first.verb == "gone" else (self._sql(GET), ids)
+        try:
+            rows = await self._reader.ask(lambda connection: connection.fetch(*asked))
+        except (Out, Lost) as error:
+            return [down(str(error))] * len(group)
+        except asyncpg.PostgresError as error:
+            return await self._refused(self._reader, self._look, group, error)
+        if first.verb == "gone":
+            return [{loaded(row["id"]): row["ended"] for row in rows}]
+        found = {row["id"]: row for row in rows}
+        return [_job(found.get(stored(call.id))) for call in group]
+
+    async def _commit(self, group: list[Call]) -> Sequence[Any]:
+        """Apply the group in one transaction; return each call's value, or its error."""
+        alone = any(call.verb in ALONE for call in group)
+        while True:
+            try:
+                if group[0].verb == "cancel":
+                    return [await self._writer.ask(partial(self._cancel, group[0]))]
+                return cast(list[Any], await self._writer.ask(partial(self._apply, group, alone)))
+            except Out as error:
+                return [down(str(error))] * len(group)
+            except Lost as error:
+                self._doubt(group)
+                return [down(str(error))] * len(group)
+            except asyncpg.PostgresError as error:
+                if alone or error.sqlstate not in AGAIN:
+                    return await self._refused(self._writer, self._commit, group, error)
+                alone = True  # then no other transaction has locked its rows
+
+    async def _refused(
+        self, link: Link, again: Callable[[list[Call]], Awaitable[Sequence[Any]]], group: list[Call],
+        error: asyncpg.PostgresError,
+    ) -> Sequence[Any]:  # fmt: skip
+        """Return the outcomes of a group that PostgreSQL refused, and that has done nothing.
+
+        If a value is unfit each call is carried out by itself, so that only its own caller is hurt.
+        """
+        state = error.sqlstate or ""
+        if state.startswith(UNFIT):
+            if len(group) > 1:
+                return [(await again([call]))[0] for call in group]
+            # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
+            return [unfit(error.__cause__ or error.args[0])]
+        log.error("PostgreSQL refuses calls: %s (%s)", error.args[0], state)
+        if state in STALE:
+            link.drop("its server takes no writes")
+        return [down(f"its server refuses ({type(error).__name__})")] * len(group)
+
+    async def _apply(self, group: list[Call], alone: bool, connection: Connection) -> list[Any]:
+        await self._undo(connection)
+        columns = [list(column) for column in zip(*(call.row() for call in group), strict=True)]
+        places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
+        rows = await connection.fetch(
+            f"SELECT outcome, taken FROM {self._schema}.apply({places})",
+            self.owner, alone, self._lock, *columns,
+        )  # fmt: skip
+        outcomes = [row["outcome"] for row in rows]
+        for i, call in enumerate(group):
+            if call.verb == "take":
+                outcomes[i] = None if outcomes[i] < 0 else await self._bodies(connection, rows[i]["taken"])
+            elif call.verb == "renew":
+                outcomes[i], self._unsure = outcomes[i] and not self._unsure, False
+        return outcomes
+
+    async def _cancel(self, call: Call, connection: Connection) -> bool:
+        return bool(await connection.fetchval(self._sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
+
+    async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
+        """Return jobs that were taken, in a statement of its own: large answers hold up no commit."""
+        try:
+            found = await connection.fetch(self._sql(TAKEN), taken, self.owner)
+        except asyncpg.PostgresError as error:  # the take is committed, so that it has to be undone
+            raise Lost("taken jobs cannot be read") from error
+        rows = {row["seq"]: row for row in found}
+        return [job for seq in taken if (job := _job(rows.get(seq))) is not None]
+
+    def _doubt(self, group: list[Call]) -> None:
+        for call in group:
+            if call.verb in self._doubtful:
+                self._doubtful[call.verb].append(call.number)
+            self._unsure |= call.verb == "renew"
+
+    async def _undo(self, connection: Connection) -> None:
+        for verb, sql in (("put", UNDO_PUTS), ("take", UNDO_TAKES)):
+            if numbers := self._doubtful[verb]:
+                await connection.execute(self._sql(sql), self.owner, numbers)
+                numbers.clear()
+
+    def _sql(self, statement: str) -> str:
+        return statement.replace("{s}", self._schema)
+
+
+def _job(row: Any) -> Job | None:
+    return None if row is None else Job(*(loaded(row[name]) for name in FIELDS))

@@ -1,0 +1,416 @@
+"""A broker in one SQLite file, which gateways on one machine may share and which survives crashes.
+
+Each gateway has one thread that writes. Calls that arrive while a commit is under way share the next one
+(group commit), so a hundred waiting callers cost one fsync. A call returns after the commit that contains it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar, cast
+
+from headway.errors import HeadwayError
+from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
+from headway.store.queue.settling import deliver
+from headway.store.queue.sqlite_ends import END, FEW, Done, end_together
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, leave_open, open_file
+from headway.store.queue.sqlite_health import Watch, means_damage
+from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
+from headway.store.queue.sqlite_rescue import RECOVER
+
+T = TypeVar("T")
+
+GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
+TICK_S = 1.0  # between two looks of an idle writer whether the file was found damaged
+SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
+
+LEASE = "SELECT ended FROM leases WHERE owner = ?"
+RENEW = """INSERT INTO leases (owner, until, ended) VALUES (?, ?, 0)
+    ON CONFLICT (owner) DO UPDATE SET until = excluded.until, ended = 0"""
+EXPIRE = "UPDATE leases SET ended = 1 WHERE until <= ? AND NOT ended AND owner <> ?"
+LEAVE = "UPDATE leases SET ended = 1 WHERE owner = ?"
+# One statement, and the lease is looked up by its key: a put costs what it would without leases.
+PUT = f"""INSERT INTO jobs ({COLUMNS}) SELECT {", ".join("?" * len(FIELDS))}
+    WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"""
+# The first jobs of each ended lease, then the first of these: held jobs are never scanned.
+FREE = f"""WITH free (owner) AS (
+        SELECT NULL UNION ALL SELECT owner FROM leases WHERE ended AND owner <> :owner)
+    SELECT seq, {COLUMNS} FROM jobs WHERE seq IN (
+        SELECT first.seq FROM free CROSS JOIN jobs AS first ON first.seq IN (
+            SELECT seq FROM jobs AS held WHERE held.state = 'open' AND held.owner IS free.owner
+            ORDER BY arrival, seq LIMIT :limit))
+    ORDER BY arrival, seq LIMIT :limit"""
+TAKE = "UPDATE jobs SET owner = ? WHERE seq = ?"
+DELETE = "DELETE FROM jobs WHERE id = ? AND state <> 'open'"
+GIVE_BACK = "UPDATE jobs SET owner = NULL WHERE id = ? AND state = 'open' AND owner = ?"
+CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x''
+    WHERE id = ? AND state = 'open'"""
+GONE = """SELECT id, state <> 'open' FROM jobs
+    WHERE id IN (SELECT value FROM json_each(?)) AND (state <> 'open' OR owner IS NOT ?)"""
+ATTEMPT = "UPDATE jobs SET attempts = attempts + 1 WHERE id = ? RETURNING attempts"
+FORGET = """DELETE FROM jobs WHERE seq IN
+    (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
+FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
+    (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
+GET = f"SELECT {COLUMNS} FROM jobs WHERE id = ?"
+
+# Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
+UNFIT = (
+    sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError,
+    ValueError, OverflowError,
+)  # fmt: skip
+log = logging.getLogger("headway.store.queue")
+
+
+@dataclass(slots=True)
+class _Call:
+    """One caller's change and the future it waits on."""
+
+    apply: Callable[[sqlite3.Connection], Any]
+    future: asyncio.Future[Any]
+
+
+class SqliteBroker:
+    """A `Broker` in one SQLite file (WAL), for any number of gateways on one machine.
+
+    synchronous: "full" survives loss of power; "normal" survives the death of the process, but the last
+    moments before a loss of power may be missing. Raises ConfigError when the file cannot be used.
+
+    Every method raises HeadwayError (503) when the file cannot be written or read (a full disk), when it was
+    deleted or replaced, or after `close`; the broker lives on and the next call may succeed. Such a call, or
+    one that is cancelled, may or may not have been carried out. Calls of one broker take effect in the order
+    in which they were made.
+
+    When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
+    the jobs that it can still read and those that are in memory; their ends are stored there.
+    """
+
+    on_disk = True
+
+    def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
+        self.path, self.owner, self._synchronous = os.path.realpath(path), owner, synchronous
+        with ExitStack() as held:
+            writing, reading = open_file(self.path, synchronous)
+            self._db = held.enter_context(closing(writing))
+            self._view = held.enter_context(closing(reading))
+            self._turns = held.enter_context(closing(Turns(self.path)))
+            self._held = held.pop_all()
+        self._file = Identity(self.path)
+        self._coming: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._closed = self._moved = False
+        self._damage: str | None = None
+        self._kept = Kept()
+        self._readers = ThreadPoolExecutor(1, "broker-read")
+        # A daemon: a gateway that dies without close() must not wait for a queue that is never filled.
+        self._writer = Thread(target=self._serve, name="broker-write", daemon=True)
+        self._writer.start()
+        self._watch = Watch(self.path, self._found_damaged)
+
+    async def renew(self, until: float) -> bool:
+        """Extend the lease; False when it begins with this call."""
+        return await self._write(partial(_renew, self.owner, until))
+
+    async def put(self, job: Job) -> None:
+        """Store a new open job; it is on the disk when this returns.
+
+        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, 400 when
+        SQLite cannot hold it.
+        """
+        assert job.state == "open", f"job {job.id} is {job.state}"
+        if self._damage is not None:
+            raise takes_nothing(self._damage)
+        row = [getattr(job, name) for name in FIELDS[:-1]]
+        await self._write(partial(_put, [*row, self.owner, self.owner], job.id))
+        self._kept.add(job)
+
+    async def take(self, now: float, limit: int) -> list[Job]:
+        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
+        if self._damage is not None:
+            return []
+        jobs = await self._write(partial(_take, self.owner, now, limit))
+        for job in jobs:
+            self._kept.add(job)
+        return jobs
+
+    async def give_back(self, id: str) -> bool:
+        """Let others take an open job. False when this gateway does not hold it."""
+        self._kept.drop(id)
+        return await self._write(partial(_changes, GIVE_BACK, [id, self.owner])) == 1
+
+    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
+        self._kept.drop(id)
+        if result is None:
+            return await self._write(Done(self.owner, id, now))
+        return await self._write(partial(_changes, END, ["done", result, None, now, id, self.owner])) == 1
+
+    async def fail(self, id: str, reason: str, now: float) -> bool:
+        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
+        self._kept.drop(id)
+        return await self._write(partial(_changes, END, ["failed", None, reason, now, id, self.owner])) == 1
+
+    async def cancel(self, id: str, now: float) -> bool:
+        """End an open job as cancelled, whichever gateway holds it."""
+        self._kept.drop(id)
+        return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
+
+    async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
+        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        rows = await self._read(partial(_rows, GONE, [json.dumps(ids), self.owner]))
+        for id, _ in rows:
+            self._kept.drop(id)
+        return {id: bool(ended) for id, ended in rows}
+
+    async def attempt(self, id: str) -> int:
+        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
+        rows = await self._write(partial(_rows, ATTEMPT, [id]))
+        if not rows:
+            raise unknown_id(id)
+        return int(rows[0][0])
+
+    async def get(self, id: str) -> Job | None:
+        """Return a job; an ended one has an empty body. None when unknown or forgotten."""
+        rows = await self._read(partial(_rows, GET, [id]))
+        return _job(rows[0]) if rows else None
+
+    async def forget(self, before: float) -> int:
+        """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write(partial(_forget, before))
+            total += deleted
+        return total
+
+    async def delete(self, id: str) -> bool:
+        """Delete a job that has ended."""
+        return await self._write(partial(_changes, DELETE, [id])) == 1
+
+    def problem(self) -> str | None:
+        """Return why nothing that is put now would be kept: the file was deleted, replaced or damaged."""
+        if self._closed:
+            return None
+        if self._damage is not None:
+            return self._damage
+        if self._file.intact():
+            return None
+        return "its file was deleted, moved or replaced, so start the gateway anew unless it comes back"
+
+    async def close(self) -> None:
+        """Carry out the calls made so far, end the lease, then release the threads and the file."""
+        self._closed = True
+        for loop in [*self._coming]:
+            self._hand_over(loop)
+        self._calls.put(None)
+        await asyncio.to_thread(self._watch.close)
+        await asyncio.to_thread(self._writer.join)
+
+    # ---- on the event loop
+
+    async def _write(self, apply: Callable[[sqlite3.Connection], T]) -> T:
+        self._check()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if loop not in self._coming:
+            self._coming[loop] = []
+            loop.call_soon(self._hand_over, loop)
+        self._coming[loop].append(_Call(apply, future))
+        return await future
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the writer at once what one iteration of the event loop has brought: it shares a commit."""
+        for call in self._coming.pop(loop, ()):
+            self._calls.put(call)
+
+    async def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
+        self._check()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._readers, look, self._view)
+        except sqlite3.Error as error:
+            self._note(error)
+            raise self._down(str(error)) from error
+
+    def _check(self) -> None:
+        if self._closed:
+            raise self._down("it is closed")
+
+    def _down(self, why: str) -> HeadwayError:
+        if self._damage is not None:
+            return takes_nothing(self._damage)
+        fix = "Look at the disk and at other programs that use its file, then send the request again."
+        return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
+
+    # ---- on the writer's thread
+
+    def _serve(self) -> None:
+        with self._held:
+            while (group := self._next_group()) is not None:
+                self._leave_damaged()
+                if group:
+                    deliver(zip([call.future for call in group], self._commit(group), strict=True))
+            self._leave_damaged()
+            if self._file.intact() and (self._moved or self._damage is None):
+                self._leave()
+            else:
+                leave_open(self._db, self._view)
+                self._held.pop_all()
+            self._readers.shutdown()  # reads that were asked for before close() are answered
+
+    def _leave(self) -> None:
+        with suppress(sqlite3.Error):  # a lease that cannot be ended runs out
+            self._turns.begin(self._db)
+            self._db.execute(LEAVE, [self.owner])
+            self._db.execute("COMMIT")
+
+    def _next_group(self) -> list[_Call] | None:
+        """Wait up to `TICK_S` for a call; return it with all that wait behind it, None = closed."""
+        group: list[_Call] = []
+        with suppress(Empty):
+            call = self._calls.get(timeout=TICK_S)
+            if call is None:
+                return None
+            while call is not None:
+                group.append(call)
+                if len(group) == GROUP:
+                    return group
+                call = self._calls.get_nowait()
+            self._calls.put(None)  # the end comes after this group
+        return group
+
+    def _commit(self, group: list[_Call]) -> list[Any]:
+        """Apply the group in one transaction; return each call's value, or its error."""
+        try:
+            self._turns.begin(self._db)
+            self._check_file()
+            outcomes = self._apply_all(group)
+            self._db.execute("COMMIT")
+        except Exception as error:  # whatever it is, the callers are told and the thread goes on
+            self._note(error)
+            with suppress(sqlite3.Error):
+                self._db.rollback()
+            return [self._down(str(error)) for _ in group]
+        return outcomes
+
+    def _check_file(self) -> None:
+        """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
+        if not self._moved and (problem := self.problem()) is not None:
+            raise OSError(problem)
+
+    # ---- damage
+
+    def _note(self, error: Exception) -> None:
+        """Take note when an error says that the file is damaged."""
+        if means_damage(error) and not self._moved:
+            self._found_damaged(str(error))
+
+    def _found_damaged(self, what: str) -> None:
+        """Accept nothing any more; the writer's thread moves to another file. Called in any thread."""
+        if self._damage is None:
+            self._damage = f"its file is damaged ({what}): {RECOVER}"
+            log.error("nothing is accepted any more by the queue %s: %s", self.path, self._damage)
+
+    def _leave_damaged(self) -> None:
+        """Go on in a new file when this one is damaged; if the disk does not allow it, a later call does."""
+        if self._moved or self._damage is None:
+            return
+        try:
+            file, unreadable = rescue_jobs(self.path, self._db, self._kept.jobs(), self.owner)
+            writing, reading = open_file(file, self._synchronous)
+        except (sqlite3.Error, OSError, HeadwayError) as error:
+            log.error("the open requests of the damaged queue are not saved yet: %s", error)
+            return
+        log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
+        leave_open(self._db, self._view)  # to close them would write to the damaged file
+        self._held.pop_all()
+        self._db = self._held.enter_context(closing(writing))
+        self._view = self._held.enter_context(closing(reading))
+        self._held.enter_context(closing(self._turns))
+        self._file, self._moved = Identity(file), True
+
+    def _apply_all(self, group: list[_Call]) -> list[Any]:
+        """Apply calls in their order; ends that follow each other, together."""
+        outcomes = list[Any]()
+        for ends, some in groupby(group, lambda call: isinstance(call.apply, Done)):
+            calls = [*some]
+            if ends and len(calls) > FEW:
+                outcomes += self._end(calls)
+            else:
+                outcomes += [self._apply(call) for call in calls]
+        return outcomes
+
+    def _end(self, calls: list[_Call]) -> list[Any]:
+        """Store ends together; in turn when one of them is unfit."""
+        try:
+            return end_together([cast(Done, call.apply) for call in calls], self._db)
+        except UNFIT:
+            return [self._apply(call) for call in calls]
+
+    def _apply(self, call: _Call) -> Any:
+        try:
+            return call.apply(self._db)
+        except HeadwayError as error:  # refused before anything was changed
+            return error
+        except UNFIT as error:  # SQLite has undone this statement alone; the others' transaction goes on
+            return HeadwayError(
+                f"The job cannot be stored: {error}.", "Send a smaller or well-formed request."
+            )
+
+
+def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:
+    before = db.execute(LEASE, [owner]).fetchone()
+    db.execute(RENEW, [owner, until])
+    return bool(before == (0,))
+
+
+def _put(row: list[Any], id: str, db: sqlite3.Connection) -> None:
+    if not db.execute(PUT, row).rowcount:
+        _check_lease(row[-1], db)
+        raise known_id(id)
+
+
+def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Job]:
+    _check_lease(owner, db)
+    db.execute(EXPIRE, [now, owner])
+    rows = db.execute(FREE, {"owner": owner, "limit": limit}).fetchall()
+    db.executemany(TAKE, [(owner, seq) for seq, *_ in rows])
+    jobs = [_job(row) for _, *row in rows]
+    for job in jobs:
+        job.owner = owner
+    return jobs
+
+
+def _forget(before: float, db: sqlite3.Connection) -> int:
+    db.execute(FORGET_LEASES, [before])
+    return db.execute(FORGET, [before, SWEEP]).rowcount
+
+
+def _check_lease(owner: str, db: sqlite3.Connection) -> None:
+    if not db.execute(LEASE, [owner]).fetchone():
+        raise no_lease(owner)
+
+
+def _changes(sql: str, values: list[Any], db: sqlite3.Connection) -> int:
+    return db.execute(sql, values).rowcount
+
+
+def _rows(sql: str, values: list[Any], db: sqlite3.Connection) -> list[Any]:
+    return db.execute(sql, values).fetchall()
+
+
+def _job(row: list[Any]) -> Job:
+    job = Job(*row)
+    job.background = bool(job.background)  # SQLite has no booleans
+    return job

@@ -1,0 +1,251 @@
+"""The SQLite broker's file: its schema, the migration of older ones, and the refusal of others' files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+
+from headway import clock, private
+from headway.errors import ConfigError
+from headway.store.queue.port import Job
+from headway.store.queue.sqlite_health import limit_log
+from headway.store.queue.sqlite_rescue import check_sound
+
+APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
+VERSION = 2  # of the schema below, in PRAGMA user_version
+PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
+PARAM = "broker.sqlite.path"
+FIELDS = tuple(field.name for field in fields(Job))
+COLUMNS = ", ".join(FIELDS)
+
+# `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
+SCHEMA = """
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, owner TEXT, tenant TEXT NOT NULL,
+    path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    finished REAL, reason TEXT, request TEXT NOT NULL, body BLOB NOT NULL, result BLOB,
+    CHECK ((state = 'open') = (finished IS NULL))
+);
+CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
+CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
+CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
+"""
+# Version 1 had no owners: one gateway held the whole file. What it left open is free to take.
+FROM_VERSION_1 = f"""
+ALTER TABLE jobs RENAME TO version_1;
+DROP INDEX owed;
+DROP INDEX closed;
+{SCHEMA}
+INSERT INTO jobs (seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request,
+    body, result)
+SELECT seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request, body, result
+    FROM version_1;
+DROP TABLE version_1;
+"""
+
+
+def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+    """Return a connection that writes and one that reads.
+
+    Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
+    """
+    with _errors_explained(path), locked(path):
+        private.database(path)  # first: SQLite deletes the log of an empty file
+    check_sound(path, "The broker", PARAM)
+    with _errors_explained(path), locked(path) as lock:
+        writing = _connect(path)
+        try:
+            _prepare(writing, path)
+            _end_leases_of_other_boots(writing, lock)
+            writing.execute("PRAGMA journal_mode = wal")
+            writing.execute(f"PRAGMA synchronous = {synchronous}")
+            limit_log(writing)
+            reading = _connect(path)
+            reading.execute("PRAGMA query_only = on")
+        except BaseException:
+            writing.close()
+            raise
+    return writing, reading
+
+
+def new_file(path: str) -> sqlite3.Connection:
+    """Make a file and return a connection to it."""
+    private.database(path)
+    db = _connect(path)
+    try:
+        _prepare(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+@contextmanager
+def _errors_explained(path: str) -> Iterator[None]:
+    """Turn what SQLite or the system says of a bad file into a ConfigError."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        fix = "Give the path of a file that Headway made, or of a new one in a directory it may write to."
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"The broker cannot use {path}: {problem}.", fix, param=PARAM) from error
+
+
+@contextmanager
+def locked(path: str) -> Iterator[int]:
+    """Keep other gateways from opening the file meanwhile, and a gateway of version 1 from using it.
+
+    A gateway of version 1 keeps this lock while it runs. The kernel drops a flock when its process dies, so
+    no stale lock is ever left. The lock's file stays: deleting it would let two gateways lock two files.
+    """
+    lock = _lock_file(path, ".lock")
+    try:
+        _acquire(lock, path)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _lock_file(path: str, suffix: str) -> int:
+    """Open the file beside the broker's that carries a lock; return its descriptor."""
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        return private.opened(path + suffix, os.O_RDWR)
+    except OSError as error:
+        fix = "Name a file in a directory that exists and that this user may write to."
+        raise ConfigError(f"The broker cannot use {path}: {error.strerror}.", fix, param=PARAM) from error
+
+
+def _acquire(lock: int, path: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() >= deadline:
+            fix = "Stop that gateway (one of an older Headway shares no file), or give this one its own."
+            raise ConfigError(f"{path} is locked by another gateway.", fix, param=PARAM)
+        time.sleep(0.02)
+
+
+class Identity:
+    """Tells whether a path still names the files that were opened.
+
+    SQLite goes on writing a file that was deleted or replaced: every write succeeds, and the next gateway
+    finds nothing of it. The write-ahead log holds the latest writes, so it has to be the one that was opened,
+    too.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._paths = (path, path + "-wal")
+        self._opened = self._found()
+
+    def intact(self) -> bool:
+        """Tell whether both files are still there."""
+        found = self._found()
+        if self._opened[1] is None and found[0] == self._opened[0]:
+            self._opened = found  # the log is made when the file is first used
+        return found == self._opened
+
+    def _found(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_identity(path) for path in self._paths)
+
+
+def leave_open(*connections: sqlite3.Connection) -> None:
+    """Keep connections to a file that was replaced until the process ends.
+
+    To close the last one would delete the write-ahead log by its name, which is the new file's by now.
+    """
+    for connection in connections:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class Turns:
+    """Lets the gateways that share a file write in turn, however fast one of them writes.
+
+    SQLite does not queue for its write lock: a waiting process looks again every few milliseconds, so one
+    that commits without a pause can shut the others out until their patience ends. A gateway therefore
+    waits for the write lock with this flock held. The last writer cannot begin again before it is passed on.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = _lock_file(path, ".turn")
+
+    def begin(self, db: sqlite3.Connection) -> None:
+        """Begin a transaction that writes. Raises sqlite3.OperationalError after `PATIENCE` seconds."""
+        self._wait()
+        try:
+            db.execute("BEGIN IMMEDIATE")
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _wait(self) -> None:
+        # Not longer than this: a stopped process may hold the turn, and it is for fairness alone.
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._lock)
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    # Transactions are begun by hand, and each connection is made here but used by one other thread.
+    return sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+
+
+def _prepare(db: sqlite3.Connection, path: str) -> None:
+    """Make the schema in an empty file, migrate an older one; refuse a foreign or newer file."""
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+        _run(db, SCHEMA)
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION:
+        fix = "Give the broker a file of its own."
+        raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
+    if version == 1:
+        _run(db, FROM_VERSION_1)
+    elif version != VERSION:
+        fix = "Use the Headway that made it, or give this one a new file."
+        message = f"{path} has schema version {version}; this Headway knows {VERSION}."
+        raise ConfigError(message, fix, param=PARAM)
+
+
+def _end_leases_of_other_boots(db: sqlite3.Connection, lock: int) -> None:
+    """End all leases when the machine has booted since the file was last opened: their gateways are gone.
+
+    By then the clock may have been corrected, and leases that were far from their end would seem to go on.
+    The file of the lock says which boot it was.
+    """
+    boot, noted = (clock.boot() or "").encode(), os.pread(lock, 100, 0)
+    if noted and boot and noted != boot:
+        db.execute("UPDATE leases SET ended = 1")
+    if boot and noted != boot:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, boot, 0)
+
+
+def _run(db: sqlite3.Connection, script: str) -> None:
+    # In one transaction: a crash leaves the file as it was or wholly changed.
+    marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+    db.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")

@@ -1,0 +1,104 @@
+"""Watches a SQLite file that is in use: damage on the disk, and the length of its write-ahead log.
+
+An open connection does not notice damage: it reads pages from its cache and from the log. A new connection
+reads the disk.
+
+Nothing here opens the file but through SQLite: POSIX drops a process's locks on a file, SQLite's among them,
+when the process closes any handle of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from threading import Event, Thread
+from urllib.parse import quote
+
+LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
+LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
+_PAUSE_S = 2.0  # between two looks
+_SHARE = 50  # of the time, one part at most goes into thorough looks, however large the file is
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+log = logging.getLogger("headway.store.queue")
+
+
+def means_damage(error: BaseException) -> bool:
+    """Tell whether an error of SQLite's says that a file is damaged, not only locked or on a full disk."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
+
+
+def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> str | None:
+    """Return what is wrong with a file as a new connection finds it on the disk, None = nothing.
+
+    thorough: read all of it, not only its header and schema. stop: when it is set, the look ends early.
+    """
+    try:
+        with closing(_connect(path)) as db:
+            if stop is not None:
+                db.set_progress_handler(stop.is_set, 10_000)
+            db.execute("SELECT * FROM sqlite_master").fetchall()
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0] if thorough else "ok"
+    except sqlite3.Error as error:
+        return str(error) if means_damage(error) else None
+    return None if found == "ok" else " ".join(found.split())
+
+
+def limit_log(db: sqlite3.Connection) -> None:
+    """Let SQLite move the log into the file every 1000 pages, and shorten a log that has grown longer."""
+    db.execute("PRAGMA wal_autocheckpoint = 1000")
+    db.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
+
+
+def log_bytes(path: str) -> int:
+    """Return the size of a file's write-ahead log, 0 when there is none."""
+    with suppress(FileNotFoundError):
+        return os.stat(os.path.realpath(path) + "-wal").st_size
+    return 0
+
+
+def shorten_log(path: str) -> None:
+    """Truncate a log beyond `LOG_BOUND`, unless a reader needs it: then a later call does."""
+    if log_bytes(path) <= LOG_BOUND:
+        return
+    with suppress(sqlite3.Error), closing(_connect(path)) as db:
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # the most of it; writers go on
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """Connect to a file that exists, without waiting for its locks."""
+    return sqlite3.connect(f"file:{quote(path)}?mode=rw", timeout=0.0, isolation_level=None, uri=True)
+
+
+class Watch:
+    """A thread that looks after a file until it is found damaged, or `close`.
+
+    found: called in that thread with what is wrong.
+    """
+
+    def __init__(self, path: str, found: Callable[[str], None]) -> None:
+        self._path, self._found, self._stop = path, found, Event()
+        self._thread = Thread(target=self._run, name="sqlite-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        thorough_at = 0.0
+        while not self._stop.wait(_PAUSE_S):
+            began = time.monotonic()
+            thorough = began >= thorough_at
+            if (problem := examine(self._path, thorough=thorough, stop=self._stop)) is not None:
+                return self._found(problem)
+            if thorough:
+                now = time.monotonic()
+                thorough_at = now + _SHARE * (now - began)
+            shorten_log(self._path)
+        return None

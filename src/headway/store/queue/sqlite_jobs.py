@@ -1,0 +1,69 @@
+"""Jobs of a damaged queue: those in memory, those that can still be read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable
+from functools import partial
+
+from headway.store.queue.port import Job
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, locked, new_file
+from headway.store.queue.sqlite_rescue import Recovered, merge_rows, recover, rescue
+
+KEPT = 2**26  # bytes of bodies in memory
+_ENDS_COUNT = f"""DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in FIELDS)}
+    WHERE jobs.state = 'open' AND excluded.state <> 'open'"""
+_KEEP = f"INSERT INTO jobs ({COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
+_COUNT = "SELECT COUNT(*), COUNT(*) FILTER (WHERE state = 'open') FROM jobs"
+
+
+class Kept:
+    """Open background jobs in memory, at most `KEPT` bytes: damage on the disk does not reach them."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._bytes = 0
+
+    def add(self, job: Job) -> None:
+        """Keep a job, if there is room."""
+        if job.background and self._bytes + len(job.body) <= KEPT and job.id not in self._jobs:
+            self._jobs[job.id] = job
+            self._bytes += len(job.body)
+
+    def drop(self, id: str) -> None:
+        """Let go of a job."""
+        if (job := self._jobs.pop(id, None)) is not None:
+            self._bytes -= len(job.body)
+
+    def jobs(self) -> list[Job]:
+        """Return what is kept."""
+        return [*self._jobs.values()]
+
+
+def rescue_jobs(path: str, db: sqlite3.Connection, kept: Iterable[Job], owner: str) -> tuple[str, int]:
+    """Write jobs that are kept, held by `owner`, and what `db` still reads of a damaged queue to a new file.
+
+    Returns its name and how many rows could not be read; errors as `rescue`.
+    """
+    rows = [[*(getattr(job, name) for name in FIELDS[:-1]), owner] for job in kept]
+
+    def fill(target: sqlite3.Connection) -> int:
+        target.executemany(_KEEP, rows)
+        return _merge(db, target)
+
+    return rescue(path, new_file, fill)
+
+
+def recover_jobs(path: str) -> Recovered | None:
+    """Recover a damaged queue; open jobs are free to take. counts: jobs, and open ones. As `recover`."""
+    with locked(os.path.realpath(path)):
+        return recover(path, new_file, partial(_merge, free=True), _COUNT)
+
+
+def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
+    """Copy jobs; the end of a job counts, whichever file tells of it."""
+    unreadable = merge_rows(source, target, "jobs", COLUMNS, _ENDS_COUNT)
+    if free:
+        target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
+    return unreadable
