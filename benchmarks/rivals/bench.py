@@ -19,8 +19,8 @@ from benchmarks.rivals.cells import Cell, Job, run
 from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversations
 from benchmarks.rivals.measures import Figures, mean
 from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, LINE, RIVALS, STOCK, rival_of, settings
-from headway.bench.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 from headway.errors import ConfigError
+from headway.whatif.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
 
 _CLOSE = 1.0  # points below the best rival
 _NARROW = 2.0  # points of lead below which a cell is run with three seeds

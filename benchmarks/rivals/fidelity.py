@@ -12,7 +12,7 @@ from benchmarks.rivals.cells import Cell, Job, Search
 from benchmarks.rivals.grounds import ARENAS
 from benchmarks.rivals.measures import Figures
 from benchmarks.rivals.systems import LADDER
-from headway.bench.output.results import Row
+from headway.whatif.output.results import Row
 
 QOSERVE, FCFS, EDF = "qoserve line", "fcfs, 256 tokens", "edf, 256 tokens"
 _SERVERS = ("slos-serve", "fairbatching", "vllm")

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from headway.bench.simulate.grounds import GROUNDS, Ground
+from benchmarks.simulated.grounds import GROUNDS, Ground
 from headway.policy.forecast.latency import profiles
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.registry import find

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.bench.simulate import slo_violations
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats
+from headway.whatif import slo_violations
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.real.beside import without_prefixes
 from benchmarks.rivals.systems import DEFAULT
-from headway.bench.live import compare
-from headway.bench.live.beside import without_prefixes
-from headway.bench.live.systems import standard_engine
-from headway.bench.load import metrics, mix, report
-from headway.bench.load.records import Call, Record
-from headway.bench.output.results import About, Report, Row, deliver, row_grid
 from headway.simulate.workload.arrivals import poisson
 from headway.types import Slo
+from headway.whatif.load import metrics, mix, report
+from headway.whatif.load.records import Call, Record
+from headway.whatif.measured import compare
+from headway.whatif.measured.systems import standard_engine
+from headway.whatif.output.results import About, Report, Row, deliver, row_grid
 
 # Name in the rows -> what is started: a stock policy or a recipe.
 SYSTEMS = {

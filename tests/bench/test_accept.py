@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.live import accept
-from headway.bench.live.fake_engine import NAME
-from headway.bench.output.results import Row, save
+from benchmarks.real import accept
+from benchmarks.real.fake_engine import NAME
+from headway.whatif.output.results import Row, save
 from tests.helpers import postgres, rabbitmq
 
 

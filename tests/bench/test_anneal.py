@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.cli import bench_app
-from headway.bench.papers import anneal as bench
-from headway.bench.papers.anneal_cases import Case, annealed, arrival_order, simulated, slo_scale, worth
+from benchmarks.cli import bench_app
+from benchmarks.papers import anneal as bench
+from benchmarks.papers.anneal_cases import Case, annealed, arrival_order, simulated, slo_scale, worth
 from headway.policy.core.annealing import Schedule
 
 

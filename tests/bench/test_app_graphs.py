@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from headway.cli import app
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.serve.graph_files import GraphFiles, read
 

@@ -16,13 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.live import apps, systems
-from headway.bench.live.app_load import APPS, Shape, calls_of, scaled, shares
-from headway.bench.live.apps import Outcome, Ran, Served, Trial, completion_times
-from headway.bench.live.apps_report import build, main, reductions
-from headway.bench.live.systems import standard_engine
-from headway.bench.load import mix
-from headway.bench.load.records import Record
+from benchmarks.real import apps
+from benchmarks.real.app_load import APPS, Shape, calls_of, scaled, shares
+from benchmarks.real.apps import Outcome, Ran, Served, Trial, completion_times
+from benchmarks.real.apps_report import build, main, reductions
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
 from headway.policy.apps.graph import Graph
@@ -30,6 +27,10 @@ from headway.policy.apps.knowledge import SHARED
 from headway.serve.graph_files import GraphFiles
 from headway.simulate.workload.applications import AppRun, Step
 from headway.types import Slo
+from headway.whatif.load import mix
+from headway.whatif.load.records import Record
+from headway.whatif.measured import systems
+from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
 from tests.serve import gateway as in_process
 

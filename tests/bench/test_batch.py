@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 
-from headway.bench.live.batch import ALONE, BESIDE, Outcome, Trial, plot, rows_of
-from headway.bench.load.records import Record
+from benchmarks.real.batch import ALONE, BESIDE, Outcome, Trial, plot, rows_of
 from headway.config import Engine
 from headway.types import Slo
+from headway.whatif.load.records import Record
 
 TRIAL = Trial(Engine(), lines=4, rate=2.0, seconds=5.0)
 

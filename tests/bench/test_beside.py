@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.simulate import beside
-from headway.bench.simulate.beside import ALONE, BESIDE, batch, compute, deadline, interactive
+from benchmarks.simulated import beside
+from benchmarks.simulated.beside import ALONE, BESIDE, batch, compute, deadline, interactive
 
 
 def test_bursts_and_idle_time_alternate() -> None:

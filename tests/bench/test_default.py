@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.simulate import default, default_plots
-from headway.bench.simulate.default import ABLATIONS, OTHERS, compute, rows_of
-from headway.bench.simulate.default_figures import (
+from benchmarks.simulated import default, default_plots
+from benchmarks.simulated.default import ABLATIONS, OTHERS, compute, rows_of
+from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
     HINDSIGHT,
@@ -20,8 +20,8 @@ from headway.bench.simulate.default_figures import (
     Cell,
     Figures,
 )
-from headway.bench.simulate.grounds import GROUNDS, LOADS, Ground, capacity
-from headway.bench.simulate.held_grounds import HELD
+from benchmarks.simulated.grounds import GROUNDS, LOADS, Ground, capacity
+from benchmarks.simulated.held_grounds import HELD
 from headway.policy.recipes.baselines import BASELINES
 from headway.policy.recipes.registry import RECIPES
 from headway.types import Batch

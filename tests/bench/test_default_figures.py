@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.bench.output.results import Row
-from headway.bench.simulate import default_plots
-from headway.bench.simulate.default_figures import (
+from benchmarks.simulated import default_plots
+from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
     STOCK,
@@ -21,12 +20,13 @@ from headway.bench.simulate.default_figures import (
     most_tokens,
     recovery,
 )
-from headway.bench.simulate.default_rows import ALL, HELD, outside, places_of, rows_of
-from headway.bench.simulate.default_table import grid, notes
-from headway.bench.simulate.grounds import GROUNDS, Ground
+from benchmarks.simulated.default_rows import ALL, HELD, outside, places_of, rows_of
+from benchmarks.simulated.default_table import grid, notes
+from benchmarks.simulated.grounds import GROUNDS, Ground
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, single
 from headway.types import Slo
+from headway.whatif.output.results import Row
 
 TIGHT = next(ground for ground in GROUNDS if ground.name == "tight-tpot")  # 10 ms, tpot 30 ms
 PLAIN = replace(TIGHT, name="plain", classes=(TrafficClass("plain"),), held=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.papers import ecoserve, ecoserve_tables
-from headway.bench.papers.ecoserve import Plan
-from headway.bench.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
-from headway.bench.papers.ecoserve_tables import Case
-from headway.bench.papers.parts import Experiment
-from headway.bench.papers.trial import trial
+from benchmarks.papers import ecoserve, ecoserve_tables
+from benchmarks.papers.ecoserve import Plan
+from benchmarks.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
+from benchmarks.papers.ecoserve_tables import Case
+from benchmarks.papers.parts import Experiment
+from benchmarks.papers.trial import trial
 
 MEASURED = {
     "jct.mean", "jct.p99", "normalized_latency", "tbt.mean", "ssr", "throughput.req_per_s",

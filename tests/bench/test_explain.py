@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench.simulate import explain, slo_violations
-from headway.cli import app
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.simulate.record import run_folder
 from headway.simulate.record.run_folder import Run
 from headway.simulate.record.timeline import Reader
+from headway.whatif import explain, slo_violations
 from tests.helpers.recorded import record
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live.fake_engine import NAME
-from headway.bench.live.faults import main
-from headway.bench.live.faults.kinds import KINDS
-from headway.bench.live.faults.run import Outcome, Sizes, drawn, measure
-from headway.bench.output.results import save
+from benchmarks.real.fake_engine import NAME
+from benchmarks.real.faults import main
+from benchmarks.real.faults.kinds import KINDS
+from benchmarks.real.faults.run import Outcome, Sizes, drawn, measure
 from headway.errors import ConfigError
+from headway.whatif.output.results import save
 from tests.helpers import postgres, rabbitmq
 
 FEW = ("controller killed", "agent killed", "gateway cut off from PostgreSQL", "engine paused")

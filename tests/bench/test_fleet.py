@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from headway.bench.live import fleet
-from headway.bench.live.fleet import Run, Served, State, Trial, Watched
-from headway.bench.live.fleet_report import main, rows_of
-from headway.bench.live.systems import total
-from headway.bench.load import mix
-from headway.bench.simulate import fleet as virtual
+from benchmarks.real import fleet
+from benchmarks.real.fleet import Run, Served, State, Trial, Watched
+from benchmarks.real.fleet_report import main, rows_of
+from benchmarks.simulated import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
 from headway.policy.plan.estimator import load_seconds
 from headway.policy.recipes.registry import find
 from headway.simulate.instance import SimulatedInstance
 from headway.types import Slo
+from headway.whatif.load import mix
+from headway.whatif.measured.systems import total
 from tests.serve.gateway import serving
 from tests.serve.swapping import make_model, use_fake_engines
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.bench.papers import hermes_caches
-from headway.bench.papers.hermes_caches import POLICIES, Cached, Case, cases, count, rows
+from benchmarks.papers import hermes_caches
+from benchmarks.papers.hermes_caches import POLICIES, Cached, Case, cases, count, rows
 
 
 def result(system: str, case: Case, hits: int, act: float) -> Cached:

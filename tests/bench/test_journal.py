@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.journal import past, replay, times, trust
-from headway.bench.journal.advise import Case, advise, attained, fleet_of
-from headway.bench.journal.calibrate import instances_of
-from headway.bench.journal.past import Past
-from headway.bench.journal.report import of_engines, of_requests, use_of
-from headway.bench.simulate import explain
-from headway.cli import app
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.simulate.record.run_folder import Run
 from headway.simulate.record.timeline import Reader
 from headway.store.journal.reader import Journal
 from headway.store.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.types import Batch
+from headway.whatif import explain
+from headway.whatif.journal import past, replay, times, trust
+from headway.whatif.journal.advise import Case, advise, attained, fleet_of
+from headway.whatif.journal.calibrate import instances_of
+from headway.whatif.journal.past import Past
+from headway.whatif.journal.report import of_engines, of_requests, use_of
 from tests.helpers.journal_rows import ENGINE, request, written
 from tests.helpers.recorded import Linear, fleet, record
 
@@ -312,7 +312,7 @@ def test_weights_and_soft_targets_are_replayed() -> None:
 
 
 def test_the_class_that_is_worst_off_counts() -> None:
-    from headway.bench.journal.served import records_of
+    from headway.whatif.journal.served import records_of
 
     rows = [request(f"r{i}") for i in range(9)] + [request("late", tier="code", e2e=0.1)]
     assert attained(records_of(rows)) == 0.0

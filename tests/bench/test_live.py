@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.live import beside, compare, systems
-from headway.bench.live.systems import standard_engine
-from headway.bench.load import mix
-from headway.bench.load.records import Record
-from headway.bench.simulate.beside import ALONE, BESIDE
+from benchmarks.real import beside
+from benchmarks.simulated.beside import ALONE, BESIDE
 from headway.config import BATCH, Tier, load
 from headway.types import Slo
+from headway.whatif.load import mix
+from headway.whatif.load.records import Record
+from headway.whatif.measured import compare, systems
+from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)

@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from headway.bench.load import mix, prompts
 from headway.errors import ConfigError
 from headway.types import Slo
+from headway.whatif.load import mix, prompts
 
 TIMES = np.arange(500) / 10
 

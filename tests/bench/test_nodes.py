@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import ray
 
-from headway.bench.live import nodes, nodes_report
-from headway.bench.live.fleet import Trial
-from headway.bench.load import generator
-from headway.bench.load.records import Call, Record
-from headway.bench.output.results import save
+from benchmarks.real import nodes, nodes_report
+from benchmarks.real.fleet import Trial
 from headway.cluster.up.cluster import Actors
 from headway.cluster.up.parts import parts_of
 from headway.config import Model
 from headway.engines.vllm.process.launch import free_port
 from headway.types import Slo
+from headway.whatif.load import generator
+from headway.whatif.load.records import Call, Record
+from headway.whatif.output.results import save
 from tests.serve.gateway import Fake, configuration, serving
 
 MODELS = (Model("/m/smollm2", "a"), Model("/m/near", "b"), Model("/m/short", "c"))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.cli import bench_app
-from headway.bench.papers import PAPERS, PARTED, bros, bros_choices, closed_loop
-from headway.bench.papers.bros import judge
-from headway.bench.papers.bros_choices import CHOICES, OURS, TEXT, system
-from headway.bench.papers.bros_claims import Case, Point, claims
-from headway.bench.papers.observers import TokenDeadlines, inside
-from headway.bench.papers.parts import Experiment
+from benchmarks.cli import bench_app
+from benchmarks.papers import PAPERS, PARTED, bros, bros_choices, closed_loop
+from benchmarks.papers.bros import judge
+from benchmarks.papers.bros_choices import CHOICES, OURS, TEXT, system
+from benchmarks.papers.bros_claims import Case, Point, claims
+from benchmarks.papers.observers import TokenDeadlines, inside
+from benchmarks.papers.parts import Experiment
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.recipes.registry import find

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.bench.simulate.planner import measure, rows_of
+from benchmarks.simulated.planner import measure, rows_of
 from headway.policy.recipes.default import DEFAULT
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench.live import compare, kv_sizing, systems
-from headway.bench.live.systems import standard_engine
-from headway.bench.load import mix
-from headway.bench.load.records import Record
 from headway.engines.vllm.process.launch import block_size, command
 from headway.errors import ConfigError
 from headway.types import Slo
+from headway.whatif.load import mix
+from headway.whatif.load.records import Record
+from headway.whatif.measured import compare, kv_sizing, systems
+from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None, host_kv_gib=1.0)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.live import predictor, repeated_answers
-from headway.bench.live.predictor import DataSet, Forecasts
+from benchmarks.real import predictor, repeated_answers
+from benchmarks.real.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
 from headway.policy.forecast.lengths.padding import QUANTILE
 from headway.policy.forecast.lengths.predictor import features

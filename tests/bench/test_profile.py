@@ -15,16 +15,16 @@ import pytest
 from aiohttp import web
 
 from headway import clock
-from headway.bench.live import profile as live
-from headway.bench.live import profile_report
-from headway.bench.live.profile import Target
-from headway.bench.live.profile_report import Found
-from headway.bench.output.results import About, save
 from headway.engines.vllm.plugin.iteration_log import IterationLog
 from headway.errors import ConfigError, EngineError
 from headway.policy.forecast.latency.laws import Additive, Shapes
 from headway.policy.forecast.latency.profiles import load
 from headway.types import Batch
+from headway.whatif.measured import profile as live
+from headway.whatif.measured import profile_report
+from headway.whatif.measured.profile import Target
+from headway.whatif.measured.profile_report import Found
+from headway.whatif.output.results import About, save
 
 LAW = Additive(0.002, 2e-4, 0.0, 1e-5, 0.0)
 RUNNING = 4

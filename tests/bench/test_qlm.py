@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.cli import bench_app
-from headway.bench.papers import qlm, qlm_tables
-from headway.bench.papers.qlm import Experiment, Plan
-from headway.bench.papers.qlm_estimates import Estimate, Planning, estimates
-from headway.bench.papers.qlm_tables import Results, Trial, claims, judge, rows
-from headway.bench.papers.qlm_workloads import FIVE, ONE, Setting, capacity
+from benchmarks.cli import bench_app
+from benchmarks.papers import qlm, qlm_tables
+from benchmarks.papers.qlm import Experiment, Plan
+from benchmarks.papers.qlm_estimates import Estimate, Planning, estimates
+from benchmarks.papers.qlm_tables import Results, Trial, claims, judge, rows
+from benchmarks.papers.qlm_workloads import FIVE, ONE, Setting, capacity
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.registry import names
 from headway.simulate import fleet

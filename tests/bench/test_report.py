@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headway.bench.load import metrics, plots, report
-from headway.bench.load.records import Record
-from headway.bench.output import results as output
-from headway.bench.output.plots import colours
-from headway.bench.output.results import About, Report, save
 from headway.types import Slo
+from headway.whatif.load import metrics, plots, report
+from headway.whatif.load.records import Record
+from headway.whatif.output import results as output
+from headway.whatif.output.plots import colours
+from headway.whatif.output.results import About, Report, save
 
 CHAT = Slo(ttft=1.5, tpot=0.150)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.bench.simulate import speed
+from benchmarks.simulated import speed
 
 
 def test_every_recipe_is_simulated_and_timed() -> None:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.bench.live import starting
-from headway.bench.live.starting import START_S, attempts
-from headway.bench.live.systems import standard_engine
 from headway.engines.vllm.process.launch import Child
 from headway.errors import EngineError
+from headway.whatif.measured import starting
+from headway.whatif.measured.starting import START_S, attempts
+from headway.whatif.measured.systems import standard_engine
 
 LEAKS = """nanobind: leaked 4 instances!
  - leaked instance 0x7f304c4411c8 of type "triton._C.libtriton.ir.attribute"

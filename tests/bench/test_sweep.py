@@ -18,12 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench.simulate import scenario, sweep_plots, sweep_report
-from headway.bench.simulate import sweep as sweeps
-from headway.bench.simulate.experiment import Fleet
-from headway.bench.simulate.sweep import Cell, Sweep
-from headway.bench.simulate.sweep_curves import collect
-from headway.cli import app
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.policy.core import ranks
 from headway.policy.core.engine_spec import EngineSpec
@@ -31,6 +26,11 @@ from headway.policy.pack.ranked import Fcfs
 from headway.policy.plan import ordered
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer
+from headway.whatif import scenario, sweep_plots, sweep_report
+from headway.whatif import sweep as sweeps
+from headway.whatif.experiment import Fleet
+from headway.whatif.sweep import Cell, Sweep
+from headway.whatif.sweep_curves import collect
 
 SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
 
@@ -126,9 +126,9 @@ def test_a_half_written_or_foreign_file_is_no_cell(swept: Path, tmp_path: Path) 
 
 
 def test_a_cell_is_the_simulation_of_its_seed(swept: Path) -> None:
-    from headway.bench.load import metrics
-    from headway.bench.load.mix import parse_slo
-    from headway.bench.simulate.experiment import chat_batch, simulate
+    from headway.whatif.experiment import chat_batch, simulate
+    from headway.whatif.load import metrics
+    from headway.whatif.load.mix import parse_slo
 
     cell = SMALL.cells()[-1]
     workload = chat_batch(cell.rate, cell.duration, cell.seed, parse_slo(cell.slo), 2048)
@@ -182,7 +182,7 @@ def test_nothing_at_all_can_be_drawn() -> None:
 
 def headway(*arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, ".") if path)}
-    argv = [sys.executable, "-c", "from headway.cli import main; main()", "sweep", *arguments]
+    argv = [sys.executable, "-c", "from headway.cli.main import main; main()", "sweep", *arguments]
     return subprocess.Popen(
         argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # deaf where tests run in background

@@ -9,24 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live.profile import Measured, Target
-from headway.bench.live.systems import standard_engine
-from headway.bench.load import mix
-from headway.bench.load.mix import BUILTIN
-from headway.bench.load.records import Call, Record
-from headway.bench.output.results import About, save
-from headway.bench.simulate import experiment
-from headway.bench.validate import conformance, report, twin, validate
-from headway.bench.validate.conformance import Tally
-from headway.bench.validate.replay import Replay, Run, Setup, check
-from headway.bench.validate.report import Findings, compared
-from headway.bench.validate.twin import Pair
+from benchmarks.validate import conformance, report, twin, validate
+from benchmarks.validate.conformance import Tally
+from benchmarks.validate.replay import Replay, Run, Setup, check
+from benchmarks.validate.report import Findings, compared
+from benchmarks.validate.twin import Pair
 from headway.errors import ConfigError
 from headway.policy.forecast.latency.measurement import Limits, Samples, fit_all
 from headway.policy.forecast.latency.profiles import LatencyProfile, load
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import poisson
+from headway.whatif import experiment
+from headway.whatif.load import mix
+from headway.whatif.load.mix import BUILTIN
+from headway.whatif.load.records import Call, Record
+from headway.whatif.measured.profile import Measured, Target
+from headway.whatif.measured.systems import standard_engine
+from headway.whatif.output.results import About, save
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
 PROFILE = replace(

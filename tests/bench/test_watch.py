@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.bench.papers.observers import Gauges, TokenDeadlines, inside
-from headway.bench.papers.trial import instance
+from benchmarks.papers.observers import Gauges, TokenDeadlines, inside
+from benchmarks.papers.trial import instance
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory.budget import KvBudget

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from benchmarks.cli import bench_app
 from benchmarks.rivals import bench, cells, fidelity, grounds
 from benchmarks.rivals.cells import STEPS, Cell, Search
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
 from benchmarks.rivals.measures import Figures, figures, mean, on_line
 from benchmarks.rivals.systems import DEFAULT, LINE, RIVALS
-from headway.bench.checkout import from_checkout
-from headway.bench.simulate.grounds import GROUNDS
-from headway.cli import app
+from benchmarks.simulated.grounds import GROUNDS
+from headway.cli.checkout import bench_commands
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
@@ -247,8 +249,6 @@ def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _app() -> object:
-    from headway.bench.cli import bench_app
-
     if not any(group.name == "bench" for group in app.registered_groups):
         app.add_typer(bench_app, name="bench")
     return app
@@ -263,10 +263,11 @@ def test_cells_run_in_processes_of_their_own() -> None:
 
 
 def test_without_a_checkout_the_mend_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="runs from a checkout") as error:
-        from_checkout("rivals.bench:main", tmp_path / "site-packages" / "headway")
+    shipped = typer.main.get_command(bench_commands(tmp_path / "site-packages" / "headway"))
+    with pytest.raises(ConfigError, match="others run from a checkout") as error:
+        shipped.main(["rivals"], standalone_mode=False)
     assert "Clone the repository" in error.value.hint
-    assert from_checkout("rivals.bench:main") is bench.main
+    assert bench_commands() is bench_app
 
 
 def test_the_wheel_has_no_benchmarks() -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.cli import bench_app
 from benchmarks.rivals import real
 from benchmarks.rivals.real import Alone
-from headway.bench.cli import bench_app
-from headway.bench.load.records import Call, Record
 from headway.errors import ConfigError
 from headway.types import Slo
+from headway.whatif.load.records import Call, Record
 
 
 def record(slo: Slo, first: float, last: float, tokens: int = 11, at: float = 0.0) -> Record:

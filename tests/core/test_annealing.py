@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.papers.exhaustive import exact, exhaustive
+from benchmarks.papers.exhaustive import exact, exhaustive
 from headway.policy.core import annealing
 from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal, best_start, sequence

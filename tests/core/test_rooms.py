@@ -21,7 +21,7 @@ POLICY = WORDS | {
     f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")
 }
 STORE = {"store.queue", "store.journal"}
-TOP = {"serve", "bench", "simulate"}
+TOP = {"serve", "whatif", "simulate"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
 # What each room may import of ours beside itself; a room that is not named here fails the test.
 ALLOWED = {
@@ -45,10 +45,10 @@ ALLOWED = {
     "engines": GROUND | POLICY | CLOCK | {"models"},
     "simulate": GROUND | POLICY | {"engines"},
     "serve": GROUND | POLICY | CLOCK | STORE | {"cluster.backends", "cluster.wire", "engines", "models"},
-    "bench": GROUND | POLICY | CLOCK | STORE | {"engines", "models", "serve", "simulate", "cluster.up"},
+    "whatif": GROUND | POLICY | CLOCK | STORE | {"engines", "models", "serve", "simulate"},
     "cluster.up": GROUND | {"engines"},
-    "cli": GROUND | POLICY | CLOCK | STORE
-    | {"engines", "models", "serve", "simulate", "bench", "cluster.up"},
+    "cli": GROUND | POLICY | CLOCK | STORE | {"engines", "models", "serve", "simulate", "whatif",
+    "cluster.up"},
 }  # fmt: skip
 HALLS = {"policy", "store", "cluster"}  # folders of rooms
 # Clocks, randomness and I/O come into the core as arguments. (Data files of the package are read by pathlib.)
@@ -74,7 +74,7 @@ HOSTS = {
 }
 PLUGIN = "headway.engines.vllm.plugin"
 # Outside the plugin only what compares it with the simulated engine, or measures it, runs its code.
-PLUGIN_USERS = {"bench/validate/", "bench/live/hook_overhead.py", "bench/papers/", "engines/vllm/oracle.py"}
+PLUGIN_USERS = {"engines/vllm/oracle.py"}
 # A file is as long as its idea.
 FILE_LINES, FUNCTION_LINES = 600, 40
 # Exceptions to these limits. An entry leaves the list with the code that needed it: a stale one fails, too.
@@ -177,13 +177,18 @@ def test_the_core_has_no_clock_no_randomness_and_no_io(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY | GROUND | STORE | {"engines", "models", "cluster.wire"}))
-def test_lower_rooms_do_not_import_serve_bench_or_simulate(name: str) -> None:
+def test_lower_rooms_do_not_import_serve_whatif_or_simulate(name: str) -> None:
     """Guards the table above against being loosened."""
     assert not ALLOWED[name] & TOP
 
 
-def test_serve_does_not_import_bench_or_simulate() -> None:
-    assert not ALLOWED["serve"] & {"bench", "simulate"}
+def test_serve_does_not_import_whatif_or_simulate() -> None:
+    assert not ALLOWED["serve"] & {"whatif", "simulate"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_product_does_not_import_benchmarks_or_tests(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imported(path)} & {"benchmarks", "testing", "tests"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -240,7 +245,7 @@ def test_functions_are_short() -> None:
     [
         ("import headway.serve.dispatcher", {"serve"}),
         ("from headway.serve import dispatcher", {"serve"}),
-        ("from headway import bench, __version__", {"bench"}),
+        ("from headway import whatif, __version__", {"whatif"}),
         ("def f():\n    from headway.simulate.workload.traces import x", {"simulate"}),
         ("from ...serve import x", {"serve"}),
         ("from .allocation import allocate", {"policy.pack"}),

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.validate import conformance
-from headway.bench.validate.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
+from benchmarks.validate import conformance
+from benchmarks.validate.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.policy.pack.bros import packer
 from headway.policy.recipes.bros import BROS

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.validate import prefixes
-from headway.bench.validate.conformance import HOOK, STOCK, Case, Tally, Task, tally_of
-from headway.bench.validate.prefixes import Caching, compare, draw
+from benchmarks.validate import prefixes
+from benchmarks.validate.conformance import HOOK, STOCK, Case, Tally, Task, tally_of
+from benchmarks.validate.prefixes import Caching, compare, draw
 from headway.engines.simulated import caching, prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
 from headway.prefix import Prefix

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.validate import features
-from headway.bench.validate.conformance import BLOCK, Case, _config, _metadata, draw
-from headway.bench.validate.featured import Driver, make
+from benchmarks.validate import features
+from benchmarks.validate.conformance import BLOCK, Case, _config, _metadata, draw
+from benchmarks.validate.featured import Driver, make
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headway.bench.validate import features, slow_loads
-from headway.bench.validate.featured import Ask, Driver, make
+from benchmarks.validate import features, slow_loads
+from benchmarks.validate.featured import Ask, Driver, make
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.errors import ConfigError
 from headway.types import Step

@@ -11,8 +11,8 @@ from typing import Any
 
 import asyncpg
 
-from headway.bench.live.servers.postgres import PASSWORD as PASSWORD
-from headway.bench.live.servers.postgres import Server as PrivateServer
+from benchmarks.real.servers.postgres import PASSWORD as PASSWORD
+from benchmarks.real.servers.postgres import Server as PrivateServer
 from headway.store.queue.postgres_link import Address
 from tests.helpers.private import Private
 

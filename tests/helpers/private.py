@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 
 
 class Startable(Protocol):
-    """A server of `headway.bench.live.servers`."""
+    """A server of `benchmarks.real.servers`."""
 
     @property
     def url(self) -> str: ...

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headway.bench.simulate.experiment import Fleet, simulate
-from headway.cli import app
+from headway.cli.main import app
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
@@ -28,6 +27,7 @@ from headway.serve.main import preflight
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload, single
 from headway.types import Batch, Instance
+from headway.whatif.experiment import Fleet, simulate
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
 NAMES = (

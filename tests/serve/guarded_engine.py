@@ -8,7 +8,7 @@ from argparse import Namespace
 import uvicorn
 from starlette.applications import Starlette
 
-from headway.bench.live.fake_engine import FakeEngine
+from benchmarks.real.fake_engine import FakeEngine
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 
 

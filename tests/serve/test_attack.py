@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.live import attack
-from headway.bench.live.attack_clients import ATTACKS, TENANTS, Target, request, say
-from headway.bench.live.fake_engine import NAME
-from headway.bench.live.peers import servers
-from headway.bench.output.results import Row, save
+from benchmarks.real import attack
+from benchmarks.real.attack_clients import ATTACKS, TENANTS, Target, request, say
+from benchmarks.real.fake_engine import NAME
+from benchmarks.real.peers import servers
+from headway.whatif.output.results import Row, save
 
 CHOSEN = (
     "1 MiB of empty objects", "uploads broken off", "a full disk", "an engine that hangs",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.bench.live.peers import gateway_argv, serving, write_config
+from benchmarks.real.peers import gateway_argv, serving, write_config
 from headway.engines.vllm.process.launch import free_port
 from tests.serve.batches import held, line, text
 from tests.serve.gateway import CHAT, WEB, Fake

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.real.peers import gateway_argv
+from benchmarks.real.peers import serving as process
 from headway import clock
-from headway.bench.live.peers import gateway_argv
-from headway.bench.live.peers import serving as process
 from headway.config import Batches, Broker, Config, Key, Postgres, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from tests.helpers import postgres

@@ -19,9 +19,9 @@ import pytest
 import typer
 from rich.text import Text
 
+from benchmarks.cli import bench_app
 from headway import __version__
-from headway.bench.cli import bench_app
-from headway.cli import app, main
+from headway.cli.main import app, main
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -36,7 +36,7 @@ def headway(
 ) -> subprocess.Popen[str]:
     """Start `headway ...`; its state goes to the folder."""
     env = os.environ | {"XDG_STATE_HOME": str(folder), "COLUMNS": "400"} | environment
-    argv = [sys.executable, "-c", "from headway.cli import main; main()", *arguments]
+    argv = [sys.executable, "-c", "from headway.cli.main import main; main()", *arguments]
     return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr)
 
 
@@ -192,7 +192,7 @@ if os.environ.get("STANDIN") == "misused":
     sys.exit(2)
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
-line = [sys.executable, "-m", "headway.bench.live.fake_engine", "--port", arguments["--port"]]
+line = [sys.executable, "-m", "benchmarks.real.fake_engine", "--port", arguments["--port"]]
 os.execv(sys.executable, line)
 """
 
@@ -257,7 +257,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
     assert len(first) >= 2, "the engine and its own child"
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
-    engine = next(one for one in first if "headway.bench.live.fake_engine" in one.cmdline())
+    engine = next(one for one in first if "benchmarks.real.fake_engine" in one.cmdline())
     engine.kill()
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
     assert left(first) == [], "nothing of the dead engine is left"
@@ -272,7 +272,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
 def test_its_engine_ends_when_it_is_killed(run: Any) -> None:
     started = run()
     until(started.ready, 40)
-    engine = [one for one in started.family() if "headway.bench.live.fake_engine" in one.cmdline()]
+    engine = [one for one in started.family() if "benchmarks.real.fake_engine" in one.cmdline()]
     others = [one for one in started.family() if "sleep" in one.cmdline()]
     started.process.kill()
     assert left(engine) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli import app
+from headway.cli.main import app
 from headway.config import Config, write
 from headway.errors import ConfigError, HeadwayError
 from headway.serve.batches.directory import DirectoryStore

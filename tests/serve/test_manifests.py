@@ -15,7 +15,7 @@ import pytest
 import typer
 import yaml  # type: ignore[import-untyped]
 
-from headway.cli import app
+from headway.cli.main import app
 from headway.config import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.live import dashboard_cost, overhead, planning_overhead, responses
-from headway.bench.live.fake_engine import NAME
-from headway.bench.output.results import Row, save
+from benchmarks.real import dashboard_cost, overhead, planning_overhead, responses
+from benchmarks.real.fake_engine import NAME
 from headway.errors import EngineError
+from headway.whatif.output.results import Row, save
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from headway.bench.live import overhead, peer_gateways, responses
-from headway.bench.live.peer_gateways import KNOWN, chosen, ratio_rows
-from headway.bench.live.peers import Peer, fake_engine, set_answers
-from headway.bench.output.results import Row
+from benchmarks.real import overhead, peer_gateways, responses
+from benchmarks.real.peer_gateways import KNOWN, chosen, ratio_rows
+from benchmarks.real.peers import Peer, fake_engine, set_answers
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError, EngineError
+from headway.whatif.output.results import Row
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("HEADWAY_PEERS", ROOT / ".venv-peers"))

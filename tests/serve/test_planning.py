@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.real.planning_overhead import Deliberate
 from headway import clock
-from headway.bench.live.planning_overhead import Deliberate
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller
@@ -28,7 +28,7 @@ from tests.serve.test_background import begin, finished
 from tests.serve.test_request_ends import hanging
 
 THINKING = "tests.serve.test_planning:RECIPE"
-SLEEPING = "headway.bench.live.planning_overhead:SLEEPING"
+SLEEPING = "benchmarks.real.planning_overhead:SLEEPING"
 
 
 class Thinking(Deliberate):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headway.bench.live.peers import gateway_argv
-from headway.bench.live.peers import serving as process
+from benchmarks.real.peers import gateway_argv
+from benchmarks.real.peers import serving as process
 from headway.config import Broker, Postgres, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.serve import doctor

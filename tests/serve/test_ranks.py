@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.bench.live.planning_overhead import ByArrival
+from benchmarks.real.planning_overhead import ByArrival
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
 from headway.policy.core.cluster import Cluster

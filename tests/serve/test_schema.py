@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
-from headway.bench.live.soak_calls import steered, undocumented
+from benchmarks.real.soak_calls import steered, undocumented
 from headway.config import Config
 from headway.serve.app import add_endpoints, new_app
 from headway.serve.app_state import AppState

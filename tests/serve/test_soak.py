@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.live import soak
-from headway.bench.live.fake_engine import NAME
-from headway.bench.live.soak_history import End, History, check
-from headway.bench.output.results import Row, save
+from benchmarks.real import soak
+from benchmarks.real.fake_engine import NAME
+from benchmarks.real.soak_history import End, History, check
 from headway.errors import ConfigError
+from headway.whatif.output.results import Row, save
 
 SMALL = soak.Sizes(streams=60, kills=1, requests=400, calls=60, period=0.2)
 DONE, OTHER, WAITS, UNKNOWN = ("completed", "a"), ("completed", "b"), ("queued", ""), ("unknown", "")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from headway.bench.simulate.grounds import GROUNDS
-from headway.bench.simulate.slo_violations import late, seen
+from benchmarks.simulated.grounds import GROUNDS
 from headway.policy.forecast.latency.laws import Additive, Bros, LatencyLaw, Roofline, SloAware, Stepped
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.forecast.latency.profiles import FixedLatency
@@ -25,6 +24,7 @@ from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload, concat
 from headway.types import Batch, Instance
+from headway.whatif.slo_violations import late, seen
 
 NEVER = np.inf
 LAWS: dict[str, LatencyLaw] = {

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.simulate import slo_violations
 from headway.policy.core.ranks import ATTAINABLE, DUE
 from headway.policy.forecast.latency import profiles
 from headway.policy.plan.ordered import Ordered
@@ -22,6 +21,7 @@ from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Instance, Slo
+from headway.whatif import slo_violations
 
 RULED = ["headway", "vllm", "priority", "edf", "slack"]
 PROFILES = ["opt-13b-a100", "llama-2-7b-h100", "smollm2-135m-cpu2"]  # bros, roofline, bros

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.simulate.experiment import records
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
 from headway.policy.forecast.latency.online import OnlineLatency
@@ -21,6 +20,7 @@ from headway.simulate.observer import Observer
 from headway.simulate.run import Failure, InstanceSpec, Outcome, Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Slo
+from headway.whatif.experiment import records
 from tests.sim.machines import at, machine, together
 
 CHAT, CODE = Slo(ttft=1.5, tpot=0.15), Slo(e2e=20.0)

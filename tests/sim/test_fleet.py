@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headway.bench.simulate import scenario
-from headway.bench.simulate.experiment import Mixed, simulate
-from headway.cli import app
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.policy.recipes.baselines import ROUTERS
 from headway.policy.recipes.registry import find
@@ -20,6 +18,8 @@ from headway.simulate import fleet
 from headway.simulate.fleet import Spec, build, spec
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.types import Batch, Slo
+from headway.whatif import scenario
+from headway.whatif.experiment import Mixed, simulate
 from tests.sim.machines import Constant, at, machine, random_traffic, together
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.bench.papers.ecoserve_setup import DATA, instance, workload
-from headway.bench.papers.ecoserve_tables import sustained
-from headway.bench.papers.trial import trial
+from benchmarks.papers.ecoserve_setup import DATA, instance, workload
+from benchmarks.papers.ecoserve_tables import sustained
+from benchmarks.papers.trial import trial
 from headway.errors import ConfigError
 from headway.policy.forecast.lengths.padding import Padded
 from headway.policy.recipes.registry import find

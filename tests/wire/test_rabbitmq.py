@@ -12,8 +12,8 @@ import pytest
 import uvloop
 from yarl import URL
 
+from benchmarks.real.servers.proxy import proxied
 from headway import clock
-from headway.bench.live.servers.proxy import proxied
 from headway.cluster.wire.codec import Envelope, encode
 from headway.cluster.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
 from headway.cluster.wire.rabbitmq import RabbitLink

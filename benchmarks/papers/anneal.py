@@ -1,0 +1,368 @@
+"""`headway bench papers anneal`: the evaluation of SLO-aware scheduling (section 5), SIMULATED.
+
+By the paper's own model of execution and latency law: overhead, distance from the best order, G, attainment
+and latency beside vLLM's order, sweeps of the search, of length errors and of instances. Then the recipes on
+the event simulator, whose engine batches continuously and has a latency of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks.papers.anneal_cases import (
+    PROFILE,
+    Case,
+    Profiled,
+    Worth,
+    annealed,
+    arrival_order,
+    capacity,
+    engine,
+    mean,
+    simulated,
+    slo_scale,
+    worth,
+)
+from benchmarks.papers.exhaustive import exhaustive
+from headway.policy.core.annealing import Schedule
+from headway.policy.core.mapping import Records
+from headway.policy.plan.assign import Assignment
+from headway.simulate.workload.arrivals import poisson
+from headway.types import Instance, Ints
+from headway.whatif.output.plots import colours, line_legend, png, sheet
+from headway.whatif.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+
+ANNEAL, VLLM, BEST = "anneal", "vllm", "exhaustive"
+BATCHES = (1, 2, 4)
+_SWEPT = ((10, 1), (20, 2), (40, 4))  # Figure 8
+_HOT = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_MOVES = (5, 20, 100, 500, 2000)
+_ERRORS: tuple[tuple[str, float | Profiled], ...] = (
+    ("none", 0.0), ("2.5 %", 0.025), ("5 %", 0.05), ("10 %", 0.1), ("Gaussian draw", "draw"),
+    ("Gaussian mean", "mean"),
+)  # fmt: skip
+_INSTANCES = (1, 2, 4, 8)
+_RECIPES = (VLLM, ANNEAL, "anneal-queue", "headway", "srtf", "edf")
+# Figures of the paper by (id, setting): Table 1, section 5.2 and 5.5, the abstract.
+_PAPER = {
+    ("overhead.ms", "4 requests, batch 1"): 0.23,
+    ("overhead.ms", "6 requests, batch 1"): 0.32,
+    ("overhead.ms", "8 requests, batch 1"): 0.43,
+    ("overhead.ms", "10 requests, batch 1"): 0.48,
+    ("overhead.ms", "10 requests each, 2 instances"): 0.93,
+    ("overhead.ms", "10 requests each, 4 instances"): 1.91,
+    ("g", "10 requests, batch 1, over vllm"): 46.5,
+    ("g", "10 requests, batch 1, length error Gaussian draw, over vllm"): 46.5,  # the same: its own forecast
+    ("g", "40 requests, batch 4, length error 2.5 %, over vllm"): 84.0,
+    ("attainment", "10 requests, batch 1, over vllm"): 33.4,
+    ("latency.mean", "10 requests, batch 2, over vllm"): -16.3,
+    ("attainment", "best setting, over vllm"): 5.0,
+    ("latency.mean", "best setting, over vllm"): -31.6,
+    ("gap_to_exhaustive_pct", "all settings, largest of the means"): 1.0,
+}
+_TRIED_MS = {4: 1.2, 6: 39.0, 8: 88_200.0, 10: 287_000.0}  # Table 1, exhaustive
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run.
+
+    seeds: cases of each setting.
+    counts: requests of a case.
+    tried: the most requests that are searched exhaustively, by batch limit.
+    simulated: requests that come together, on the event simulator, and cases of each.
+    loads: arrival rates as multiples of the engine's capacity, requests of a run, batch limits and seeds.
+    """
+
+    seeds: int
+    counts: tuple[int, ...]
+    tried: dict[int, int]
+    simulated: tuple[tuple[int, ...], int]
+    loads: tuple[tuple[float, ...], int, tuple[int, ...], int]
+
+
+FULL = Plan(
+    40, (4, 6, 8, 10, 20, 40, 100, 1000), {1: 10, 2: 7, 4: 7}, ((10, 20, 40), 10),
+    ((0.7, 1.0, 1.5, 2.0), 300, (1, 2, 4, 8), 3),
+)  # fmt: skip
+QUICK = Plan(
+    10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1)
+)  # fmt: skip
+_ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the overhead alone
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Run and print; `quick` takes fewer cases, and fewer settings of the event simulator."""
+    began, plan = time.perf_counter(), QUICK if quick else FULL
+    parts: tuple[tuple[str, Callable[[Plan, int], Iterator[Row]]], ...] = (
+        ("orders", _orders), ("search", _sweeps), ("lengths", _errors), ("instances", _instances),
+        ("event simulator", _together), ("loads", _loads),
+    )  # fmt: skip
+    rows = list[Row]()
+    with Progress(disable=as_json, transient=True) as progress:
+        _compile(seed)
+        for name, part in parts:
+            task = progress.add_task(name, total=None)
+            rows += part(plan, seed)
+            progress.update(task, total=1, completed=1)
+    report = Report(
+        "anneal", "sim", f"SLO-aware scheduling ({SIMULATED})", rows, time.perf_counter() - began,
+        About(_describe(plan), seed), _grid(rows), notes=_notes(),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"anneal": _plot(rows)})
+
+
+def _notes() -> tuple[str, ...]:
+    return (
+        "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and"
+        " its Table 2;",
+        "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
+        f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f}"
+        " so that code has",
+        "ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own. Lengths are",
+        "true ones; learned: the mean of the task's answers so far.",
+        "overhead.ms: one search on this machine, the median; exhaustive: the mean. hot: first temperature,",
+        "in requests; moves: at each of the 32 temperatures. The paper's figures are of one draw each.",
+    )
+
+
+def _describe(plan: Plan) -> str:
+    (_, cases), (_, arrivals, _, seeds) = plan.simulated, plan.loads
+    return (
+        f"{SIMULATED}: half code, half chat, {plan.seeds} cases a setting; event simulator: {cases} cases a"
+        f" setting, loads of {arrivals} Poisson arrivals x {seeds} seeds"
+    )
+
+
+def _compile(seed: int) -> None:
+    """Run everything that is timed once, so that times do not include compilation."""
+    costs = Case.drawn(4, seed).costs()
+    for limit in BATCHES:
+        annealed(costs, limit, seed)
+        exhaustive(costs, limit)
+
+
+def _setting(count: int, limit: int) -> str:
+    return f"{count} requests, batch {limit}"
+
+
+def _row(id: str, system: str, setting: str, ours: float, unit: str) -> Row:
+    paper = _PAPER.get((id, setting)) if system == ANNEAL else None
+    return Row(id, system, setting, ours, unit, paper)
+
+
+def _figures(system: str, setting: str, w: Worth) -> Iterator[Row]:
+    yield _row("g", system, setting, 1000 * w.g, "req/ks")
+    yield _row("attainment", system, setting, 100 * w.attainment, "%")
+    yield _row("latency.mean", system, setting, w.latency, "s")
+
+
+def _over(setting: str, ours: Worth, theirs: Worth) -> Iterator[Row]:
+    """Return how much better the annealed order is."""
+    setting = f"{setting}, over {VLLM}"
+    yield _row("g", ANNEAL, setting, _more(ours.g, theirs.g), "%")
+    yield _row("attainment", ANNEAL, setting, 100 * (ours.attainment - theirs.attainment), "points")
+    yield _row("latency.mean", ANNEAL, setting, _more(ours.latency, theirs.latency), "%")
+
+
+def _more(ours: float, theirs: float) -> float:
+    return round(100 * (ours / theirs - 1), 9)
+
+
+# ---- by the paper's model of execution
+
+
+def _orders(plan: Plan, seed: int) -> Iterator[Row]:
+    """Figure 7 and Table 1."""
+    pairs, gaps = list[tuple[Worth, Worth]](), list[float]()
+    for count in plan.counts:
+        cases = [Case.drawn(count, seed + i).costs() for i in range(plan.seeds)]
+        for limit in BATCHES:
+            setting, spent = _setting(count, limit), list[float]()
+            found = [_timed(costs, limit, seed + i, spent) for i, costs in enumerate(cases)]
+            yield _row("overhead.ms", ANNEAL, setting, 1000 * float(np.median(spent)), "ms")
+            if count > _ALL_SIZES:
+                continue
+            ours, theirs = mean(found), mean([arrival_order(costs, limit) for costs in cases])
+            pairs.append((ours, theirs))
+            yield from (*_figures(VLLM, setting, theirs), *_figures(ANNEAL, setting, ours))
+            yield from _over(setting, ours, theirs)
+            if count <= plan.tried[limit]:
+                yield from _against_best(cases, found, limit, setting, gaps)
+    yield _row("gap_to_exhaustive_pct", ANNEAL, "all settings, largest of the means", max(gaps), "%")
+    yield _row("g", ANNEAL, f"best setting, over {VLLM}", max(_more(a.g, b.g) for a, b in pairs), "%")
+    times = max(a.attainment / b.attainment for a, b in pairs)
+    yield _row("attainment", ANNEAL, f"best setting, over {VLLM}", times, "x")
+    less = min(_more(a.latency, b.latency) for a, b in pairs)
+    yield _row("latency.mean", ANNEAL, f"best setting, over {VLLM}", less, "%")
+
+
+def _timed(costs: Records, limit: int, seed: int, spent: list[float]) -> Worth:
+    """Return what the annealed order is worth; `spent` receives the seconds of the search."""
+    began = time.perf_counter()
+    order, sizes = annealed(costs, limit, seed)
+    spent.append(time.perf_counter() - began)
+    return worth(costs, order, sizes)
+
+
+def _against_best(
+    cases: Sequence[Records], found: Sequence[Worth], limit: int, setting: str, gaps: list[float]
+) -> Iterator[Row]:
+    """Return the distance from the best order, over the first cases, and the time of trying all orders."""
+    few = cases[: 4 if cases[0].size * limit > 6 * 4 else 20]
+    began = time.perf_counter()
+    best = [exhaustive(costs, limit) for costs in few]
+    seconds = (time.perf_counter() - began) / len(few)
+    each = [round(100 * (1 - one.g / top), 9) + 0.0 for one, top in zip(found, best, strict=False)]
+    gaps.append(float(np.mean(each)))
+    yield _row("gap_to_exhaustive_pct", ANNEAL, setting, gaps[-1], "%")
+    yield _row("gap_to_exhaustive_pct", ANNEAL, f"{setting}, largest of {len(few)} cases", max(each), "%")
+    paper = _TRIED_MS.get(cases[0].size) if limit == 1 else None
+    yield Row("overhead.ms", BEST, setting, 1000 * seconds, "ms", paper)
+
+
+def _sweeps(plan: Plan, seed: int) -> Iterator[Row]:
+    """Figure 8: G over vllm by the first temperature and by the moves at each."""
+    for count, limit in _SWEPT:
+        cases = [Case.drawn(count, seed + i).costs() for i in range(plan.seeds)]
+        theirs, usual = mean([arrival_order(c, limit) for c in cases]), Schedule.of(count, limit)
+        tried = [(f"hot {hot:g}", usual._replace(hot=hot, cold=hot / 10)) for hot in _HOT]
+        tried += [(f"moves {moves}", usual._replace(moves=moves)) for moves in _MOVES]
+        for name, schedule in tried:
+            ours = [worth(c, *annealed(c, limit, seed + i, schedule)) for i, c in enumerate(cases)]
+            setting = f"{_setting(count, limit)}, {name}, over {VLLM}"
+            yield _row("g", ANNEAL, setting, _more(mean(ours).g, theirs.g), "%")
+
+
+def _errors(plan: Plan, seed: int) -> Iterator[Row]:
+    """Figure 9: G over vllm when the order is found with wrong lengths."""
+    for count in (10, 20, 40):
+        cases = [Case.drawn(count, seed + i) for i in range(plan.seeds)]
+        for limit in BATCHES:
+            theirs = mean([arrival_order(case.costs(), limit) for case in cases])
+            for name, error in _ERRORS:
+                ours = []
+                for i, case in enumerate(cases):
+                    forecast = case.forecast(error, np.random.default_rng([seed + i, 1]))
+                    ours.append(worth(case.costs(), *annealed(case.costs(forecast), limit, seed + i)))
+                setting = f"{_setting(count, limit)}, length error {name}, over {VLLM}"
+                yield _row("g", ANNEAL, setting, _more(mean(ours).g, theirs.g), "%")
+
+
+def _instances(plan: Plan, seed: int) -> Iterator[Row]:
+    """Figure 11: as many copies of 10 requests as instances, assigned by memory and annealed one by one."""
+    for instances in _INSTANCES:
+        fleet = [replace(engine(1).instance, id=f"e{i}") for i in range(instances)]
+        spent, ours, theirs = list[float](), list[Worth](), list[Worth]()
+        for i in range(plan.seeds):
+            case = Case.drawn(10, seed + i)
+            many = replace(case, **{name: np.tile(getattr(case, name), instances) for name in case.__slots__})
+            costs, began = many.costs(), time.perf_counter()
+            parts = _assigned(many, fleet)
+            found = [annealed(costs[part], 1, seed + i) for part in parts]
+            spent.append(time.perf_counter() - began)
+            each = [worth(costs[part], *order) for part, order in zip(parts, found, strict=True)]
+            ours.append(mean(each))
+            theirs.append(mean([arrival_order(costs[part], 1) for part in parts]))
+        setting = f"10 requests each, {instances} instances"
+        yield _row("overhead.ms", ANNEAL, setting, 1000 * float(np.median(spent)), "ms")
+        gain = _more(mean(ours).g, mean(theirs).g)
+        yield _row("g", ANNEAL, f"{setting}, over {VLLM}", gain, "%")
+
+
+def _assigned(case: Case, fleet: Sequence[Instance]) -> list[Ints]:
+    """Return the requests of each instance (equation 20)."""
+    places, names = Assignment(), [one.id for one in fleet]
+    places.follow(fleet)
+    tokens = (case.prompt + case.output).tolist()
+    home = np.array([names.index(places.take(size, names)) for size in tokens])
+    return [np.flatnonzero(home == i) for i in range(len(fleet))]
+
+
+# ---- on the event simulator
+
+
+def _together(plan: Plan, seed: int) -> Iterator[Row]:
+    """Return what recipes make of requests that all come at once."""
+    counts, seeds = plan.simulated
+    scale = slo_scale()
+    for count in counts:
+        loads = [Case.drawn(count, seed + i).workload(np.zeros(count), scale) for i in range(seeds)]
+        for limit in BATCHES:
+            for name in _RECIPES:
+                w = mean([simulated(name, load, limit) for load in loads])
+                yield from _figures(name, f"together, {_setting(count, limit)}", w)
+
+
+def _loads(plan: Plan, seed: int) -> Iterator[Row]:
+    """Return what recipes make of Poisson arrivals around an engine's capacity."""
+    shares, count, limits, seeds = plan.loads
+    for limit in limits:
+        rate, scale = capacity(limit, seed), slo_scale()
+        for share in shares:
+            loads = []
+            for i in range(seeds):
+                at = poisson(share * rate, count / (share * rate), np.random.default_rng([seed + i, 2]))
+                loads.append(Case.drawn(at.size, seed + i).workload(at, scale))
+            for name in (VLLM, ANNEAL, "headway"):
+                w = mean([simulated(name, load, limit) for load in loads])
+                yield from _figures(name, f"load {share:g}, batch {limit}", w)
+            for name in (ANNEAL, "headway"):
+                w = mean([simulated(name, load, limit, learned=True) for load in loads])
+                yield from _figures(name, f"load {share:g}, batch {limit}, learned lengths", w)
+
+
+# ---- what is shown
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    """Return a table with a line per setting and system; the last column has the paper's figures."""
+    ids = tuple(_UNITS)
+    lines = []
+    for setting, system in dict.fromkeys((row.setting, row.system) for row in rows):
+        mine = {row.id: row for row in rows if (row.setting, row.system) == (setting, system)}
+        cells = [_cell(mine[id]) if id in mine else "" for id in ids]
+        paper = ", ".join(f"{id} {show(row.paper)}" for id, row in mine.items() if row.paper is not None)
+        lines.append([setting, system, *cells, paper])
+    header = ("setting", "system", *(" ".join(pair) for pair in _UNITS.items()), "paper")
+    return Grid(header, [lines], header[2:-1])
+
+
+# Ids of figures with the unit that a column states; other units stand beside their figure.
+_UNITS = {
+    "g": "req/ks", "attainment": "%", "latency.mean": "s", "overhead.ms": "", "gap_to_exhaustive_pct": "",
+}  # fmt: skip
+
+
+def _cell(row: Row) -> str:
+    usual = row.unit in (_UNITS[row.id], "ms") or row.id == "gap_to_exhaustive_pct"
+    over = row.setting.endswith(f"over {VLLM}")  # a difference: its unit is never the column's
+    return show(row.ours) if usual and not over else f"{show(row.ours)} {row.unit}"
+
+
+# ---- plots
+
+
+def _plot(rows: Sequence[Row]) -> bytes:
+    """Return a PNG: G, attainment and latency against the number of requests, a column per batch limit."""
+    by = {(r.id, r.system, r.setting): r.ours for r in rows}
+    counts = [n for n in FULL.counts if ("g", ANNEAL, _setting(n, 1)) in by]
+    panels_of = (("g", "G, req/ks"), ("attainment", "attainment, %"), ("latency.mean", "mean latency, s"))
+    figure, panels = sheet(len(panels_of), len(BATCHES), 10, 8)
+    for number, axes in enumerate(panels):
+        (id, label), limit = panels_of[number // len(BATCHES)], BATCHES[number % len(BATCHES)]
+        for system, shade in colours((VLLM, ANNEAL)).items():
+            values = [by[id, system, _setting(n, limit)] or 0.0 for n in counts]
+            axes.plot(counts, values, marker="o", color=shade, label=system)
+        axes.set(xscale="log", ylabel=label if number % len(BATCHES) == 0 else "")
+        axes.set_title(f"batch {limit}" if number < len(BATCHES) else "", fontsize=10)
+        axes.set_xlabel("requests" if number >= len(panels) - len(BATCHES) else "")
+    line_legend(figure, 2)
+    figure.suptitle(f"{SIMULATED}: by the paper's model of execution", fontsize=10)
+    return png(figure)

@@ -1,0 +1,257 @@
+"""`headway bench papers ecoserve`: the evaluation of EcoServe (section 4), SIMULATED.
+
+OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Table 2 at the paper's rates and around this
+engine's saturation. EcoServe with its ablation, to the letter, with true lengths (oracle); the baselines with
+the paper's settings; each choice of the scheduler alone; sweeps of padding, reserve and buffer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from rich.progress import Progress
+
+from benchmarks.papers.ecoserve_choices import (
+    SWEEPS,
+    Swept,
+    choice_rows,
+    choices,
+    count_choices,
+    sweep_rows,
+    sweeps,
+)
+from benchmarks.papers.ecoserve_setup import (
+    DATA,
+    MAX_ALLOCATION,
+    PAPER_TEXT,
+    SLO_SCALE,
+    TFS,
+    Data,
+    workload,
+)
+from benchmarks.papers.ecoserve_tables import (
+    ABLATION,
+    BASE,
+    ECOSERVE,
+    ORACLE,
+    Case,
+    Trials,
+    averages,
+    bounds,
+    errors,
+    is_beyond,
+    measured,
+    rates,
+)
+from benchmarks.papers.parts import Experiment, choose
+from benchmarks.papers.trial import Trial, trial
+from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
+from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+
+BASELINES = (BASE, "vllm-v0", "vllm", "fastgen", "multires", *MAX_ALLOCATION)
+_COMPARED = (ECOSERVE, ORACLE, BASE, "fastgen")
+_SPREAD = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen", "orca")  # run with every seed
+
+
+_MEASURED = ("choices", "sweeps")  # parts beside the experiments
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run.
+
+    experiments: cases and their systems
+    rates: {data set: rates}, low ones for systems with max-allocation; None = all of the data set
+    share: seconds of arrivals, as a share of the data set's
+    seeds: of them, from the given one on; other cases than the plain one, and systems that no claim is
+        about, use the first
+    points: points of each sweep
+    measured: the parts of `_MEASURED` that are run: every choice alone, the sweeps
+    """
+
+    experiments: tuple[Experiment[Case], ...]
+    rates: dict[str, tuple[float, ...]] | None
+    share: float
+    seeds: int
+    points: int
+    measured: frozenset[str]
+
+
+def full() -> Plan:
+    """Return the whole evaluation."""
+    experiments = (
+        Experiment("rates", (Case(),), (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES)),
+        Experiment("copies", (Case(copies=2.0), Case(copies=5.0)), _COMPARED),
+        Experiment("long", (Case(span=5.0),), (ECOSERVE, ORACLE, BASE)),
+    )
+    return Plan(experiments, None, 1.0, 3, 6, frozenset(_MEASURED))
+
+
+def quick_plan() -> Plan:
+    """Return fewer systems at few rates, one seed, a third of the arrivals.
+
+    The highest rates are more than any of these systems sustains for so long.
+    """
+    rates = {
+        "alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0),
+        "bookcorpus": (0.3, 0.4, 0.5),
+    }  # fmt: skip
+    systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
+    return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, frozenset({"sweeps"}))
+
+
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named parts of a plan, () = all. ConfigError for names that are of no part."""
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
+    return replace(plan, experiments=experiments, measured=plan.measured & chosen)
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Simulate and print; `quick`: about a minute. only: parts, () = all."""
+    began, plan = time.perf_counter(), part(quick_plan() if quick else full(), only)
+    seeds = [seed + i for i in range(plan.seeds)]
+    with Progress(disable=as_json, transient=True) as bar:
+        _compile(seed)
+        trials: Trials = {}
+        total = sum(1 for _ in _planned(plan, seeds))
+        for case, one in bar.track(_trials(plan, seeds), total=total, description="rates"):
+            trials.setdefault(case, []).append(one)
+        points = plan.points if "sweeps" in plan.measured else 0
+        swept_count = len(DATA) * len(SWEEPS) * points
+        swept = list(bar.track(sweeps(seeds, plan.share, points), total=swept_count, description="sweeps"))
+        alone: list[tuple[str, Trial]] = []
+        if "choices" in plan.measured:
+            chosen = choices(seeds, plan.share)
+            alone += bar.track(chosen, total=count_choices(seeds), description="choices")
+    rows = [*measured(trials), *choice_rows(alone), *sweep_rows(swept), *_claims(trials, seed)]
+    report = Report(
+        "ecoserve", "sim", f"EcoServe ({SIMULATED})", rows, time.perf_counter() - began,
+        About(_describe(plan), seed), row_grid(rows), notes=NOTES,
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(trials, swept, seed))
+
+
+NOTES = (
+    "Systems: -d decoupled queues, -sd time-synced groups too, -sdo ordered too, ecoserve with KVC"
+    " pipelining; -oracle: true lengths; ecoserve-paper: the text to the letter.",
+    "orca, srtf and fastserve reserve the longest sequence (3200 tokens) per request, at most 8 requests;"
+    " fastserve has 5 levels; fastgen and multires fill the target forward size; srtf and multires know the"
+    " lengths (2.1).",
+    f"Forecasts are SIMULATED, with the errors of figure 5a. SLO: {SLO_SCALE:g} x the seconds of a request on"
+    f" the idle engine. Compute: tokens of an iteration over a target forward size of {TFS}, at most 1.",
+    "Figures are means over the seeds; .min and .max are the least and most of them.",
+    "sched.share_pct: this machine's time for decisions over the simulated time of iterations.",
+)
+
+
+def _describe(plan: Plan) -> str:
+    parts = (
+        f"{d.name} {', '.join(f'{r:g}' for r in _rates(plan, d, ECOSERVE))} req/s for"
+        f" {d.seconds * plan.share:g} s"
+        for d in DATA
+    )
+    return (
+        f"{SIMULATED}: OPT-13B on an A100, 12 GB of KV, Poisson, Table 2's lengths, seeds: {plan.seeds};"
+        f" {'; '.join(parts)}"
+    )
+
+
+def _claims(trials: Trials, seed: int) -> Iterator[Row]:
+    """Yield the paper's figures beside ours."""
+    yield from errors(seed)
+    yield from rates(trials)
+    yield from averages(trials)
+    yield from bounds(trials, seed)
+
+
+# ---- running
+
+
+def _compile(seed: int) -> None:
+    """Run every system once on a small load, so that decision times do not include compilation."""
+    load = workload(DATA[0], 5.0, 4.0, seed)
+    for name in (*ABLATION, PAPER_TEXT, *BASELINES):
+        trial(name, DATA[0], 5.0, load, seed)
+
+
+def _rates(plan: Plan, data: Data, name: str) -> tuple[float, ...]:
+    """Return the rates of a system: the sweep's and Table 2's."""
+    if plan.rates is not None:
+        return plan.rates[data.name]
+    return tuple(sorted({*(data.low if name in MAX_ALLOCATION else data.rates), data.rate}))
+
+
+def _planned(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Data, float, int, str]]:
+    cases = ((case, one.systems) for one in plan.experiments for case in one.settings)
+    for (case, systems), data in product(cases, DATA):
+        for name in systems:
+            spread = case == Case() and name in _SPREAD
+            for rate, seed in product(_rates(plan, data, name), seeds if spread else seeds[:1]):
+                yield case, data, rate, seed, name
+
+
+def _trials(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Trial]]:
+    """Run every system at every rate; far beyond saturation for a third of the time."""
+    for case, data, rate, seed, name in _planned(plan, seeds):
+        share = plan.share * case.span / (3 if is_beyond(data, rate) else 1)
+        load = workload(data, rate, data.seconds * share, seed)
+        yield case, trial(name, data, rate, load, seed, copies=case.copies)
+
+
+# ---- plots
+
+
+def _pictures(trials: Trials, swept: Sequence[Swept], seed: int) -> dict[str, bytes]:
+    """Return {name: PNG} of what was run."""
+    found = {"rates": _rates_plot(trials[Case()], seed)} if Case() in trials else {}
+    return found | ({"sweeps": _sweep_plot(swept)} if swept else {})
+
+
+_PANELS = (("normalized", "s/token", "log"), ("jct", "JCT, s", "log"), ("ssr", "SSR", "linear"),
+           ("kv", "KV in use", "linear"))  # fmt: skip
+
+
+def _rates_plot(trials: Sequence[Trial], seed: int) -> bytes:
+    """Return a PNG: normalized latency, JCT, SSR and KV in use against the rate, a column per data set."""
+    figure, panels = sheet(len(_PANELS), len(DATA), 11, 11)
+    for number, axes in enumerate(panels):
+        (field, label, scale), data = _PANELS[number // len(DATA)], DATA[number % len(DATA)]
+        _rate_lines(axes, [t for t in trials if t.seed == seed], data, field)
+        first, bottom = number % len(DATA) == 0, number >= len(panels) - len(DATA)
+        axes.set(yscale=scale, ylabel=label if first else "", xlabel="req/s" if bottom else "")
+        axes.set_title(data.name if number < len(DATA) else "", fontsize=10)
+    line_legend(figure, 5)
+    figure.suptitle(f"{SIMULATED}: OPT-13B on an A100, 12 GB of KV", fontsize=10)
+    return png(figure)
+
+
+def _rate_lines(axes: Axes, trials: Sequence[Trial], data: Data, field: str) -> None:
+    """Draw one line per system."""
+    systems = [s for s in (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES) if any(t.system == s for t in trials)]
+    for system, shade in colours(systems).items():
+        mine = [t for t in trials if (t.system, t.data) == (system, data.name) and t.rate <= max(data.rates)]
+        mine.sort(key=lambda t: t.rate)
+        axes.plot(
+            [t.rate for t in mine], [getattr(t, field) for t in mine],
+            "-" if system.startswith(ECOSERVE) else "--", marker=".", color=shade, label=system,
+        )  # fmt: skip
+
+
+def _sweep_plot(swept: Sequence[Swept]) -> bytes:
+    """Return a PNG: JCT against padding, reserve and buffer, over the least of each data set."""
+    figure, panels = sheet(1, len(SWEEPS), 10, 3.4)
+    for axes, name in zip(panels, SWEEPS, strict=True):
+        for number, data in enumerate(DATA):
+            mine = [s for s in swept if s.name == name and s.trials[0].data == data.name]
+            least = min(s.jct for s in mine)
+            values = [100 * s.value for s in mine]
+            axes.plot(values, [s.jct / least for s in mine], ".-", color=colour(number), label=data.name)
+        axes.set(xlabel=f"{name}, %", ylabel="JCT over the least")
+    line_legend(figure, len(DATA))
+    figure.suptitle(f"{SIMULATED}: ecoserve", fontsize=10)
+    return png(figure)

@@ -1,0 +1,226 @@
+"""`headway bench papers hermes`: the evaluation of Hermes (section 5), SIMULATED.
+
+Application completion times at three intensities, the ablation, deadlines, what wrong graphs cost, backends
+that are prewarmed (`hermes_prewarm.py`), and the time of the policy. Workloads: `hermes_workloads.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks.papers.hermes_policy import policy_rows
+from benchmarks.papers.hermes_prewarm import KS, Warmed, prewarm_rows, prewarmed
+from benchmarks.papers.hermes_workloads import (
+    DEFAULT,
+    FACTORS,
+    GRAPHS,
+    HERMES,
+    ORACLE,
+    RUNS,
+    WINDOWS,
+    Served,
+    Setting,
+    serve,
+    source,
+)
+from benchmarks.papers.parts import Experiment, choose
+from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+
+SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
+_ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
+_WARMED = ("CG", "PE")  # applications with backends that have to be started
+_DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl", DEFAULT)
+_MEASURED = ("prewarm", "policy")  # parts beside the experiments
+# What the paper reports, in percent: reductions of the mean and the P95 at 1x (5.2), of one 7B model.
+_REDUCTION = {"vllm": (77.0, 82.4), "parrot": (76.7, 69.0), "vtc": (66.7, 74.1)}
+_REDUCTION_70B = {"vllm": (58.5, 62.2), "parrot": (39.1, 21.7), "vtc": (50.3, 45.8)}  # two 70B models at 3x
+_INFLATED = {"hermes-no-refine": 15.3, "hermes-mean": 47.5}  # mean, over that of hermes (5.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run.
+
+    seeds: per setting and system. live: numbers of live runs whose policy is timed.
+    ks: how aggressively backends are prewarmed, () = that is not run.
+    """
+
+    experiments: tuple[Experiment[Setting], ...]
+    seeds: int
+    live: tuple[int, ...]
+    ks: tuple[float, ...]
+
+
+Results = Mapping[str, Sequence[Served]]
+
+
+def full() -> Plan:
+    """Return the whole evaluation."""
+    intensities = tuple(Setting(name, window=seconds) for name, seconds in WINDOWS.items())
+    wrong = tuple(Setting(f"graphs: {graphs}", graphs=graphs) for graphs in GRAPHS)
+    big = Setting("70b, 3x", runs=10 * RUNS, engine="70b")
+    return Plan(
+        (
+            Experiment("act", intensities, SYSTEMS),
+            Experiment("70b", (big,), (*SYSTEMS[:3], HERMES, DEFAULT)),
+            Experiment("ablation", (Setting("3x"),), _ABLATION),
+            Experiment("deadlines", (_deadlines(),), _DEADLINES),
+            Experiment("graphs", wrong, (HERMES,)),
+        ),
+        3, (100, 1000, 10_000), KS,
+    )  # fmt: skip
+
+
+def quick() -> Plan:
+    """Return one intensity with one seed, and a part of the rest."""
+    return Plan(
+        (
+            Experiment("act", (Setting("3x"),), SYSTEMS),
+            Experiment("ablation", (Setting("3x"),), _ABLATION),
+            Experiment("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
+        ),
+        1, (100, 10_000), KS[1:4],
+    )  # fmt: skip
+
+
+def _deadlines() -> Setting:
+    return Setting("15 minutes", window=WINDOWS["2x"], deadlines=True)
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Run the evaluation; `quick`: a minute of it, 3x with one seed. only: parts, () = all."""
+    began = time.perf_counter()
+    plan = part(_plan(quick), only)
+    results, warmed = run(plan, seed, bar=not as_json)
+    figures = [*_act_rows(results), *_deadline_rows(results), *_graph_rows(results)]
+    figures += [*prewarm_rows(warmed), *policy_rows(plan.live)]
+    workload = (
+        f"{SIMULATED}: {source()}; {RUNS} runs within 30, 15 and 10 minutes (1x, 2x, 3x) on one engine "
+        "(Llama-2-7B on an A100, KV for 40,000 tokens); graphs learned from other runs than those served; "
+        f"{plan.seeds} seed(s), figures over all of their runs."
+    )
+    report = Report(
+        "papers hermes", "sim", f"Hermes, its ablations and its baselines ({SIMULATED})", figures,
+        time.perf_counter() - began, About(workload, seed), row_grid(figures),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
+
+
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
+    return Plan(
+        experiments, plan.seeds,
+        plan.live if "policy" in chosen else (), plan.ks if "prewarm" in chosen else (),
+    )  # fmt: skip
+
+
+def run(plan: Plan, seed: int, *, bar: bool) -> tuple[dict[str, list[Served]], list[Warmed]]:
+    """Run a plan; what two experiments have in common runs once. One `Served` per system and setting."""
+    jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
+    done: dict[tuple[str, Setting], Served] = {}
+    with Progress(disable=not bar) as progress:
+        apps = _WARMED if plan.ks else ()
+        total = len(jobs) * plan.seeds + len(apps) * (len(plan.ks) + 1)
+        task = progress.add_task("simulating", total=total)
+        for system, setting in jobs:
+            some = []
+            for number in range(seed, seed + plan.seeds):
+                some.append(serve(system, setting, number))
+                progress.advance(task)
+            done[system, setting] = _together(some)
+        warmed = []
+        for app in apps:
+            warmed += prewarmed(app, plan.ks, seed, partial(progress.advance, task))
+    served = {
+        e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments
+    }
+    return served, warmed
+
+
+def _together(some: Sequence[Served]) -> Served:
+    """Return the runs of all seeds as one."""
+    act, target, factor = (
+        np.concatenate([getattr(one, name) for one in some]) for name in ("act", "target", "factor")
+    )
+    apps = [app for one in some for app in one.apps]
+    return Served(some[0].system, some[0].setting, act, target, factor, apps)
+
+
+def _act_rows(results: Results) -> list[Row]:
+    """Return completion times, and how far hermes is below or above the others."""
+    served = [one for name in ("act", "70b", "ablation") for one in results.get(name, ())]
+    once = {(one.system, one.setting): one for one in served}
+    rows = [row for one in once.values() for row in _times(one)]
+    for name, setting, paper in (("act", "1x", _REDUCTION), ("70b", "70b, 3x", _REDUCTION_70B)):
+        for one in results.get(name, ()):
+            if one.system in paper and one.setting.name == setting:
+                rows += _reductions(_of(results[name], HERMES, setting), one, paper[one.system])
+            elif one.system in paper:
+                rows += _reductions(_of(results[name], HERMES, one.setting.name), one, (None, None))
+    for one in results.get("ablation", ()):
+        more = 100 * (one.act.mean() / _of(results["ablation"], HERMES, one.setting.name).act.mean() - 1)
+        if one.system != HERMES:
+            published = _INFLATED.get(one.system)
+            rows.append(Row("act.mean.over_hermes_pct", one.system, one.setting.name, more, "%", published))
+    return rows
+
+
+def _times(one: Served) -> list[Row]:
+    setting = one.setting.name
+    mean, p95 = float(one.act.mean()), float(np.quantile(one.act, 0.95))
+    return [
+        Row("act.mean", one.system, setting, mean, "s"),
+        Row("act.p95", one.system, setting, p95, "s"),
+    ]
+
+
+def _reductions(hermes: Served, other: Served, paper: tuple[float | None, float | None]) -> list[Row]:
+    mean = 100 * (1 - hermes.act.mean() / other.act.mean())
+    p95 = 100 * (1 - np.quantile(hermes.act, 0.95) / np.quantile(other.act, 0.95))
+    setting = f"{other.setting.name}, against {other.system}"
+    return [
+        Row("act.mean.reduction_pct", HERMES, setting, float(mean), "%", paper[0]),
+        Row("act.p95.reduction_pct", HERMES, setting, float(p95), "%", paper[1]),
+    ]
+
+
+def _deadline_rows(results: Results) -> list[Row]:
+    rows = []
+    for one in results.get("deadlines", ()):
+        met = one.act <= one.target
+        rows.append(Row("deadlines_met_pct", one.system, one.setting.name, 100 * float(met.mean()), "%"))
+        for factor in FACTORS:
+            share = 100 * float(met[one.factor == factor].mean())
+            rows.append(Row("deadlines_met_pct", one.system, f"{one.setting.name}, {factor:g}x", share, "%"))
+    by = {one.system: float((one.act <= one.target).mean()) for one in results.get("deadlines", ())}
+    if by:
+        ratio = by["hermes-ddl"] / by["edf"]
+        rows.append(Row("deadlines_met.over_edf", "hermes-ddl", "15 minutes", ratio, "x", 2.0))
+    return rows
+
+
+def _graph_rows(results: Results) -> list[Row]:
+    """Return what hermes does with other graphs than those learned from the other half of the runs."""
+    return [row for one in results.get("graphs", ()) for row in _times(one)]
+
+
+def _of(some: Sequence[Served], system: str, setting: str) -> Served:
+    return next(one for one in some if one.system == system and one.setting.name == setting)
+
+
+def _plan(short: bool) -> Plan:
+    return quick() if short else full()
+
+
+def _pictures(results: Results) -> Mapping[str, bytes]:
+    from benchmarks.papers.hermes_plots import plots
+
+    return plots(results)

@@ -1,0 +1,181 @@
+"""`headway bench papers qlm`: the evaluation of QLM (arXiv 2407.00047, section 8), SIMULATED.
+
+Several models on fewer A100s (W_A), one model (W_B), mega prompts (W_C), A10s beside A100s, standing queues,
+the group size delta and SLO scales, over QLM, its ablations and the paper's baselines; the estimator's
+accuracy and the planning time. Workloads: `qlm_workloads.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.progress import Progress
+
+from benchmarks.papers.parts import Experiment, choose
+from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
+from benchmarks.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
+from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
+from headway.policy.recipes.registry import find
+from headway.whatif.output.results import SIMULATED, About, Report, deliver, row_grid
+
+MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
+# `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
+SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
+# Without load balancing: groups at random; without an order that minds model swaps: groups by deadline.
+ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
+PLACED = (QLM, "qlm-round-robin", "qlm-random")
+# On a fleet where every model has its instances, so that nothing needs to be swapped.
+ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
+_MEASURED = ("delta", "estimator", "planning")  # parts beside the experiments
+_PLANNED = 8  # A100s of the fleet for which queues are planned
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run.
+
+    queues: lengths of the queues that are planned.
+    estimated: requests in the queues whose waits are forecast, 0 = none are.
+    deltas: group sizes, in batches.
+    delta_setting: the workload they are compared on.
+    """
+
+    experiments: tuple[Experiment[Setting], ...]
+    queues: tuple[int, ...]
+    estimated: int
+    deltas: tuple[int, ...]
+    delta_setting: Setting
+
+
+def _multi(seconds: float) -> Setting:
+    first = (("mistral-7b", "vicuna-13b"),)
+    return Setting("W_A", (("a100", 3),), FIVE, 0.8, seconds, first)
+
+
+def _single(seconds: float) -> Setting:
+    return Setting("W_B", (("a100", 2),), ONE, 1.2, seconds)
+
+
+def _mixed(seconds: float, a10: int) -> Setting:
+    gpus, names = (("a100", 10 - a10), ("a10", a10)), tuple(model.name for model in TWELVE)
+    return Setting("W_A of 7B models", gpus, TWELVE, 0.8, seconds, (names, names[10 - a10 :] + names))
+
+
+def _fleet(seconds: float, name: str) -> Setting:
+    """Return 8 A100s and 8 A10s that begin with instances for every model by its demand."""
+    often, half = "vicuna-13b", "mistral-7b"
+    a100 = (often, often, half, often, "vicuna-13b-law", often, half, often)
+    a10 = ("mistral-7b-sql", "mistral-7b-med")
+    return Setting(name, (("a100", 8), ("a10", 8)), FIVE, 1.0, seconds, (a100, a10))
+
+
+def full() -> Plan:
+    """Return the whole evaluation."""
+    multi, single = _multi(120.0), _single(120.0)
+    mega = replace(multi, name="W_C", load=0.4)
+    queued = replace(single, load=0.5)
+    return Plan(
+        (
+            Experiment("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.5, 1.0)), MULTI),
+            Experiment("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
+            Experiment("multi-ablation", (multi,), ABLATION),
+            Experiment("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
+            Experiment("single-ablation", (single,), ABLATION),
+            Experiment("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
+            Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
+            Experiment(
+                "queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]
+            ),
+            Experiment("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
+            Experiment("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
+            Experiment("hour", (_fleet(3600.0, "W_A for an hour"),), (QLM,)),
+        ),
+        (1_000, 10_000, 100_000, 400_000), 4000, (1, 2, 4, 8, 16), multi,
+    )  # fmt: skip
+
+
+def quick() -> Plan:
+    """Return W_A and W_B in one setting each, and a part of the rest."""
+    multi, single = _multi(120.0), _single(120.0)
+    return Plan(
+        (Experiment("multi", (multi,), MULTI), Experiment("single", (single,), SINGLE[:5])),
+        (10_000,), 2000, (1, 4), multi,
+    )  # fmt: skip
+
+
+_SHARES = (0.05, 0.2, 0.5, 1.0)
+_SCALES = (1.0, 3.0, 11.0)
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
+    began = time.perf_counter()
+    results = run(part(_plan(quick), only), seed, bar=not as_json)
+    figures = [*rows(results), *claims(results)]
+    workload = (
+        f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "
+        f"variation of {CV:g}; load = work that arrives / capacity of the fleet; latency-sensitive requests "
+        "are due in 25 s, batch ones in 300 s. A run ends with its last request, at most after four times "
+        "the seconds of arrivals; throughput = requests ended / seconds until then."
+    )
+    report = Report(
+        "papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})", figures,
+        time.perf_counter() - began, About(workload, seed), row_grid(figures),
+        notes=("A row with a paper's figure has the best of all settings ('up to'): docs/bench/qlm.md.",),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
+
+
+def part(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
+    experiments, chosen = choose(plan.experiments, _MEASURED, only)
+    return Plan(
+        experiments,
+        plan.queues if "planning" in chosen else (),
+        plan.estimated if "estimator" in chosen else 0,
+        plan.deltas if "delta" in chosen else (), plan.delta_setting,
+    )  # fmt: skip
+
+
+def run(plan: Plan, seed: int, *, bar: bool) -> Results:
+    """Run a plan; what two experiments have in common runs once."""
+    from headway.policy.recipes.qlm import with_delta
+
+    jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
+    estimated = ESTIMATED if plan.estimated else {}
+    steps = len(jobs) + len(plan.deltas) + len(plan.queues) + len(estimated)
+    with Progress(disable=not bar) as progress:
+        task = progress.add_task("simulating", total=steps)
+        done: dict[tuple[str, Setting], Trial] = {}
+        for system, setting in jobs:
+            done[system, setting] = trial(system, find(system), setting, seed)
+            progress.advance(task)
+        deltas = {}
+        for delta in plan.deltas:
+            deltas[delta] = trial(QLM, with_delta(delta), plan.delta_setting, seed)
+            progress.advance(task)
+        forecasts = []
+        for name, profile in estimated.items():
+            forecasts += estimates(name, profile, plan.estimated, seed)
+            progress.advance(task)
+        planned = []
+        for queued in plan.queues:
+            planned.append(planning(find(QLM), queued, _PLANNED, seed))
+            progress.advance(task)
+    trials = {
+        e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments
+    }
+    return Results(trials, deltas, forecasts, planned)
+
+
+def _plan(short: bool) -> Plan:
+    return quick() if short else full()
+
+
+def _pictures(results: Results) -> Mapping[str, bytes]:
+    from benchmarks.papers.qlm_plots import plots
+
+    return plots(results)

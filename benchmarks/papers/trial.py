@@ -1,0 +1,107 @@
+"""One trial of the EcoServe benchmark: a recipe on a simulated engine, and the figures of EcoServe 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.papers.ecoserve_setup import TFS, TRUE_LENGTHS, Data, instance, system
+from benchmarks.papers.observers import Gauges, inside
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.pack.ecoserve.packer import Options
+from headway.ports import Lengths, Packer
+from headway.simulate.forecasts import Oracle, Provisioned
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The figures of one system; shares are from 0 to 1.
+
+    seed: of its workload
+    copies: factor of the seconds that copies take
+    jct: mean job completion time, seconds per request
+    normalized: mean JCT per output token
+    tbt: mean time between tokens, by request
+    ssr: SLO satisfaction ratio
+    throughput: completed requests per second
+    kv, compute: utilization
+    failures: share of requests that lost KV or paused for lack of it
+    thinking: wall seconds of decisions per simulated second
+    counts: counters of the packer, by name
+    """
+
+    system: str
+    data: str
+    rate: float
+    seed: int
+    copies: float
+    jct: float
+    jct_p99: float
+    normalized: float
+    tbt: float
+    ssr: float
+    throughput: float
+    kv: float
+    compute: float
+    failures: float
+    thinking: float
+    iterations: int
+    counts: Mapping[str, int]
+
+
+def is_oracle(name: str) -> bool:
+    """Tell whether a system knows the true lengths."""
+    return name.endswith("-oracle") or name in TRUE_LENGTHS
+
+
+def forecasts(name: str, data: Data, load: Workload, seed: int, padding: float | None = None) -> Lengths:
+    """Return the lengths that a system plans with: the true ones, or the paper's predictor's.
+
+    padding: instead of the data set's
+    """
+    if is_oracle(name):
+        return Oracle(load)
+    rng = np.random.default_rng([seed, 1])
+    made = Provisioned.of(load, data.accuracy, data.over, data.under, rng)
+    return made if padding is None else made.times((1 + padding) / (1 + data.padding))
+
+
+def trial(
+    name: str, data: Data, rate: float, load: Workload, seed: int, *, copies: float = 1.0,
+    options: Options | None = None, padding: float | None = None,
+) -> Trial:  # fmt: skip
+    """Run a system on a workload; `options` replace those of an EcoServe variant."""
+    place, clock, packers = instance(copies), list[float](), list[Packer]()
+    recipe = system(name, data, options)
+
+    def packer(spec: EngineSpec) -> Packer:
+        packers.append(recipe.packer(spec))
+        return packers[0]
+
+    kv = place.instance.blocks_total * place.instance.block_size
+    gauges = Gauges(kv, TFS, float(load.arrival.max(initial=0.0)), clock)
+    timed = inside(replace(recipe, packer=packer), clock)
+    lengths = forecasts(name, data, load, seed, padding)
+    outcome = Simulation(timed, [place], load, lengths).run(observer=gauges)
+    return _figures((name, data.name, rate, seed, copies), load, outcome, gauges, packers[0].counters)
+
+
+def _figures(
+    case: tuple[str, str, float, int, float], load: Workload, outcome: Outcome, gauges: Gauges,
+    counts: Mapping[str, int],
+) -> Trial:  # fmt: skip
+    jct = outcome.end - load.arrival
+    tbt = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)
+    stalled = counts.get("stalled", 0)
+    return Trial(
+        *case, float(jct.mean()), float(np.quantile(jct, 0.99)), float((jct / load.output).mean()),
+        float(tbt.mean()), float((jct <= load.e2e).mean()), len(load) / float(outcome.end.max()),
+        gauges.kv_utilization, gauges.compute_utilization,
+        min((np.count_nonzero(outcome.evictions) + stalled) / len(load), 1.0),
+        gauges.thinking / gauges.busy, outcome.iterations, counts,
+    )  # fmt: skip

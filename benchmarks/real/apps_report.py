@@ -1,0 +1,154 @@
+"""The figures of `headway bench apps`: completion times of runs, attainment of chat, what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.real import apps
+from benchmarks.real.app_load import APPS, shares, source
+from benchmarks.real.apps import ALL, RUNS, Outcome, Ran, Served, Trial, completion_times
+from headway.whatif.load import metrics, mix, report
+from headway.whatif.load.records import Record, Results
+from headway.whatif.measured.systems import STOCK, total
+from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+
+_HERMES = "hermes"
+_QUICK = ("vllm-fcfs", _HERMES)
+_QUICK_SECONDS, _QUICK_RATE, _QUICK_SCALE = 4.0, 1.25, 0.1
+_SECONDS = "headway_run_seconds"
+Figure = tuple[str, str, float | None, str]
+
+
+def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
+    """Run and print; `quick`: two systems, some seconds of small runs at a rate that is given."""
+    if quick:
+        names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
+        trial = replace(
+            trial, systems=names, rate=trial.rate or _QUICK_RATE, rounds=1, together=True,
+            duration=min(trial.duration, _QUICK_SECONDS), shape=replace(trial.shape, scale=_QUICK_SCALE),
+        )  # fmt: skip
+    began = time.perf_counter()
+    outcome = asyncio.run(apps.run(trial))
+    built = build(trial, outcome, time.perf_counter() - began)
+    deliver(built, as_json=as_json, out=out, pictures=lambda: _pictures(outcome.served))
+
+
+def build(trial: Trial, outcome: Outcome, seconds: float) -> Report:
+    """Return the report: a line per figure, a column per system."""
+    rows = [row for name, served in outcome.served.items() for row in rows_of(name, served)]
+    rows += reductions(outcome.served)
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row.id, row.setting), {})[row.system] = row
+    lines = [
+        [f"{id} {next(iter(line.values())).unit}", setting]
+        + [show(line[name].ours) if name in line else "-" for name in outcome.served]
+        for (id, setting), line in found.items()
+    ]
+    variant = f", {trial.variant}" if trial.variant else ""
+    rows = [replace(row, setting=row.setting + variant) for row in rows]
+    return Report(
+        "apps", "vllm", "Application runs beside chat on vLLM", rows, seconds,
+        About(_describe(trial, outcome), trial.seed),
+        Grid(["figure", "setting", *outcome.served], [lines], tuple(outcome.served)),
+        notes=_notes(outcome.served),
+    )  # fmt: skip
+
+
+def _describe(trial: Trial, outcome: Outcome) -> str:
+    shape = trial.shape
+    asked = ", ".join(f"{share:.0%} {name}" for name, share in shares().items())
+    capacity = f" (capacity {outcome.capacity:.3f} runs/s)" if outcome.capacity else ""
+    return (
+        f"{asked}: {source()}, tokens and seconds times {shape.scale:g}; gamma distributed gaps of "
+        f"burstiness {shape.burstiness:g} at {outcome.rate:.3f} runs/s{capacity}; beside them "
+        f"{mix.describe(shape.chat)}, Poisson arrivals; {trial.rounds} x {trial.duration:g} s, batch limit "
+        f"{trial.engine.max_running}."
+    )
+
+
+def _notes(results: Mapping[str, Served]) -> list[str]:
+    asked: Results = {name: ([*served.chat, *requests(served.runs)], {}) for name, served in results.items()}
+    refused = [
+        f"{name}: {served.refused} reports of runs were not taken."
+        for name, served in results.items()
+        if served.refused
+    ]
+    return [*report.warnings(asked), *refused]
+
+
+# ---- figures
+
+
+def requests(runs: Sequence[Ran]) -> list[Record]:
+    """Return the records of the runs' requests."""
+    return [record for run in runs for record in run.records]
+
+
+def rows_of(system: str, served: Served) -> list[Row]:
+    """Return the figures of a system.
+
+    act.mean, act.p95: application completion time of complete runs, by application and over all. runs: made.
+    lost: runs of which a request had no answer; chat requests without one. attainment, ttft.p99: of chat.
+    gateway.runs, gateway.act.mean: runs that ended as complete by the gateway's own count, and their mean
+    time from the first request to the end of the last; not of stock vLLM, which knows no runs.
+    """
+    return [Row(id, system, setting, value, unit) for id, setting, value, unit in _figures(system, served)]
+
+
+def _figures(system: str, served: Served) -> Iterator[Figure]:
+    for setting in (ALL, *APPS):
+        seconds = completion_times(served.runs, setting)
+        yield "act.mean", setting, float(seconds.mean()) if seconds.size else None, "s"
+        yield "act.p95", setting, float(np.quantile(seconds, 0.95)) if seconds.size else None, "s"
+    for setting in (ALL, *APPS):
+        made = sum(setting in (ALL, run.app) for run in served.runs)
+        yield "runs", setting, float(made), "count"
+        yield "lost", setting, float(made - completion_times(served.runs, setting).size), "count"
+    for tier in metrics.tiers(served.chat):
+        part = [record for record in served.chat if record.tier == tier]
+        late = metrics.values(part, "ttft")
+        yield "attainment", tier, metrics.attainment(part), "%"
+        yield "ttft.p99", tier, float(np.quantile(late, 0.99)) * 1000 if late.size else None, "ms"
+        yield "requests", tier, float(len(part)), "count"
+        yield "lost", tier, float(sum(not record.ok for record in part)), "count"
+    if system not in STOCK:
+        yield from _gateway(served)
+
+
+def _gateway(served: Served) -> Iterator[Figure]:
+    for setting in (ALL, *APPS):
+        labels = () if setting == ALL else (setting,)
+        ended = total(served.counts, f"{_SECONDS}_count", *labels)
+        seconds = total(served.counts, f"{_SECONDS}_sum", *labels)
+        yield "gateway.runs", setting, total(served.counts, RUNS, "finished", *labels), "count"
+        yield "gateway.act.mean", setting, seconds / ended if ended else None, "s"
+
+
+def reductions(results: Mapping[str, Served]) -> list[Row]:
+    """Return by how many percent the completion times of `hermes` are below those of the others."""
+    rows: list[Row] = []
+    if _HERMES not in results:
+        return rows
+    ours = completion_times(results[_HERMES].runs)
+    for name, served in results.items():
+        theirs = completion_times(served.runs)
+        if name == _HERMES or not ours.size or not theirs.size:
+            continue
+        mean = 100 * (1 - float(ours.mean() / theirs.mean()))
+        p95 = 100 * (1 - float(np.quantile(ours, 0.95) / np.quantile(theirs, 0.95)))
+        rows.append(Row("act.mean.reduction_pct", _HERMES, f"{ALL}, against {name}", mean, "%"))
+        rows.append(Row("act.p95.reduction_pct", _HERMES, f"{ALL}, against {name}", p95, "%"))
+    return rows
+
+
+def _pictures(results: Mapping[str, Served]) -> dict[str, bytes]:
+    from benchmarks.real.apps_plots import draw
+
+    return draw(results)

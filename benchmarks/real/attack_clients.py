@@ -1,0 +1,342 @@
+"""The attacks of `headway bench attack`: what hostile clients send, over raw connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real.nonsense import NONSENSE
+from benchmarks.real.peers import Peer
+
+MIB = 2**20
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_SAY = [{"role": "user", "content": "Say something."}]
+_ANSWER_S = 30.0  # an answer that takes longer is none
+HANG_S = 3.0  # for which an engine hangs
+BURST = 5000  # connections
+FLOOD = 4000
+ALPHA, BETA = "sk-alpha-123", "sk-beta-1234"  # keys of two tenants
+KEYS = ({"key": ALPHA, "tenant": "alpha"}, {"key": BETA, "tenant": "beta"})
+
+
+@dataclass(slots=True)
+class Target:
+    """The gateway under attack, and what its clients have seen.
+
+    engine: the FAKE engine behind it. folder: its queue's directory.
+    stop: instant of the event loop's clock at which attackers end.
+    headers: of the honest client. flood: how many requests a tenant sends that floods the others.
+    broken: 5xx that no client should see, and nonsense that was passed on.
+    lost: requests that were accepted and got no answer. refused: 429s that the honest client got.
+    """
+
+    gateway: Peer
+    engine: Peer
+    folder: Path
+    stop: float = 0.0
+    headers: str = ""
+    flood: int = FLOOD
+    broken: int = 0
+    lost: int = 0
+    refused: int = 0
+    numbers: count[int] = field(default_factory=count)
+
+    @property
+    def going(self) -> bool:
+        return asyncio.get_running_loop().time() < self.stop
+
+    async def end(self) -> None:
+        """Wait until attackers end."""
+        await asyncio.sleep(max(self.stop - asyncio.get_running_loop().time(), 0.0))
+
+    async def send(self, data: bytes, *, port: int | None = None, meant: int = 503) -> tuple[int, bytes]:
+        """Send bytes on a connection of its own; return status and body of the answer, 0 = there is none.
+
+        meant: the 5xx that it may have, besides 503.
+        """
+        status, body = await exchange(port or self.gateway.port, data)
+        self.broken += status >= 500 and status not in (503, meant)
+        return status, body
+
+    async def chat(self, **fields: Any) -> int:
+        """Ask as an honest client; return the status. No answer is a loss, a refusal (429, 503) is none."""
+        status, body = await self.send(request(_CHAT, say(**fields), self.headers))
+        self.refused += status == 429
+        self.lost += status not in (200, 429, 503) or (status == 200 and b"fake " not in body)
+        return status
+
+
+Attack = Callable[[Target], Awaitable[None]]
+
+
+async def exchange(port: int, data: bytes) -> tuple[int, bytes]:
+    """Send bytes on a new connection; return status and body. Status 0 = no complete answer came."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(data)
+                head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return 0, b""
+    status = int(head[9:12] or 0)
+    length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+    return (0, b"") if length and len(body) < int(length) else (status, body)
+
+
+def say(**fields: Any) -> dict[str, Any]:
+    """Return the body of a chat request."""
+    return {"model": "smollm2", "messages": _SAY, "max_tokens": 4, **fields}
+
+
+def request(path: str, body: Mapping[str, Any] | bytes, headers: str = "") -> bytes:
+    """Return the bytes of a POST whose connection ends with the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}"
+    return f"{lines}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def _mib(before: str, element: str) -> bytes:
+    """Return a JSON body of a MiB: a list of one element, many times."""
+    times = (MIB - 200) // (len(element) + 1)
+    return f'{{"model": "smollm2", {before}: [{",".join([element] * times)}]}}'.encode()
+
+
+def repeated(data: bytes) -> Attack:
+    """Return the attack that sends the same bytes again and again."""
+
+    async def attack(target: Target) -> None:
+        while target.going:
+            await target.send(data)
+
+    return attack
+
+
+async def waiting(target: Target) -> None:
+    """Queue bodies of a MiB whose answers never begin, and leave."""
+    data = request(_CHAT, say(metadata="x" * (MIB - 400), vllm_xargs={"fake_hold": "never"}))
+    lines = list[asyncio.StreamWriter]()
+    try:
+        while target.going and len(lines) < 200:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port)
+                lines.append(writer)
+                writer.write(data)
+                await writer.drain()
+        await target.end()
+    finally:
+        for writer in lines:
+            writer.transport.abort()
+
+
+async def aborted(target: Target) -> None:
+    """Begin uploads of a MiB and break them off."""
+    data = request(_CHAT, say(metadata="x" * (MIB - 400)))[: MIB // 2]
+    while target.going:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port)
+            writer.write(data)
+            await writer.drain()
+            writer.transport.abort()
+
+
+async def made_up_tasks(target: Target) -> None:
+    """Name another task with every request."""
+    while target.going:
+        task = f"{next(target.numbers):0128d}"
+        await target.send(request(_CHAT, say(), f"x-headway-task: {task}\r\n"))
+
+
+async def background(target: Target) -> None:
+    """Queue background bodies of a MiB; each is a loss that does not complete."""
+    ids = list[str]()
+    data = request(_CHAT, say(metadata="x" * (MIB - 400), background=True))
+    while target.going and len(ids) < 60:
+        status, body = await target.send(data)
+        ids += [json.loads(body)["id"]] if status == 202 else []
+    await _completed(target, ids)
+
+
+async def full_disk(target: Target) -> None:
+    """Let background work end while the queue's file cannot grow; each is a loss that does not complete."""
+    hold = f"disk-{next(target.numbers)}"
+    data = request(_CHAT, say(background=True, max_tokens=2000, vllm_xargs={"fake_hold": hold}))
+    answers = [await target.send(data) for _ in range(20)]
+    log = target.folder / "queue.sqlite-wal"
+    limit = target.gateway.process.rlimit
+    before = limit(resource.RLIMIT_FSIZE)
+    limit(resource.RLIMIT_FSIZE, (min(log.stat().st_size, 4096), before[1]))
+    try:
+        await target.send(request(f"/release/{hold}", b""), port=target.engine.port)
+        await target.end()
+    finally:
+        limit(resource.RLIMIT_FSIZE, before)
+    await _completed(target, [json.loads(body)["id"] for status, body in answers if status == 202])
+
+
+async def hung(target: Target) -> None:
+    """Stop the engine's process while requests are inside, and let it go on; each is owed an answer."""
+    process = target.engine.process
+    while target.going:
+        asked = [asyncio.ensure_future(target.chat(vllm_xargs={"fake_delay": 0.1})) for _ in range(8)]
+        await asyncio.sleep(0.2)  # now they are inside
+        process.suspend()
+        try:
+            await asyncio.sleep(HANG_S)
+        finally:
+            process.resume()
+        await asyncio.gather(*asked)
+
+
+async def untrusted(target: Target) -> None:
+    """Have the engine answer nonsense, in streams and whole; a request that is not refused counts."""
+    asks = [request(_CHAT, say(stream=stream, vllm_xargs={"fake_end": name})) for name, stream in _UNTRUSTED]
+    while target.going:
+        for ask in asks:
+            status, _ = await target.send(ask, meant=502)
+            target.lost += status == 0
+            target.broken += 0 < status < 500
+
+
+async def tenant(target: Target) -> None:
+    """Send a flood of requests as one tenant, all at once; those accepted that do not complete are lost."""
+    ids, header = list[str](), bearer(ALPHA)
+    slow = {"fake_tokens": 8, "fake_delay": 0.5}
+    data = request(_CHAT, say(background=True, vllm_xargs=slow), header)
+
+    async def some() -> None:
+        while next(target.numbers) < target.flood:
+            status, body = await target.send(data)
+            ids.extend([json.loads(body)["id"]] if status == 202 else [])
+
+    target.stop = inf  # the honest client goes on as long as the flood does
+    await asyncio.gather(*(some() for _ in range(64)))
+    await _completed(target, ids, header)
+    target.stop = 0.0
+
+
+def bearer(key: str) -> str:
+    """Return the header that carries a key."""
+    return f"authorization: Bearer {key}\r\n"
+
+
+async def _completed(target: Target, ids: list[str], headers: str = "") -> None:
+    """Count as lost what is not completed in time."""
+    left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
+    while left and asyncio.get_running_loop().time() < deadline:
+        for id in list(left):
+            get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n"
+            _, body = await target.send(get.encode())
+            if b'"status":"completed"' in body:
+                left.discard(id)
+        await asyncio.sleep(0.1)
+    target.lost += len(left)
+
+
+async def full_of(target: Target, count: int, data: bytes, drip: bytes) -> None:
+    """Keep so many connections open with the beginning of a request, a byte or two of which come at times."""
+    lines = list[asyncio.StreamWriter]()
+    try:
+        while target.going:
+            while target.going and len(lines) < count:
+                lines += await _connected(target, data)
+            for writer in lines:
+                writer.write(drip)
+            await asyncio.sleep(0.2)
+            lines = [writer for writer in lines if not writer.transport.is_closing()]
+    finally:
+        for writer in lines:
+            writer.transport.abort()
+
+
+async def _connected(target: Target, data: bytes) -> list[asyncio.StreamWriter]:
+    """Open a connection, send bytes and read nothing; an empty list when there is none."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port, limit=1)
+    except OSError:
+        return []
+    writer.write(data)
+    return [writer]
+
+
+async def slow_heads(target: Target) -> None:
+    """Send heads that never end, on 1,000 connections at a time."""
+    await full_of(target, 1000, b"GET /health HTTP/1.1\r\n", b"x: y\r\n")
+
+
+async def slow_bodies(target: Target) -> None:
+    """Send bodies that never end, on 1,000 connections at a time."""
+    head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
+    await full_of(target, 1000, head.encode(), b" ")
+
+
+async def unread(target: Target) -> None:
+    """Ask for long streams and read none, on 32 connections at a time."""
+    data = request(_CHAT, say(stream=True, n=64, max_tokens=1500, vllm_xargs={"fake_tokens": 1500}))
+    await full_of(target, 32, data, b"\r\n")  # which begins no request
+
+
+async def burst(target: Target) -> None:
+    """Open 5,000 connections at once; each that gets no answer is a loss."""
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    answers = await asyncio.gather(*(target.send(health) for _ in range(BURST)))
+    target.lost += sum(status == 0 for status, _ in answers)
+    await target.end()
+
+
+async def replaced_file(target: Target) -> None:
+    """Put another file in the place of the queue's for a while.
+
+    Background work that is accepted meanwhile is a loss unless it completes when the file is back.
+    """
+    path = target.folder / "queue.sqlite"
+    aside, data, ids = path.with_suffix(".aside"), request(_CHAT, say(background=True)), list[str]()
+    path.rename(aside)
+    path.touch()
+    try:
+        while target.going:
+            status, body = await target.send(data)
+            ids += [json.loads(body)["id"]] if status == 202 else []
+            await asyncio.sleep(0.02)
+    finally:
+        aside.replace(path)
+    await _completed(target, ids)
+
+
+_FORGED = json.dumps(say(vllm_xargs={"headway_urgency": -1e300}, temperature=0))[:-1] + ', "top_p": 1e400}'
+_PIPELINED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + b"nonsense\r\n\r\n"
+_UNTRUSTED = [(name, stream) for name in NONSENSE for stream in (False, True)]
+# By name: the attack, and how many clients carry it out at a time.
+ATTACKS: dict[str, tuple[Attack, int]] = {
+    "1 MiB of empty objects": (repeated(request(_COMPLETIONS, _mib('"prompt"', "{}"))), 2),
+    "1 MiB of lists": (repeated(request(_COMPLETIONS, _mib('"prompt"', "[0]"))), 2),
+    "1 MiB of numbers as messages": (repeated(request(_CHAT, _mib('"messages"', "0"))), 2),
+    "1 MiB of text": (repeated(request(_COMPLETIONS, {"model": "smollm2", "prompt": "word " * 209_000})), 2),
+    "150 kB of text": (repeated(request(_COMPLETIONS, {"model": "smollm2", "prompt": "word " * 30_000})), 2),
+    "1 MiB bodies that wait": (waiting, 1),
+    "1 MiB bodies in background": (background, 1),
+    "uploads broken off": (aborted, 4),
+    "forged facts, 1e400": (repeated(request(_CHAT, _FORGED.encode())), 4),
+    "bad heads behind others": (repeated(_PIPELINED), 4),
+    "made-up task names": (made_up_tasks, 8),
+    "a full disk": (full_disk, 1),
+    "an engine that hangs": (hung, 1),
+    "an engine that answers nonsense": (untrusted, 1),
+    "the queue's file replaced": (replaced_file, 1),
+    "1,000 slow heads": (slow_heads, 1),
+    "1,000 slow bodies": (slow_bodies, 1),
+    "streams that are not read": (unread, 1),
+    "5,000 connections at once": (burst, 1),
+}
+# One tenant against another, where keys are configured.
+TENANTS: dict[str, tuple[Attack, int]] = {"4,000 requests by one tenant": (tenant, 1)}

@@ -1,0 +1,221 @@
+"""The kinds of faults: what happens to a part, for how long, and how it is undone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.real.servers import rabbitmq
+from benchmarks.real.servers.parts import Cluster, Part
+from benchmarks.real.servers.proxy import Proxy
+from benchmarks.real.soak_clients import Door
+
+SHORTEST_S = 0.2  # of a pause or a cut
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a fault can reach. doors: of the gateways, in their order. rng: for which part, and how long.
+
+    longest_s: of a pause or a cut.
+    """
+
+    cluster: Cluster
+    doors: list[Door]
+    rng: np.random.Generator
+    longest_s: float
+
+    def of(self, parts: list[Part]) -> Part:
+        return parts[int(self.rng.integers(len(parts)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One that is going on. target: the part that it struck."""
+
+    target: str
+
+
+class Pausable(Protocol):
+    """A process, or the processes of a server."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+Named = tuple[str, Pausable]
+Kind = Callable[[Scene], AbstractContextManager[Fault]]
+
+
+def _last(scene: Scene) -> None:
+    """Let some time go by in which the fault lasts."""
+    time.sleep(float(scene.rng.uniform(SHORTEST_S, scene.longest_s)))
+
+
+# ---- deaths: the part is started again at once, as its supervisor would
+
+
+def _killed(which: Callable[[Scene], Part]) -> Kind:
+    @contextmanager
+    def kind(scene: Scene) -> Iterator[Fault]:
+        part = which(scene)
+        door = _door(scene, part)
+        if door is not None:
+            door.lives += 1
+        part.kill()
+        yield Fault(part.name)
+        part.start()
+
+    return kind
+
+
+@contextmanager
+def _node_killed(scene: Scene) -> Iterator[Fault]:
+    name, node = _node(scene)
+    node.kill()
+    yield Fault(name)
+    node.start()
+
+
+@contextmanager
+def _database_restarted(scene: Scene) -> Iterator[Fault]:
+    scene.cluster.database.stop(signal.SIGQUIT)
+    yield Fault("postgresql")
+    scene.cluster.database.start()
+
+
+@contextmanager
+def _disk_full(scene: Scene) -> Iterator[Fault]:
+    scene.cluster.database.fill_disk()
+    _last(scene)
+    yield Fault("postgresql")
+    scene.cluster.database.free_disk()
+
+
+# ---- pauses
+
+
+def _paused(which: Callable[[Scene], Named]) -> Kind:
+    @contextmanager
+    def kind(scene: Scene) -> Iterator[Fault]:
+        name, stopped = which(scene)
+        stopped.pause()
+        _last(scene)
+        yield Fault(name)
+        stopped.resume()
+
+    return kind
+
+
+# ---- partitions
+
+
+def _cut(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -> Kind:
+    """Connections are reset, and none is made."""
+
+    @contextmanager
+    def kind(scene: Scene) -> Iterator[Fault]:
+        part = which(scene)
+        for proxy in wires(part):
+            scene.cluster.wires.tell(partial(proxy.cut, accept=False))
+        _last(scene)
+        yield Fault(part.name)
+        for proxy in wires(part):
+            scene.cluster.wires.tell(partial(setattr, proxy, "accepts", True))
+
+    return kind
+
+
+def _stalled(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -> Kind:
+    """Nothing passes any more, and nothing says so; all comes late in the end."""
+
+    @contextmanager
+    def kind(scene: Scene) -> Iterator[Fault]:
+        part = which(scene)
+        for proxy in wires(part):
+            scene.cluster.wires.tell(proxy.stall)
+        _last(scene)
+        yield Fault(part.name)
+        for proxy in wires(part):
+            scene.cluster.wires.tell(proxy.resume)
+
+    return kind
+
+
+def _gateway(scene: Scene) -> Part:
+    return scene.of(scene.cluster.gateways)
+
+
+def _leader(scene: Scene) -> Part:
+    return scene.cluster.leader()
+
+
+def _agent(scene: Scene) -> Part:
+    return scene.of(scene.cluster.agents)
+
+
+def _engine(scene: Scene) -> Part:
+    return scene.of(scene.cluster.engines)
+
+
+def _node(scene: Scene) -> tuple[str, rabbitmq.Server]:
+    number = int(scene.rng.integers(len(scene.cluster.rabbit.nodes)))
+    return f"rabbitmq-{number}", scene.cluster.rabbit.nodes[number]
+
+
+def _postgresql(scene: Scene) -> Named:
+    return "postgresql", scene.cluster.database
+
+
+def _named(which: Callable[[Scene], Part]) -> Callable[[Scene], Named]:
+    def named(scene: Scene) -> Named:
+        part = which(scene)
+        return part.name, part
+
+    return named
+
+
+def _door(scene: Scene, part: Part) -> Door | None:
+    """Return the door of a gateway, None for another part."""
+    return next((one for one in scene.doors if one.port == part.port), None)
+
+
+def _wires(part: Part) -> list[Proxy]:
+    return part.wires
+
+
+def _database(part: Part) -> list[Proxy]:
+    return part.database
+
+
+KINDS: dict[str, Kind] = {
+    "gateway killed": _killed(_gateway),
+    "controller killed": _killed(_leader),
+    "agent killed": _killed(_agent),
+    "engine killed": _killed(_engine),
+    "RabbitMQ node killed": _node_killed,
+    "PostgreSQL restarted": _database_restarted,
+    "PostgreSQL's disk full": _disk_full,
+    "gateway paused": _paused(_named(_gateway)),
+    "controller paused": _paused(_named(_leader)),
+    "agent paused": _paused(_named(_agent)),
+    "engine paused": _paused(_named(_engine)),
+    "RabbitMQ node paused": _paused(_node),
+    "PostgreSQL paused": _paused(_postgresql),
+    "gateway cut off from RabbitMQ": _cut(_gateway, _wires),
+    "controller cut off from RabbitMQ": _cut(_leader, _wires),
+    "agent cut off from RabbitMQ": _cut(_agent, _wires),
+    "gateway cut off from PostgreSQL": _cut(_gateway, _database),
+    "gateway's wire to RabbitMQ silent": _stalled(_gateway, _wires),
+    "controller's wire to RabbitMQ silent": _stalled(_leader, _wires),
+    "agent's wire to RabbitMQ silent": _stalled(_agent, _wires),
+    "gateway's wire to PostgreSQL silent": _stalled(_gateway, _database),
+}

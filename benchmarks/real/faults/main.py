@@ -1,0 +1,133 @@
+"""The command `headway bench faults`: its sizes, its report."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.real.fake_engine import NAME
+from benchmarks.real.faults.kinds import KINDS
+from benchmarks.real.faults.run import PATIENCE_S, Outcome, Sizes, measure
+from benchmarks.real.peers import HEADWAY
+from benchmarks.real.servers.parts import LEASE_S
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+
+QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3, longest_s=2 * LEASE_S)
+ALL = "all kinds"
+WORKLOAD = (
+    f"Headway in parts: two gateways, two controllers, two agents with a {NAME} each, RabbitMQ and "
+    "PostgreSQL, each in its own process on this machine. Clients "
+    "ask at both gateways all the time, 60 % of the requests in the background, while one part after the "
+    "other is killed (and started again at once), paused, or cut off."
+)
+_NOTES = (
+    "lost: accepted requests without an answer: background ones that did not complete, others that neither "
+    "got their answer nor an error though their gateway lived. twice: requests with two ends. recomputed: "
+    "computations of background requests beyond the first. told: requests that were answered with an error, "
+    "since their engine died after the first token. refused: 429 or 503, to be sent again. recover_s: from "
+    "the end of a fault (a resumed part, a restarted process) until both gateways are ready and have "
+    f"answered a new request. stuck: faults after which that took more than {PATIENCE_S:g} s.",
+)
+
+
+def main(
+    only: Sequence[str], faults: int | None, *, quick: bool, as_json: bool, seed: int, out: Path | None
+) -> None:
+    """Break parts, print what was lost, and write page, plot and the journal of faults into a folder."""
+    began = time.perf_counter()
+    sizes = QUICK if quick else WHOLE
+    sizes = replace(sizes, faults=faults or sizes.faults)
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory(prefix="headway-faults-") as folder,
+        _journal(out) as journal,
+    ):
+        Path(folder).chmod(0o755)
+        task = progress.add_task("start", total=sizes.faults + 1)
+
+        def tick(kind: str) -> None:
+            progress.update(task, advance=1, description=kind)
+
+        outcome = measure(Path(folder), sizes, seed, tick, journal, only)
+        progress.update(task, advance=1, description="done")
+    report = build(outcome, time.perf_counter() - began, seed)
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"faults": plot(outcome)})
+
+
+def _journal(out: Path | None) -> IO[str]:
+    """Return the file that faults are written to; without a folder they are not kept."""
+    if out is None:
+        return io.StringIO()
+    out.mkdir(parents=True, exist_ok=True)
+    return (out / "faults.jsonl").open("w")
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """Return a row per figure; times to recover of all faults, and by kind."""
+    verdict, count = outcome.verdict, len(outcome.records)
+    setting = f"{count} faults, RabbitMQ of {outcome.nodes}"
+    stuck = sum(one.recovered is None for one in outcome.records)
+    counts = {
+        "accepted": verdict.accepted, "lost": verdict.lost, "twice": verdict.twice, "stuck": stuck,
+        "recomputed": verdict.recomputed, "told": outcome.told, "refused": outcome.refused,
+    }  # fmt: skip
+    units = {"stuck": "faults", "recomputed": "computations"}
+    made = [
+        Row(f"faults.{name}", HEADWAY, setting, float(value), units.get(name, "requests"))
+        for name, value in counts.items()
+    ]
+    for kind in (ALL, *KINDS):
+        seconds = _seconds(outcome, kind)
+        if seconds:
+            for percent in (50, 99):
+                value = float(np.percentile(seconds, percent, method="higher"))
+                made.append(Row(f"faults.recover_s.p{percent}", HEADWAY, kind, value, "s"))
+    return made
+
+
+def _seconds(outcome: Outcome, kind: str) -> list[float]:
+    """Return the times to recover; one that was not seen counts as long as it was waited for."""
+    return [
+        PATIENCE_S if one.recovered is None else one.recovered
+        for one in outcome.records
+        if kind in (ALL, one.kind)
+    ]
+
+
+def build(outcome: Outcome, seconds: float, seed: int) -> Report:
+    """Return the report: what was lost, then the times to recover by kind."""
+    made = rows(outcome)
+    counts = [[row.id, row.setting, show(row.ours), row.unit] for row in made if "recover" not in row.id]
+    times = [[row.id, row.setting, show(row.ours), row.unit] for row in made if "recover" in row.id]
+    verdict = outcome.verdict
+    found = [f"lost: {', '.join(verdict.lost_ids)}"] * bool(verdict.lost_ids)
+    found += [f"answered twice: {', '.join(verdict.twice_ids)}"] * bool(verdict.twice_ids)
+    return Report(
+        "faults", "vllm", "Faults of a Headway in parts", made, seconds, About(WORKLOAD, seed),
+        Grid(("figure", "setting", "value", "unit"), [counts, times], ("value",)), notes=(*_NOTES, *found),
+    )  # fmt: skip
+
+
+def plot(outcome: Outcome) -> bytes:
+    """Return a PNG of the times to recover, a point per fault, by kind."""
+    kinds = [kind for kind in KINDS if _seconds(outcome, kind)]
+    figure, panels = sheet(1, 1, 8.0, 0.3 * len(kinds) + 1.2)
+    axes = panels[0]
+    for place, kind in enumerate(kinds):
+        seconds = _seconds(outcome, kind)
+        axes.plot(seconds, [place] * len(seconds), "o", color="#0072B2", alpha=0.4, markersize=4)
+    axes.set_yticks(range(len(kinds)), kinds, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds from the end of the fault until both gateways answer again", fontsize=8)
+    return png(figure)

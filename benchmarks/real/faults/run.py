@@ -1,0 +1,151 @@
+"""One run: faults one after the other under load, each written down, and the verdict on what clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from benchmarks.real.faults.kinds import KINDS, Scene
+from benchmarks.real.servers.parts import Cluster, Part, Shape, clusters
+from benchmarks.real.soak_clients import Clients, Door, probe
+from benchmarks.real.soak_history import Verdict, check
+from headway.errors import ConfigError
+
+PATIENCE_S = 60.0  # for all to be well again
+_BETWEEN_S = (0.1, 0.5)  # all well again and the next fault
+_PAUSE_S = 0.4  # of a client, between two requests: the load is not what this is about
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many faults there are, how many nodes RabbitMQ has, and how long a pause or a cut lasts at most."""
+
+    faults: int
+    nodes: int
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A fault as it happened.
+
+    at: seconds from the beginning. lasted: seconds until it was undone: a part resumed, or started again.
+    recovered: seconds from then on until every gateway was ready and had answered a new request, None = not
+    within `PATIENCE_S`.
+    """
+
+    number: int
+    kind: str
+    target: str
+    at: float
+    lasted: float
+    recovered: float | None
+
+    def line(self) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened, and what clients saw of it.
+
+    told: requests that were answered with an error. refused: those that were to come again.
+    nodes: of RabbitMQ.
+    """
+
+    records: tuple[Record, ...]
+    verdict: Verdict
+    told: int
+    refused: int
+    nodes: int
+
+
+def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Return kinds of faults, each as often as any other, in random order. ConfigError for an unknown one."""
+    if unknown := [name for name in only if name not in KINDS]:
+        raise ConfigError(
+            f"There is no fault {unknown[0]!r}.", f"Use some of: {', '.join(KINDS)}.", param="only"
+        )
+    kinds = list(only or KINDS)
+    rounds = -(-count // len(kinds))
+    return [kinds[i] for _ in range(rounds) for i in rng.permutation(len(kinds))][:count]
+
+
+def measure(
+    folder: Path,
+    sizes: Sizes,
+    seed: int,
+    tick: Callable[[str], None],
+    journal: IO[str],
+    only: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Break parts under load, then let all that is owed end.
+
+    tick: told of each fault before it. journal: each fault is written there as it ends, so that a run that is
+    cut off leaves what it has seen.
+    """
+    rng = np.random.default_rng([seed, 17])
+    kinds = drawn(sizes.faults, only, rng)
+    with clusters(folder, Shape(sizes.nodes, proxies=True)) as cluster:
+        doors = [Door(part.port, lives=1) for part in cluster.gateways]
+        clients, scene, records = (
+            Clients(doors, seed, pause=_PAUSE_S),
+            Scene(cluster, doors, rng, sizes.longest_s),
+            list[Record](),
+        )
+        began = time.monotonic()
+        with clients.running():
+            _recovery(cluster.gateways, doors)
+            for number, kind in enumerate(kinds):
+                tick(kind)
+                records.append(_strike(scene, number, kind, began))
+                journal.write(records[-1].line())
+                journal.flush()
+                time.sleep(float(rng.uniform(*_BETWEEN_S)))
+        _pay(cluster, clients)
+    history = clients.history
+    return Outcome(tuple(records), check(history), history.told, clients.refused, sizes.nodes)
+
+
+def _strike(scene: Scene, number: int, kind: str, began: float) -> Record:
+    at = time.monotonic()
+    with KINDS[kind](scene) as fault:
+        pass
+    undone = time.monotonic()
+    recovered = _recovery(scene.cluster.gateways, scene.doors)
+    return Record(number, kind, fault.target, at - began, undone - at, recovered)
+
+
+def _recovery(gateways: Sequence[Part], doors: Sequence[Door]) -> float | None:
+    """Return the seconds until every gateway is ready and answers a new request, None = it took too long."""
+    began = time.monotonic()
+
+    async def well(part: Part, door: Door) -> None:
+        while not (await asyncio.to_thread(part.ready) and await probe(part.port)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        door.lives += not door.lives_now
+
+    async def all_well() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*map(well, gateways, doors))
+
+    try:
+        asyncio.run(all_well())
+    except TimeoutError:
+        return None
+    return time.monotonic() - began
+
+
+def _pay(cluster: Cluster, clients: Clients) -> None:
+    """Wait until nothing is broken and all that is owed has ended, as every gateway sees it."""
+    cluster.wait()
+    asyncio.run(clients.look_at_all())
+    clients.history.computed.update(id for id in cluster.computed() if id in clients.history.looks)

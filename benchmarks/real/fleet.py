@@ -1,0 +1,349 @@
+"""`headway bench fleet`: several models on two real vLLM instances that swap them, a core each.
+
+Each system is a real `headway serve` in front of two engines, started for its run. Every engine has all
+models and serves one of them at first; the planner decides which one it serves when. Answers are not
+streamed, so that all that an engine has not answered can be repeated elsewhere when it swaps or dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from headway.config import Config, Engine, Model
+from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
+from headway.models.resolve import cache_dir, resolve
+from headway.models.variants import vary
+from headway.policy.recipes.registry import find, names
+from headway.simulate.workload import traffic
+from headway.types import Slo
+from headway.whatif.load import generator, mix
+from headway.whatif.load.records import Call, Record
+from headway.whatif.measured.starting import START_S
+from headway.whatif.measured.systems import Counts, answering, counts, gateway, total
+
+SYSTEMS = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm", "headway")
+INSTANCES = ("e0", "e1")
+RATE, TAIL, DURATION = 1.2, 0.06, 600.0  # what the settings of figures do not name
+_LAYERS = 12  # of the model of another shape
+_NOISE = 0.01  # answers stay sensible
+_POLL, _PATIENCE = 0.5, 20  # seconds, and how often to look for what is due
+FINISHED = "headway_requests_total"
+_FAST = mix.Tier(
+    "fast", 0.6, Slo(e2e=20.0), "sharegpt_first_turn", max_tokens=32, ignore_eos=True, prompt_tokens=(8, 100)
+)
+_BATCH = mix.Tier(
+    "batch", 0.4, Slo(e2e=240.0), "sharegpt_mixed_roles", max_tokens=64, ignore_eos=True, priority=10,
+    prompt_tokens=(50, 250),
+)  # fmt: skip
+MIX = mix.Mix("fleet", (_FAST, _BATCH))
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What to run.
+
+    models: the frequent ones, then the tail; engine i serves the i-th frequent one first
+    rate: arrivals per second, of all models
+    tail: share of them that asks for the last model
+    duration: seconds of arrivals
+    kill: one engine is killed (SIGKILL) after half of them
+    """
+
+    models: tuple[Model, ...]
+    systems: tuple[str, ...]
+    mix: mix.Mix = MIX
+    rate: float = RATE
+    tail: float = TAIL
+    burstiness: float = 1.0
+    duration: float = DURATION
+    max_running: int = 8
+    kill: bool = False
+    seed: int = 0
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of the requests that asks for each model."""
+        frequent = len(self.models) - 1
+        return [(1 - self.tail) / frequent] * frequent + [self.tail]
+
+    @property
+    def variant(self) -> str:
+        """Name what differs from the defaults; "" where nothing does."""
+        words = {
+            f"{self.rate:g} req/s": self.rate != RATE,
+            f"{self.tail:.0%} tail": self.tail != TAIL,
+            f"{self.duration:g} s": self.duration != DURATION,
+            f"burstiness {self.burstiness:g}": self.burstiness != 1.0,
+            f"{len(self.models)} models": len(self.models) != 3,
+            "one engine killed": self.kill,
+        }
+        return ", ".join(word for word, differs in words.items() if differs)
+
+    def calls(self) -> list[Call]:
+        """Return the calls, the same for every system."""
+        rng = np.random.default_rng([self.seed, 0])
+        at = traffic.gamma(self.rate, self.burstiness, self.duration, rng)
+        calls = mix.calls(self.mix, at, rng)
+        which = rng.choice(len(self.models), len(calls), p=self.shares)
+        return [replace(call, model=self.models[m].name) for call, m in zip(calls, which, strict=True)]
+
+    def engines(self) -> tuple[Engine, ...]:
+        """Return the engines, a core each; each has all models."""
+        return tuple(self._engine(number) for number in range(len(INSTANCES)))
+
+    def _engine(self, number: int) -> Engine:
+        first = self.models[number % (len(self.models) - 1)]
+        others = tuple(model for model in self.models if model != first)
+        cores = sorted(os.sched_getaffinity(0))
+        return Engine(
+            first.model, first.name, others, host_weights_gib=1, max_running=self.max_running,
+            max_model_len=1024, cores=str(cores[number % len(cores)]), port=free_port(),
+            start_timeout_s=START_S,
+        )  # fmt: skip
+
+
+# ---- models and systems
+
+
+def make_models(source: str, folder: Path | None = None) -> tuple[Model, ...]:
+    """Return the source, a variant of its shape, and one of another; they are made unless they are there.
+
+    folder: of the variants, None = beside the models in Headway's cache. ConfigError for a source that cannot
+    be varied.
+    """
+    directory, name = Path(resolve(source)), Model(source).name
+    folder = folder or cache_dir() / "variants"
+    made = [Model(str(directory), name)]
+    kinds: tuple[tuple[str, int | None], ...] = (("near", None), ("short", _LAYERS))
+    for seed, (kind, layers) in enumerate(kinds, 1):
+        out = folder / f"{directory.name}-{kind}"
+        if not out.exists():
+            _console.print(f"[dim]making {out} ...[/]")
+            vary(source, out, seed=seed, scale=_NOISE, layers=layers)
+        made.append(Model(str(out), f"{name}-{kind}"))
+    return tuple(made)
+
+
+def swapping() -> list[str]:
+    """Return the recipes whose planner swaps models."""
+    return [name for name in names() if find(name).planner().swaps]
+
+
+def check(trial: Trial) -> None:
+    """Raise ConfigError unless every system can serve all models on two instances."""
+    from headway.serve.main import preflight
+
+    if not trial.systems:
+        raise ConfigError("No system is named.", f"Name some of {', '.join(swapping())}.")
+    for name in trial.systems:
+        if not find(name).planner().swaps:
+            raise ConfigError(
+                f"The recipe {name} never swaps models, so it cannot serve {len(trial.models)} models on "
+                f"{len(INSTANCES)} instances.", f"Use {', '.join(swapping())}.",
+            )  # fmt: skip
+        preflight(Config(recipe=name, engines=trial.engines()))
+
+
+@asynccontextmanager
+async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
+    """Start a system, yield it once all of its engines are up, then stop all of its processes."""
+    port, engines = free_port(), trial.engines()
+    child = gateway(name, engines, port, logs, trial.mix.names)
+    url = f"http://127.0.0.1:{port}"
+    async with answering(name, child, f"{url}/ready"):
+        assert child.process is not None
+        ports = {id: str(engine.port) for id, engine in zip(INSTANCES, engines, strict=True)}
+        served = Served(url, child.process.pid, ports)
+        await served.up()
+        yield served
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What an instance does: the model that it serves, or the one that it loads; neither = it is down."""
+
+    model: str | None
+    loading: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A system that runs.
+
+    pid: of the gateway. ports: of the engines, by instance
+    """
+
+    url: str
+    pid: int
+    ports: Mapping[str, str]
+
+    async def states(self) -> dict[str, State]:
+        """Return what each instance does."""
+        engines = (await self._get("/ready"))["engines"]
+        return {
+            id: State(one["model"] if one["up"] and not one["loading"] else None, one["loading"])
+            for id, one in engines.items()
+        }
+
+    async def up(self) -> None:
+        """Wait until all instances serve."""
+        while not all(state.model for state in (await self.states()).values()):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL)
+
+    async def counts(self) -> Counts:
+        """Return the gateway's counters."""
+        return await counts(self.url)
+
+    def kill(self, instance: str) -> None:
+        """Kill all processes of an engine (SIGKILL)."""
+        port = self.ports[instance]
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if port in process.cmdline() and os.getpgid(process.pid) == process.pid:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    async def _get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
+            return await answer.json()
+
+
+# ---- runs
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was seen of the instances during a run; seconds after its start.
+
+    states: instance -> (since, state), a pair for each change. killed: (when, instance), None = none was
+    """
+
+    states: dict[str, list[tuple[float, State]]] = field(default_factory=dict)
+    killed: tuple[float, str] | None = None
+
+    def note(self, now: float, states: Mapping[str, State]) -> None:
+        """Take note of what the instances do."""
+        for id, state in states.items():
+            seen = self.states.setdefault(id, [])
+            if not seen or seen[-1][1] != state:
+                seen.append((now, state))
+
+    @property
+    def back(self) -> float | None:
+        """Seconds from the kill until the engine served again, None = it was not seen to."""
+        if self.killed is None:
+            return None
+        when, id = self.killed
+        down = [at for at, state in self.states[id] if at >= when and state.model is None]
+        up = [at for at, state in self.states[id] if down and at > down[0] and state.model is not None]
+        return up[0] - when if up else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run of a system: records, counters gained, and what was seen of its instances."""
+
+    records: Sequence[Record]
+    counts: Counts
+    watched: Watched
+
+
+async def run(trial: Trial) -> dict[str, Run]:
+    """Run all systems one after the other. ConfigError or EngineError when one cannot be run."""
+    check(trial)
+    calls, logs = trial.calls(), Path(tempfile.mkdtemp(prefix="headway-bench-"))
+    _console.print(f"[dim]logs: {logs}[/]")
+    found = {}
+    for number, name in enumerate(trial.systems):
+        _console.print(f"[dim]starting {name} ...[/]")
+        async with running(name, trial, logs) as served:
+            before = await _warm(served, trial)
+            _console.print(f"[bold]{name}[/], system {number + 1} of {len(trial.systems)}")
+            found[name] = await measure(served, trial, calls, before)
+    return found
+
+
+async def measure(served: Served, trial: Trial, calls: Sequence[Call], before: Counts) -> Run:
+    """Send the calls to a system and watch its instances; KeyboardInterrupt when it was cut off.
+
+    before: the counters at the start.
+    """
+    watched, start = Watched(), time.monotonic()
+    tasks = [asyncio.create_task(_watch(served, watched, start))]
+    if trial.kill:
+        tasks.append(asyncio.create_task(_kill(served, watched, start, trial.duration / 2)))
+    try:
+        records = await generator.run(served.url, "", calls, stream=False)
+        if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+            raise KeyboardInterrupt  # a comparison needs complete runs
+        if trial.kill:
+            await _until_back(watched)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:  # a watch that failed has seen nothing
+        if isinstance(error, Exception):
+            raise error
+    after = await _counted(served, before, sum(record.ok for record in records))
+    return Run(records, {key: value - before.get(key, 0.0) for key, value in after.items()}, watched)
+
+
+async def _watch(served: Served, watched: Watched, start: float) -> None:
+    while True:
+        watched.note(time.monotonic() - start, await served.states())
+        await asyncio.sleep(_POLL)
+
+
+async def _kill(served: Served, watched: Watched, start: float, at: float) -> None:
+    """Kill the first engine that serves, as soon as one does after `at` seconds."""
+    await asyncio.sleep(max(start + at - time.monotonic(), 0.0))
+    while watched.killed is None:
+        for id, state in (await served.states()).items():
+            if state.model is not None:
+                watched.killed = time.monotonic() - start, id
+                served.kill(id)
+                return
+        await asyncio.sleep(_POLL)
+
+
+async def _until_back(watched: Watched) -> None:
+    """Wait until the engine that was killed serves again, for at most two minutes."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(120):
+            while watched.back is None:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL)
+
+
+async def _warm(served: Served, trial: Trial) -> Counts:
+    """Send each engine a few requests that are not measured (its first batches are slow); return counters."""
+    first = {engine.name for engine in trial.engines()}
+    calls = [replace(call, at=0.0, max_tokens=8) for call in trial.calls() if call.model in first][:8]
+    before = await served.counts()
+    records = await generator.run(served.url, "", calls, progress=False, stream=False)
+    return await _counted(served, before, sum(record.ok for record in records))
+
+
+async def _counted(served: Served, before: Counts, answered: int) -> Counts:
+    """Return the counters once the gateway has counted these answers: it does after the client has them."""
+    for _ in range(_PATIENCE):
+        after = await served.counts()
+        if total(after, FINISHED, "finished") - total(before, FINISHED, "finished") >= answered:
+            break
+        await asyncio.sleep(_POLL)
+    return after

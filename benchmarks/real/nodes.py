@@ -1,0 +1,288 @@
+"""`headway bench nodes`: a whole Headway on two Ray nodes of this machine, and a kill of each part.
+
+Real vLLM, RabbitMQ, PostgreSQL and Ray; three models on two engines that swap them, a core each. Clients are
+as behind a load balancer: a request that is refused or whose gateway dies is sent again, to the other
+gateway, and timed from its first try. Some requests run in the background, and are asked for at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from benchmarks.real.fleet import Trial
+from benchmarks.real.servers import postgres, rabbitmq
+from benchmarks.real.servers.both import both
+from benchmarks.real.soak_history import History, Verdict, check
+from headway.addresses import netloc
+from headway.cluster.up.cluster import Actors, connected
+from headway.cluster.up.supervisor import State
+from headway.config import BATCH, Broker, Config, Postgres, Server, Tier, Up, Wire
+from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
+from headway.whatif.load import generator
+from headway.whatif.load.records import Call, Record
+
+NODE = "headway_node_"  # custom resources, by which each engine has a node of its own
+KILLS = ("gateway", "controller", "agent", "engine", "RabbitMQ", "PostgreSQL")
+BACKGROUND = 4  # one of so many requests of the class batch
+_LEASE_S = 3.0
+_AGAIN_S, _TRIES = 0.5, 240
+_END_S = 300.0  # for all that is owed, once nothing is killed any more
+_console = Console(stderr=True)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients saw. again: how often a request was sent again. kills: instant and part of each."""
+
+    records: list[Record] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    again: int = 0
+    kills: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        return check(self.history)
+
+    @property
+    def lost(self) -> int:
+        """How many requests have no answer, those in the background among them."""
+        return self.verdict.lost + sum(not record.ok for record in self.records)
+
+
+@dataclass(slots=True)
+class Whole:
+    """All that runs, and where."""
+
+    actors: Actors
+    states: dict[str, State]
+    rabbit: rabbitmq.Cluster
+    database: postgres.Server
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the gateways' addresses."""
+        gateways = [state for name, state in self.states.items() if name.startswith("gateway")]
+        return [f"http://{netloc(state.host, state.port)}" for state in gateways]
+
+    def kill(self, what: str) -> None:
+        """Kill a part. Ray starts its actors again, this the servers."""
+        match what:
+            case "RabbitMQ":
+                self.rabbit.nodes[0].kill()
+                self.rabbit.nodes[0].start()
+            case "PostgreSQL":
+                self.database.stop(signal.SIGQUIT)
+                self.database.start()
+            case "engine":
+                core = next(
+                    one
+                    for one in psutil.Process(self._pid("agent-0")).children(recursive=True)
+                    if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline())
+                )
+                core.kill()
+            case "agent":
+                os.kill(self._pid("agent-1"), signal.SIGKILL)
+            case _:
+                os.kill(self._pid(f"{what}-0"), signal.SIGKILL)
+
+    def _pid(self, name: str) -> int:
+        state = self.actors.state(name)
+        return self.states[name].pid if state is None else state.pid
+
+
+def check_ray() -> None:
+    """Raise ConfigError when Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise ConfigError("Ray is not installed here.", "pip install 'headway[ray]'") from None
+
+
+def configuration(trial: Trial, name: str, address: str) -> Config:
+    """Return the configuration of all parts; each engine asks for a node of its own."""
+    engines = tuple(
+        replace(engine, resources={"cpus": 1.0, f"{NODE}{i}": 1.0}, port=None)
+        for i, engine in enumerate(trial.engines())
+    )
+    return Config(
+        recipe=trial.systems[0],
+        server=Server(port=free_port(), max_queued=100_000, max_attempts=100),
+        engines=engines,
+        broker=Broker("postgres", lease_seconds=_LEASE_S, postgres=Postgres("env:HEADWAY_POSTGRES_URL")),
+        wire=Wire("env:HEADWAY_RABBITMQ_URL", name, _LEASE_S),
+        up=Up(address, gateways=2, controllers=2, cpus=0.5, memory_gib=0.2),
+        classes={name: BATCH if name == "batch" else Tier() for name in ("default", *trial.mix.names)},
+    )
+
+
+@contextmanager
+def ray_nodes(count: int) -> Iterator[str]:
+    """Run nodes of a Ray cluster on this machine; yield the address of the first."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster  # type: ignore[import-untyped, unused-ignore]
+
+    options: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 80 << 20}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**options, "include_dashboard": False, "resources": {f"{NODE}0": 1}},
+    )
+    try:
+        for i in range(1, count):
+            cluster.add_node(**options, resources={f"{NODE}{i}": 1})
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@contextmanager
+def whole(trial: Trial) -> Iterator[Whole]:
+    """Start everything, yield it once all parts are ready, then stop everything."""
+    with ExitStack() as stack:
+        rabbit, database = stack.enter_context(both(1))
+        stack.enter_context(_environment(rabbit.url, database.url))
+        address = stack.enter_context(ray_nodes(2))
+        actors = stack.enter_context(connected(configuration(trial, "nodes", address)))
+        stack.callback(actors.down, _told)
+        _console.print("[dim]starting gateways, controllers and agents on two Ray nodes ...[/]")
+        yield Whole(actors, actors.up(_told), rabbit, database)
+
+
+@contextmanager
+def _environment(rabbit: str, database: str) -> Iterator[None]:
+    given = {"HEADWAY_RABBITMQ_URL": rabbit, "HEADWAY_POSTGRES_URL": database}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    with tempfile.TemporaryDirectory(prefix="headway-nodes-") as state:
+        os.environ["XDG_STATE_HOME"], home = state, os.environ.get("XDG_STATE_HOME")
+        try:
+            yield
+        finally:
+            for name, value in {**before, "XDG_STATE_HOME": home}.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _told(name: str, state: State | None) -> None:
+    """Say nothing: a part that is not ready in time raises an error."""
+
+
+# ---- a run
+
+
+def run(trial: Trial, kills: Sequence[str] = KILLS) -> Seen:
+    """Send the trial's calls while parts are killed, one after the other; return what clients saw."""
+    with whole(trial) as headway:
+        return asyncio.run(_run(trial, headway, kills))
+
+
+async def _run(trial: Trial, headway: Whole, kills: Sequence[str]) -> Seen:
+    seen, calls = Seen(), trial.calls()
+    batch = itertools.count()
+    urls = headway.urls
+    async with generator.session(len(calls), 3600.0, None) as http, asyncio.TaskGroup() as group:
+        start = asyncio.get_running_loop().time()
+        group.create_task(_kill(headway, trial.duration, kills, start, seen))
+        for number, call in enumerate(calls):
+            behind = call.tier == "batch" and next(batch) % BACKGROUND == 0
+            send = _background if behind else _foreground
+            group.create_task(_later(send, http, urls, number, call, start, seen))
+    await _collect(urls, seen)
+    return seen
+
+
+async def _kill(headway: Whole, duration: float, kills: Sequence[str], start: float, seen: Seen) -> None:
+    """Kill the parts at even distances."""
+    loop = asyncio.get_running_loop()
+    for number, what in enumerate(kills, 1):
+        await asyncio.sleep(max(start + duration * number / (len(kills) + 1) - loop.time(), 0.0))
+        _console.print(f"[dim]{loop.time() - start:.0f} s: {what} is killed[/]")
+        seen.kills.append((loop.time() - start, what))
+        await asyncio.to_thread(headway.kill, what)
+
+
+Send = Callable[[aiohttp.ClientSession, Sequence[str], int, Call, float, Seen], Awaitable[None]]
+
+
+async def _later(
+    send: Send, http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float,
+    seen: Seen,
+) -> None:  # fmt: skip
+    await asyncio.sleep(max(start + call.at - asyncio.get_running_loop().time(), 0.0))
+    await send(http, urls, number, call, start, seen)
+
+
+async def _foreground(
+    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+) -> None:
+    """Ask until there is an answer, at one gateway after the other."""
+    for attempt in range(_TRIES):
+        url = urls[(number + attempt) % len(urls)]
+        record = await generator.ask(http, url, "", call, start, headers={})
+        if record.ok or record.status in (400, 404, 422):
+            break
+        seen.again += 1
+        await asyncio.sleep(_AGAIN_S)
+    seen.records.append(record)
+
+
+async def _background(
+    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+) -> None:
+    """Have a request accepted, by one gateway or the other."""
+    body = {
+        "model": call.model, "messages": [{"role": "user", "content": call.prompt}], "background": True,
+        "max_tokens": call.max_tokens, "ignore_eos": call.ignore_eos, "service_tier": call.tier,
+    }  # fmt: skip
+    for attempt in range(_TRIES):
+        url = urls[(number + attempt) % len(urls)]
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
+                if answer.status == 202:
+                    seen.history.looks[(await answer.json())["id"]] = []
+                    return
+        seen.again += 1
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def _collect(urls: Sequence[str], seen: Seen) -> None:
+    """Ask each gateway for all that ran in the background, until it has ended."""
+    deadline = time.monotonic() + _END_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+        for url in urls:
+            waiting = set(seen.history.looks)
+            while waiting and time.monotonic() < deadline:
+                for id in [*waiting]:
+                    if await _look(http, url, id, seen.history):
+                        waiting.discard(id)
+                await asyncio.sleep(0.5)
+
+
+async def _look(http: aiohttp.ClientSession, url: str, id: str, history: History) -> bool:
+    """Look at a background request; tell whether it has ended."""
+    try:
+        async with http.get(f"{url}/v1/responses/{id}") as answer:
+            status, told = answer.status, await answer.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
+        return False
+    if status == 404:
+        history.saw(id, "unknown", "")
+    elif status == 200:
+        history.saw(id, told["status"], json.dumps([told.get("response"), told["error"]]))
+        return bool(told["status"] != "queued")
+    return False

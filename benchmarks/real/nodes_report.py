@@ -1,0 +1,88 @@
+"""The command `headway bench nodes`: its figures and its report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.real import nodes
+from benchmarks.real.fleet import Trial, check, make_models
+from benchmarks.real.nodes import BACKGROUND, KILLS, Seen
+from headway.whatif.load import metrics, mix
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+
+_QUICK = ("controller", "engine")
+_NOTES = (
+    "attainment: requests that met their deadline, timed from their first try; those in the background have "
+    "none. lost: requests without an answer. twice: requests in the background with two ends. again: how "
+    "often clients sent a request again, since a gateway was dead, or refused it (429, 503).",
+)
+
+
+def main(
+    recipe: str, rate: float, duration: float, *, quick: bool, as_json: bool, seed: int, out: Path | None
+) -> None:
+    """Serve a load on two Ray nodes while parts are killed; print the result, write page and plot."""
+    nodes.check_ray()
+    began, kills = time.perf_counter(), _QUICK if quick else KILLS
+    trial = Trial(
+        make_models("smollm2"), (recipe,), rate=rate, duration=15.0 if quick else duration, seed=seed
+    )
+    check(trial)
+    seen = nodes.run(trial, kills)
+    report = build(trial, seen, time.perf_counter() - began)
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"nodes": plot(seen)})
+
+
+def rows(system: str, seen: Seen) -> list[Row]:
+    """Return a row per figure."""
+    made = list[Row]()
+    for tier, part in metrics.split(seen.records).items():
+        seconds = metrics.values(part, "e2el")
+        p99 = float(np.quantile(seconds, 0.99)) if seconds.size else None
+        made.append(Row("nodes.attainment", system, tier, metrics.attainment(part), "%"))
+        made.append(Row("nodes.e2el.p99", system, tier, p99, "s"))
+    counts = {
+        "requests": len(seen.records), "background": len(seen.history.looks), "lost": seen.lost,
+        "twice": seen.verdict.twice, "again": seen.again, "kills": len(seen.kills),
+    }  # fmt: skip
+    return made + [
+        Row(f"nodes.{name}", system, "all", float(value), "count") for name, value in counts.items()
+    ]
+
+
+def build(trial: Trial, seen: Seen, seconds: float) -> Report:
+    """Return the report."""
+    made = rows(trial.systems[0], seen)
+    lines = [[row.setting, row.id, show(row.ours), row.unit] for row in made]
+    killed = ", ".join(f"{what} after {at:.0f} s" for at, what in seen.kills)
+    workload = (
+        f"{mix.describe(trial.mix)}; not streamed, one of {BACKGROUND} of the class batch in the background; "
+        f"{len(trial.models)} models on two vLLM engines of one core each, which swap them; Poisson arrivals "
+        f"at {trial.rate:g} req/s for {trial.duration:g} s; two gateways, two controllers, two agents on two "
+        f"Ray nodes, RabbitMQ and PostgreSQL, all on this machine. Killed: {killed}."
+    )
+    return Report(
+        "nodes", "vllm", "Two Ray nodes, and a kill of each part", made, seconds, About(workload, trial.seed),
+        Grid(("setting", "figure", "value", "unit"), [lines], ("value",)), notes=_NOTES,
+    )  # fmt: skip
+
+
+def plot(seen: Seen) -> bytes:
+    """Return a PNG: the seconds that each request took, by arrival, with the kills."""
+    figure, panels = sheet(1, 1, 9.0, 3.2)
+    axes = panels[0]
+    for number, (tier, part) in enumerate(metrics.split(seen.records).items()):
+        if tier != "all":
+            at = [record.at for record in part]
+            axes.plot(at, [record.e2el for record in part], ".", label=tier, markersize=4, color=f"C{number}")
+    for at_s, what in seen.kills:
+        axes.axvline(at_s, color="#D55E00", linewidth=0.8)
+        axes.annotate(what, (at_s, 1), xycoords=("data", "axes fraction"), fontsize=6, rotation=30)
+    axes.set_xlabel("arrival, s", fontsize=8)
+    axes.set_ylabel("seconds to the answer", fontsize=8)
+    axes.legend(fontsize=7)
+    return png(figure)

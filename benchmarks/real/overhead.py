@@ -1,0 +1,288 @@
+"""`headway bench overhead`: latency and CPU time that Headway itself adds.
+
+A real gateway runs in front of a FAKE engine that responds at once (`fake_engine.py`), and the same requests
+go to both in turn: the latency that the gateway adds, and the requests and tokens per second of one gateway
+core. Gateways of other projects (`peer_gateways.py`) get the same requests in front of the same engine.
+`hook_overhead.py` measures the scheduler hook inside vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from benchmarks.real.dashboard_cost import dashboard_rows
+from benchmarks.real.fake_engine import NAME
+from benchmarks.real.peer_gateways import KNOWN, gateway, ratio_rows
+from benchmarks.real.peer_gateways import versions as peer_versions
+from benchmarks.real.peers import DIRECT, Peer, servers, set_answers
+from benchmarks.real.planning_overhead import planning_rows
+from benchmarks.real.responses import MARK, TOKENS, check, complete, count_response, read_response
+from headway.errors import EngineError
+from headway.types import Floats
+from headway.whatif.load import prompts
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import About, Grid, Report, Row, deliver, versions
+
+_CLIENTS, _STREAMS = 32, 64
+_CHAT = f"chat, 16 tokens at once, idle {NAME}"
+_TTFT = f"streamed, to the first token, idle {NAME}"
+_REQUESTS = f"chat, {_CLIENTS} at once, {NAME}"
+_FAST = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} as fast as it can"
+_PACED = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} at 100 tokens/s each"
+
+
+def main(names: Sequence[str], *, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Measure, print the result, and write page and plot when a folder is given; names: of the peers."""
+    measured = measure(names, quick, seed)
+    deliver(build(measured, seed), as_json=as_json, out=out, pictures=lambda: {"overhead": plot(measured)})
+
+
+@dataclass(slots=True)
+class Measured:
+    """All figures.
+
+    times: {setting: {system: milliseconds of single requests, in order}}
+    peers: {name: version} of the peers
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    times: dict[str, dict[str, Floats]] = field(default_factory=dict)
+    peers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
+    """Start the servers, measure the gateway and the peers, then the hook."""
+    from benchmarks.real.hook_overhead import hook_rows  # imports vLLM
+
+    began, made = time.perf_counter(), Measured()
+    rng = np.random.default_rng([seed, 7])
+    if names:
+        made.peers = peer_versions(names)
+    with (
+        tempfile.TemporaryDirectory(prefix="headway-overhead-") as folder,
+        _systems(Path(folder), names) as systems,
+    ):
+        _latency(systems, made, 300 if quick else 3000, rng)
+        _throughput(systems, made, 1.5 if quick else 20.0, rng)
+        made.rows += ratio_rows(made.rows)
+        made.rows += dashboard_rows(systems[0], systems[1], 1.0 if quick else 15.0, seed)
+    made.rows += planning_rows(2.0 if quick else 20.0)
+    made.rows += hook_rows(quick, seed)
+    made.seconds = time.perf_counter() - began
+    return made
+
+
+@contextmanager
+def _systems(folder: Path, names: Sequence[str]) -> Iterator[Sequence[Peer]]:
+    """Start the FAKE engine, and in front of it Headway and the named peers; all run until the block ends."""
+    with ExitStack() as stack:
+        direct, headway = stack.enter_context(servers(folder))
+        yield direct, headway, *(stack.enter_context(gateway(name, direct, folder)) for name in names)
+
+
+# ---- one request at a time
+
+
+def _latency(systems: Sequence[Peer], made: Measured, count: int, rng: np.random.Generator) -> None:
+    """Send each request to all servers, in random order, and compare the times; the first is the engine."""
+    set_answers(systems[0], 16, 0.0)
+    for setting, mark, more in ((_CHAT, None, {}), (_TTFT, MARK, {"stream": True})):
+        texts = prompts.generate(count + 50, (24, 48), rng)
+        order = rng.permuted(np.tile(np.arange(len(systems)), (len(texts), 1)), axis=1)
+        with ExitStack() as stack:
+            lines = [stack.enter_context(_connect(system)) for system in systems]
+            times = np.empty((len(texts), len(systems)))
+            for number, text in enumerate(texts):
+                for which in order[number]:
+                    request = systems[which].request(text, max_tokens=16, **more)
+                    times[number, which] = _ask(lines[which], request, mark)
+        seen = times[50:] * 1000  # the first 50 warm up caches
+        made.times[setting] = {system.name: seen[:, which] for which, system in enumerate(systems)}
+        _compare(made, setting)
+
+
+def _compare(made: Measured, setting: str) -> None:
+    times = made.times[setting]
+    for label, p in (("p50", 0.5), ("p99", 0.99)):
+        for system, seen in times.items():
+            if system != DIRECT:
+                added = float(np.quantile(seen - times[DIRECT], p))
+                made.rows.append(Row(f"gateway.added_ms.{label}", system, setting, added, "ms"))
+        for system, seen in times.items():
+            id = f"gateway.latency_ms.{label}"
+            made.rows.append(Row(id, system, setting, float(np.quantile(seen, p)), "ms"))
+
+
+@contextmanager
+def _connect(peer: Peer) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", peer.port), timeout=30) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield line
+
+
+def _ask(line: socket.socket, request: bytes, mark: bytes | None) -> float:
+    """Return the seconds until `mark` arrived (None: the whole response); read the whole response."""
+    began, data, seen = time.perf_counter(), b"", None
+    line.sendall(request)
+    while not complete(data):
+        piece = line.recv(65536)
+        if not piece:
+            raise EngineError("A server closed the connection in mid-response.", "Try again.")
+        data += piece
+        if seen is None and mark is not None and mark in data:
+            seen = time.perf_counter() - began
+    check(data)
+    return time.perf_counter() - began if seen is None else seen
+
+
+# ---- many at once
+
+
+def _throughput(systems: Sequence[Peer], made: Measured, seconds: float, rng: np.random.Generator) -> None:
+    """Saturate each server in turn; divide its work by the CPU time of its processes."""
+    texts = prompts.generate(500, (24, 48), rng)
+    for system in systems:
+        set_answers(systems[0], 16, 0.0)
+        _work(system, _CLIENTS, 0.5, texts, {"max_tokens": 16})  # warms up caches
+        requests = _work(system, _CLIENTS, seconds, texts, {"max_tokens": 16})
+        made.rows += _rates("gateway.req_per_s", "req/s", system.name, _REQUESTS, 1, requests)
+        for setting, delay in ((_FAST, 0.0), (_PACED, 0.01)):
+            set_answers(systems[0], TOKENS, delay)
+            tokens = _work(system, _STREAMS, seconds, texts, {"max_tokens": TOKENS, "stream": True})
+            made.rows += _rates("gateway.tokens_per_s", "tokens/s", system.name, setting, TOKENS, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Work of a server.
+
+    responses: complete responses
+    broken: responses of a peer that ended with an error instead
+    seconds: from the first request to the last response
+    cpu: CPU seconds of the server meanwhile
+    """
+
+    responses: int
+    broken: int
+    seconds: float
+    cpu: float
+
+
+def _rates(id: str, unit: str, system: str, setting: str, each: int, work: _Work) -> list[Row]:
+    """Return the rows of work; each: units in a response."""
+    amount = work.responses * each
+    return [
+        Row("gateway.broken", system, setting, work.broken, "responses"),
+        Row(id, system, setting, amount / work.cpu, f"{unit} per core"),
+        Row(f"{id}.wall", system, setting, amount / work.seconds, unit),
+    ]
+
+
+def _work(peer: Peer, clients: int, seconds: float, texts: list[str], more: dict[str, Any]) -> _Work:
+    requests = [peer.request(text, **more) for text in texts]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        cpu, began = peer.cpu(), time.perf_counter()
+        done = runner.run(_many(peer, clients, seconds, requests, bool(more.get("stream"))))
+        return _Work(done[True], done[False], time.perf_counter() - began, peer.cpu() - cpu)
+
+
+async def _many(
+    peer: Peer, clients: int, seconds: float, requests: list[bytes], streamed: bool
+) -> Counter[bool]:
+    """Let each client send its next request as soon as it has a response; count {complete: responses}.
+
+    Raises EngineError for an incomplete response, unless a peer sent it.
+    """
+    stop, done = time.perf_counter() + seconds, Counter[bool]()
+
+    async def client(number: int) -> None:
+        sent = 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", peer.port, limit=2**22)
+        try:
+            while time.perf_counter() < stop:
+                writer.write(requests[(number + clients * sent) % len(requests)])
+                response, sent = await read_response(reader), sent + 1
+                try:
+                    count_response(response, streamed)
+                except EngineError:
+                    if peer.name not in KNOWN:
+                        raise
+                    done[False] += 1
+                else:
+                    done[True] += 1
+        finally:
+            writer.close()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return done
+
+
+# ---- the report
+
+WORKLOAD = (
+    f"Headway's gateway (sqlite broker, synchronous = full, SmolLM2's tokenizer) in front of a {NAME}, and "
+    "that engine directly. Added: gateway minus direct, for the same request to both in random order. Per "
+    "core: divided by the CPU seconds of the server's processes."
+)
+DURABLE = (
+    "Headway commits every request to its queue on disk before it sends it on; the peers keep no queue, and "
+    "neither they nor Headway check keys or log requests here."
+)
+
+
+def build(measured: Measured, seed: int) -> Report:
+    """Return the report with a line per figure."""
+    lines = [[row.id, row.system, _show(row.ours), row.unit, row.setting] for row in measured.rows]
+    return Report(
+        "overhead", "vllm", "Overhead of gateway and scheduler hook", measured.rows, measured.seconds,
+        About(WORKLOAD, seed, versions={**versions(), **measured.peers}),
+        Grid(("figure", "system", "value", "unit", "setting"), [lines], ("value",)),
+        notes=[DURABLE] if measured.peers else [],
+    )  # fmt: skip
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+
+
+def plot(measured: Measured) -> bytes:
+    """Return a PNG of the latency added to single requests, and of the throughput per core."""
+    figure, (left, *right) = sheet(1, 4, 10, 3.6, widths=(2, 1, 1, 1))
+    edge = 0.0
+    for setting, seen in measured.times.items():
+        for system in [name for name in seen if name != DIRECT]:
+            added = np.sort(seen[system] - seen[DIRECT])
+            label = f"{system}, {setting.split(',')[0]}"
+            left.step(added, np.arange(1, added.size + 1) / added.size * 100, label=label)
+            edge = max(edge, float(np.quantile(added, 0.995)))
+    left.set(ylim=(0, 102), xlabel="added, ms", ylabel="requests, %")
+    if measured.peers:
+        left.set(xscale="log", xlim=(0.05, edge))
+    else:
+        left.set(xlim=(0, edge))
+    left.set_title(f"added to a request (idle {NAME})", fontsize=9)
+    left.legend(fontsize=8, loc="lower right")
+    for axes, setting in zip(right, (_REQUESTS, _FAST, _PACED), strict=True):
+        rows = [row for row in measured.rows if row.setting == setting and row.unit.endswith("per core")]
+        bars = axes.bar([row.system for row in rows], [row.ours or 0.0 for row in rows], color="#0072B2")
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
+        axes.tick_params(axis="x", labelsize=6 if measured.peers else 8)
+        axes.margins(y=0.12)
+        axes.set_yticks([])
+        axes.set_title(
+            "\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7
+        )
+    return png(figure)

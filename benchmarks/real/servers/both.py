@@ -1,0 +1,21 @@
+"""RabbitMQ and PostgreSQL for one benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from benchmarks.real.servers import postgres, rabbitmq
+
+
+@contextmanager
+def both(nodes: int) -> Iterator[tuple[rabbitmq.Cluster, postgres.Server]]:
+    """Yield a RabbitMQ cluster of so many nodes and a PostgreSQL server; both answer."""
+    with ExitStack() as stack:
+        rabbit, database = rabbitmq.Cluster(nodes), postgres.Server()
+        stack.callback(rabbit.remove)
+        stack.callback(database.remove)
+        rabbit.begin()  # takes seconds, in which the other one starts
+        database.start()
+        rabbit.wait()
+        yield rabbit, database

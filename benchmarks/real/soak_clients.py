@@ -1,0 +1,155 @@
+"""Clients that go on asking gateways which come and go, and keep what they see (`soak_history.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.real.attack_clients import exchange, request, say
+from benchmarks.real.fake_engine import WORD
+from benchmarks.real.soak_history import History
+
+_CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
+_PAUSE_S = 0.05  # of a client, between two requests
+_END_S = 120.0  # for all that is owed, once nothing is broken
+_LOOKS = 40  # at background requests, in a round
+_REFUSED = (429, 503)
+_MARK = WORD.encode()
+
+
+@dataclass(slots=True)
+class Door:
+    """A gateway's port.
+
+    lives: counts up when the gateway is ready and when it is to be killed; odd = one lives.
+    """
+
+    port: int
+    lives: int = 0
+
+    @property
+    def lives_now(self) -> bool:
+        return self.lives % 2 == 1
+
+
+@dataclass(slots=True)
+class Clients:
+    """Clients in a thread of their own, each request of them at a door where a gateway lives.
+
+    background: share of the requests whose clients do not wait. pause: seconds between two of a client.
+    unfinished: background requests whose end has not been seen. refused: how often they were to come again.
+    """
+
+    doors: list[Door]
+    seed: int
+    background: float = 0.6
+    pause: float = _PAUSE_S
+    history: History = field(default_factory=History)
+    stop: bool = False
+    unfinished: set[str] = field(default_factory=set)
+    refused: int = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Ask while the block runs."""
+        thread = threading.Thread(target=lambda: asyncio.run(self._all()), name="soak-clients")
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stop = True
+            thread.join()
+
+    async def _all(self) -> None:
+        rngs = np.random.default_rng([self.seed, 13]).spawn(_CLIENTS + 1)
+        await asyncio.gather(self._watch(rngs[-1]), *(self._client(rng) for rng in rngs[:-1]))
+
+    async def _client(self, rng: np.random.Generator) -> None:
+        while not self.stop:
+            await asyncio.sleep(float(rng.exponential(self.pause)))
+            door = self._door(rng)
+            if door is None:
+                continue
+            if rng.random() < self.background:
+                await self._background(door)
+            else:
+                await self._wait_for(door, stream=bool(rng.random() < 0.5))
+
+    def _door(self, rng: np.random.Generator) -> Door | None:
+        """Return a door where a gateway lives, None = there is none."""
+        open_ = [door for door in self.doors if door.lives_now]
+        return open_[int(rng.integers(len(open_)))] if open_ else None
+
+    async def _background(self, door: Door) -> None:
+        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(background=True)))
+        self.refused += status in _REFUSED
+        if status == 202:
+            id = json.loads(body)["id"]
+            self.history.looks[id] = []
+            self.unfinished.add(id)
+
+    async def _wait_for(self, door: Door, stream: bool) -> None:
+        """Ask and wait; without an answer, an error or a kill the gateway owes it."""
+        life = door.lives
+        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(stream=stream)))
+        if status in _REFUSED:
+            self.refused += 1
+            return
+        tokens, told = body.count(_MARK), status not in (0, 200) or b'"error":' in body
+        if told or tokens >= _TOKENS:
+            self.history.whole += 1
+            self.history.told += told
+            self.history.doubled += tokens > _TOKENS or body.count(b"[DONE]") > 1
+        elif life == door.lives:
+            self.history.silent += 1
+
+    async def _watch(self, rng: np.random.Generator) -> None:
+        """Look at background requests, those without an end before all others."""
+        while not self.stop:
+            await asyncio.sleep(0.1)
+            for id in list(self.unfinished)[:_LOOKS]:
+                if (door := self._door(rng)) is not None:
+                    await self._look(id, door)
+
+    async def _look(self, id: str, door: Door) -> None:
+        """Look at one background request."""
+        get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        status, body = await exchange(door.port, get.encode())
+        if status == 404:
+            self.history.saw(id, "unknown", "")
+        elif status == 200:
+            seen = json.loads(body)
+            state = seen["status"]
+            self.history.saw(id, state, json.dumps([seen.get("response"), seen["error"]]))
+            if state != "queued":
+                self.unfinished.discard(id)
+
+    async def look_at_all(self) -> None:
+        """Look at every background request at every door, until each has ended or the time is over."""
+        deadline = time.monotonic() + _END_S
+        for door in self.doors:
+            for id in self.history.looks:
+                await self._look(id, door)
+        while self.unfinished and time.monotonic() < deadline:
+            for id in list(self.unfinished):
+                await self._look(id, self.doors[0])
+            await asyncio.sleep(0.2)
+
+
+async def probe(port: int) -> bool:
+    """Tell whether a gateway answers one request with all of its tokens."""
+    ask = say(max_tokens=1, vllm_xargs={"fake_tokens": 1})
+    status, body = await exchange(port, request("/v1/chat/completions", ask))
+    return status == 200 and _MARK in body
+
+
+def _ask(**more: Any) -> dict[str, Any]:
+    return say(max_tokens=_TOKENS, vllm_xargs={"fake_tokens": _TOKENS, "fake_delay": _DELAY_S}, **more)

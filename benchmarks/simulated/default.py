@@ -1,0 +1,231 @@
+"""`headway bench default`: recipe `headway` beside every other on every ground, SIMULATED.
+
+A cell is a ground at a load. Each recipe gets the same requests and forecasts; beside its attainment stands
+the share of `simulate/bound.py`'s upper bound, which no schedule can pass. Two curves show how attainment
+falls when forecasts of lengths or of latency are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks.simulated import default_rows
+from benchmarks.simulated.default_figures import (
+    BOUND,
+    DEFAULT,
+    HINDSIGHT,
+    STOCK,
+    TRUE,
+    Cell,
+    Figures,
+    figures,
+)
+from benchmarks.simulated.default_rows import HIGH, places_of
+from benchmarks.simulated.default_table import grid, notes
+from benchmarks.simulated.grounds import GROUNDS, Ground
+from benchmarks.simulated.held_grounds import HELD
+from benchmarks.simulated.hindsight import search
+from headway.policy.core.engine_spec import EngineSpec, PromisesConfig
+from headway.policy.pack.promises.packer import Promises
+from headway.policy.recipes.recipe import Recipe
+from headway.policy.recipes.registry import find
+from headway.ports import Lengths, Packer
+from headway.simulate.bound import bound
+from headway.simulate.forecasts import Noisy
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
+from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver
+
+
+def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
+    """Return a packer with other numbers of `PromisesConfig`."""
+    return partial(Promises, keep=PromisesConfig(**options))
+
+
+ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
+    "headway without selection": _with(selects_largest_set=False),
+    "headway without prompts that yield": _with(prompts_yield=False),
+    "headway without a margin of tpot": _with(tpot_margin=0.0),
+    "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
+    "headway without a lead for answers": _with(leading_share=1.0, burst_lead_s=0.0),
+    "headway without a lead for bursts": _with(burst_lead_s=0.0),
+    "headway without giving up answers": _with(begun_size_share=0.0),
+    "headway without short prompts first": _with(short_prompts_first=False),
+    "headway without room to grow": _with(growth_share=0.0),
+    "headway with room to grow always": _with(scales_growth=False),
+    "headway without time for long answers": _with(long_answer_stds=-2.0),
+    "headway without time while nothing is lost": _with(calm_answer_safety=1.5, calm_lost_below_stds=2.0),
+    "headway without longer iterations for prompts": _with(ttft_share=0.0),
+    "headway without iterations for urgent prompts": _with(alone_share=math.inf),
+    "headway without short iterations for first tokens": _with(urgent_share=math.inf),
+    "headway without streams that go on": lambda spec: Promises(replace(spec, max_gap_s=math.inf)),
+    "headway without answers that take turns": _with(turn_capacity=0.0),
+    "headway without pausing answers": _with(pause_lead_tokens=math.inf),
+    "headway without swapping": partial(Promises, swaps=False),
+}
+OTHERS = (
+    "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
+    "vllm-v0",
+)  # fmt: skip
+LENGTH_ERRORS = (1.0, 1.5, 2.0, 3.0)  # factors by which a forecast is off, one standard deviation
+LATENCY_ERRORS = (0.8, 1.0, 1.2)  # learned seconds of an iteration, as a share of the true ones
+_WRONG = ("bursty", "sharegpt-idle", "anneal-chat-code", "tight-tpot")  # grounds of both curves
+_WRONG_LOAD, _WRONG_RECIPES = 1.3, (DEFAULT, "slack")
+_LOW = 80.0  # %: a search with hindsight is made where the share of the bound is below this
+_QUICK_LOAD, _QUICK_OTHERS = 1.3, (STOCK, "slack", "bros", "srtf")
+_QUICK_OTHERS_HELD = (STOCK, "slack", "edf")  # compiled loops, all of them
+_QUICK_REQUESTS, _QUICK_HELD = 600, 200
+
+
+def main(
+    *, seeds: int = 3, hindsight: int = 0, quick: bool, as_json: bool, seed: int, out: Path | None
+) -> None:
+    """Run all cells with that many seeds; `quick`: 1.3x only, one seed, four recipes, fewer requests.
+
+    hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none.
+    """
+    began = time.perf_counter()
+    cells = quick_cells(seed) if quick else all_cells(range(seed, seed + seeds))
+    found = run(cells, bar=not as_json)
+    if hindsight:
+        found |= run(hindsight_cells(found, hindsight), bar=not as_json)
+    rows = rows_of(found)
+    count, grounds = len({cell.seed for cell in cells}), len({cell.ground.name for cell in cells})
+    workload = (
+        f"{SIMULATED}: {grounds} grounds, {count} seed{'s' * (count > 1)}; load = "
+        "arrivals as a multiple of what stock vLLM completes of a burst; attainment = promised requests with "
+        "every target met; share = of the bound that no schedule can pass."
+    )
+    report = Report(
+        "default", "sim", f"The default recipe beside all others ({SIMULATED})", rows,
+        time.perf_counter() - began, About(workload, seed), grid(rows, ABLATIONS),
+        notes=notes(rows, places_of(found)),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(rows))
+
+
+def all_cells(seeds: Sequence[int]) -> list[Cell]:
+    """Return every ground, load and recipe for each seed, and the cells of the two curves."""
+    cells = []
+    for ground in (*GROUNDS, *HELD):
+        parts = () if ground.held else tuple(ABLATIONS)
+        systems = (BOUND, DEFAULT, TRUE, *OTHERS, *ground.rivals, *parts)
+        cells += [Cell(ground, *key) for key in product(ground.loads, seeds, systems)]
+    wrong = [ground for ground in GROUNDS if ground.name in _WRONG]
+    for ground, recipe, at in product(wrong, _WRONG_RECIPES, seeds):
+        cell = Cell(ground, _WRONG_LOAD, at, recipe)
+        cells += [replace(cell, length_error=factor) for factor in LENGTH_ERRORS]
+        cells += [replace(cell, latency_error=factor) for factor in LATENCY_ERRORS if factor != 1.0]
+    return cells
+
+
+def quick_cells(seed: int) -> list[Cell]:
+    """Return the cells of a run that ends within a minute: one load of each ground, fewer requests."""
+    return [
+        Cell(_fewer(ground), _QUICK_LOAD if _QUICK_LOAD in ground.loads else ground.loads[-1], seed, system)
+        for ground in (*GROUNDS, *HELD)
+        for system in (BOUND, DEFAULT, *(_QUICK_OTHERS_HELD if ground.held else _QUICK_OTHERS))
+    ]
+
+
+def _fewer(ground: Ground) -> Ground:
+    return replace(ground, requests=min(ground.requests, _QUICK_HELD if ground.held else _QUICK_REQUESTS))
+
+
+def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
+    """Return cells of `HINDSIGHT` where the default recipe is far below a bound that says something."""
+    rows = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows_of(found)}
+    return [
+        replace(cell, system=HINDSIGHT, trials=trials)
+        for cell in found
+        if cell.system == DEFAULT
+        and not cell.ground.held
+        and rows.get(("share_of_bound", DEFAULT, cell.setting), 100.0) < _LOW
+        and rows["attainment.promised", BOUND, cell.setting] > HIGH
+    ]
+
+
+def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
+    """Compute the cells on all cores."""
+    with (
+        Progress(disable=not bar) as progress,
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
+    ):
+        task = progress.add_task("simulating", total=len(cells))
+        found = {}
+        for cell, seen in zip(cells, pool.map(compute, cells, chunksize=_chunk(cells)), strict=True):
+            found[cell] = seen
+            progress.advance(task)
+    return found
+
+
+def _chunk(cells: Sequence[Cell]) -> int:
+    """Return how many cells a process takes at once: a search takes minutes, so it is one."""
+    return 1 if any(cell.trials for cell in cells) else 4
+
+
+def compute(cell: Cell) -> Figures:
+    """Simulate one cell to its last completion, or bound it."""
+    workload = cell.ground.workload(cell.load, cell.seed)
+    promised = int(np.count_nonzero(workload.promised))
+    if cell.system == BOUND:
+        return Figures(bound(workload, cell.ground.instance()) if promised else 0.0, promised, 0.0)
+    spec = replace(cell.ground.instance(), latency_error=cell.latency_error)
+    if cell.system == HINDSIGHT:
+        until = max(cell.ground.seconds(cell.load), last_due(workload))
+        kept = search(find(DEFAULT), spec, workload, until, cell.trials, cell.seed)
+        return Figures(kept, promised, 0.0)
+    outcome = Simulation(_recipe(cell.system), [spec], workload, _lengths(cell, workload)).run()
+    return figures(cell, workload, outcome)
+
+
+def _recipe(system: str) -> Recipe:
+    if system not in ABLATIONS:
+        return find(DEFAULT if system == TRUE else system)
+    return replace(find(DEFAULT), packer=ABLATIONS[system])
+
+
+def last_due(workload: Workload) -> float:
+    """Return the instant after which no promise can be kept any more: what has not ended by then is late."""
+    later = workload.output - 1
+    decoding = np.where(later > 0, workload.tpot, 0.0) * np.maximum(later, 1)
+    due = workload.arrival + np.minimum(workload.e2e, workload.ttft + decoding)
+    return float(np.max(due, where=workload.promised, initial=0.0))
+
+
+def _lengths(cell: Cell, workload: Workload) -> Lengths:
+    if not cell.length_error and cell.system != TRUE:
+        return cell.ground.lengths(workload, cell.seed)
+    rng = np.random.default_rng([cell.seed, 2])
+    return Noisy.spreading(workload, float(np.log(cell.length_error or 1.0)), rng)
+
+
+# ---- what people see
+
+
+def rows_of(found: Mapping[Cell, Figures]) -> list[Row]:
+    """Return a row per system, setting and figure, and those that sum up the default recipe."""
+    return default_rows.rows_of(found, ABLATIONS)
+
+
+def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
+    from benchmarks.simulated import default_plots
+
+    made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
+        "matrix": default_plots.matrix, "measures": default_plots.measures, "spread": default_plots.spread,
+        "errors": default_plots.errors,
+    }  # fmt: skip
+    return {name: png for name, make in made.items() if (png := make(rows)) is not None}

@@ -1,0 +1,177 @@
+"""Speed of the simulator, and the cost of a packer's decision beside vLLM's `schedule()`.
+
+Simulator: one hour of ShareGPT-like chat on OPT-13B / A100, on one core, at rates up to several times the
+engine's capacity. Decision: 256 running and 1,000 waiting requests against stock `schedule()`, alternating
+within one run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.memory.budget import KvBudget
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.types import Floats, Jobs, Slo
+from headway.whatif.experiment import Fleet
+from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+
+PROFILE = "opt-13b-a100"
+RECIPES = ("vllm", "priority", "edf", "slack", "headway")
+RATES = (2.0, 4.0, 7.0, 14.0, 28.0)
+RUNNING, WAITING = 256, 1000
+_SLO = Slo(ttft=0.4, tpot=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One simulation.
+
+    wall: seconds of wall time
+    simulated: seconds of virtual time
+    traced: those of the virtual seconds that have arrivals
+    """
+
+    recipe: str
+    rate: float
+    requests: int
+    iterations: int
+    wall: float
+    simulated: float
+    traced: float
+
+
+def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+    """Measure and print; `quick` simulates 10 minutes instead of an hour, at the highest rate only."""
+    began = time.perf_counter()
+    duration, rates = (600.0, RATES[-1:]) if quick else (3600.0, RATES)
+    points = simulate(rates, duration, seed, bar=not as_json)
+    ratios = decisions(200 if quick else 1000, seed)
+    workload = (
+        f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of "
+        f"arrivals; x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} "
+        f"running, {WAITING} waiting."
+    )
+    rows = [*(row for point in points for row in rows_of(point)), *ratios]
+    report = Report(
+        "speed", "sim", f"Speed of the simulator ({SIMULATED})", rows, time.perf_counter() - began,
+        About(workload, seed), row_grid(rows),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: {"speed": plot(points)})
+
+
+def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[Point]:
+    """Run every recipe at every rate, after one short run that compiles."""
+    fleet, points = Fleet(PROFILE), []
+    for recipe in RECIPES:
+        _point(recipe, fleet, 1.0, 60.0, seed)
+    with Progress(disable=not bar) as progress:
+        task = progress.add_task("simulating", total=len(rates) * len(RECIPES))
+        for rate in rates:
+            for recipe in RECIPES:
+                points.append(_point(recipe, fleet, rate, duration, seed))
+                progress.advance(task)
+    return points
+
+
+def rows_of(point: Point) -> list[Row]:
+    """Return the figures of one simulation."""
+    setting = f"{point.rate:g} req/s"
+    figures = (
+        ("sim.x_realtime", point.traced / point.wall, "x"),
+        ("sim.x_simulated", point.simulated / point.wall, "x"),
+        ("sim.requests", float(point.requests), "requests"),
+        ("sim.iteration_us", point.wall / point.iterations * 1e6, "us"),
+    )
+    return [Row(id, point.recipe, setting, ours, unit) for id, ours, unit in figures]
+
+
+def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -> Point:
+    workload = chat(rate, duration, seed, fleet.max_model_len)
+    simulation = Simulation(find(recipe), fleet.instances(workload.models[0]), workload)
+    began = time.perf_counter()
+    outcome = simulation.run()
+    wall = time.perf_counter() - began
+    return Point(
+        recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration
+    )
+
+
+def chat(rate: float, duration: float, seed: int, longest: int) -> Workload:
+    """Return ShareGPT-like chat with an SLO, without requests longer than `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    workload = make((TrafficClass("chat", 1.0, _SLO),), poisson(rate, duration, rng), rng)
+    return workload.take(np.flatnonzero(workload.prompt + workload.output <= longest))
+
+
+# ---- the cost of a decision
+
+
+def decisions(steps: int, seed: int) -> list[Row]:
+    """Return packer.us and packer.ratio (to stock `schedule()` with as many running requests); needs vLLM."""
+    from benchmarks.real.hook_overhead import steady
+
+    stock = steady(RUNNING, "stock", steps, seed)
+    jobs, budget = crowd(seed)
+    packers = {name: find(name).packer(EngineSpec(RUNNING, 8192)) for name in RECIPES}
+    times: dict[str, Floats] = {name: np.zeros(steps) for name in ("stock", *packers)}
+    for step in range(steps):
+        began = time.perf_counter()
+        output = stock.schedule()
+        times["stock"][step] = time.perf_counter() - began
+        stock.complete(output, 0.02)
+        for name, packer in packers.items():
+            began = time.perf_counter()
+            packer.pack(jobs, budget, 20.0)
+            times[name][step] = time.perf_counter() - began
+    setting = f"{RUNNING} running, {WAITING} waiting"
+    middle = {name: float(np.median(seen)) for name, seen in times.items()}
+    rows = [Row("packer.us", name, setting, seconds * 1e6, "us") for name, seconds in middle.items()]
+    return rows + [Row("packer.ratio", n, setting, middle[n] / middle["stock"], "x") for n in packers]
+
+
+def crowd(seed: int) -> tuple[Jobs, KvBudget]:
+    """Return a table of RUNNING decoding and WAITING new requests, half of each with an SLO."""
+    rng, jobs = np.random.default_rng(seed), Jobs(2048)
+    for i in range(RUNNING + WAITING):
+        running, output_tokens = i < RUNNING, int(rng.integers(1, 200))
+        prompt = int(rng.integers(20, 800))
+        state = {
+            "computed": prompt + output_tokens - 1,
+            "output_tokens": output_tokens,
+            "first": float(rng.uniform(10, 19)),
+        }
+        ttft, tpot = (1.0, 0.1) if i % 2 else (np.inf, np.inf)
+        jobs.add(
+            f"r{i}", arrival=float(rng.uniform(0, 10)), ttft=ttft, tpot=tpot, e2e=np.inf,
+            prompt=prompt, tokens_left=100.0, serial=i, running=running,
+            blocks=-(-(prompt + output_tokens) // 16) if running else 0, **(state if running else {}),
+        )  # fmt: skip
+    held = int(jobs.blocks.sum())
+    return jobs, KvBudget(held + 4000, 4000, 16, 2 * RUNNING)
+
+
+def plot(points: Sequence[Point]) -> bytes:
+    """Return a PNG of the speed against the rate."""
+    from headway.whatif.output.plots import png, sheet
+
+    figure, (axes,) = sheet(1, 1, 7, 3.6)
+    for recipe in RECIPES:
+        mine = [point for point in points if point.recipe == recipe]
+        axes.plot([p.rate for p in mine], [p.traced / p.wall for p in mine], marker="o", label=recipe)
+    axes.axhline(1000, color="#999", linewidth=1, linestyle=":")
+    axes.set(xlabel="arrivals, req/s", ylabel="times real time", yscale="log", xscale="log")
+    rates = sorted({point.rate for point in points})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.set_title("ShareGPT-like chat, OPT-13B on an A100, one core", fontsize=9)
+    axes.legend(fontsize=8)
+    return png(figure, SIMULATED)

@@ -1,0 +1,218 @@
+"""Replays of one trace on a real vLLM, with a latency profile measured before, between and after them.
+
+A replay keeps the calls, the client's records and the engine's own log of iterations; `twin.py` simulates the
+same calls with the same lengths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.validate import conformance, features, prefixes
+from benchmarks.validate.conformance import Tally
+from headway import clock
+from headway.config import Engine
+from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
+from headway.models.resolve import resolve
+from headway.policy.forecast.latency.measurement import Fits
+from headway.policy.forecast.latency.profiles import LatencyProfile
+from headway.policy.recipes.registry import find
+from headway.simulate.workload import traffic
+from headway.whatif.load import generator, mix
+from headway.whatif.load.records import Call, Record
+from headway.whatif.measured.compare import BURST, steady
+from headway.whatif.measured.profile import Measured, Rows, Target, device, engine_state, measure
+from headway.whatif.measured.systems import STOCK, running
+
+LOADS = {"below": 0.7, "above": 1.3}
+_MANY, _FEW = {"workloads": 200, "steps": 25_000}, {"workloads": 2, "steps": 200}  # for each packer
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to replay.
+
+    systems: recipes
+    loads: {setting: multiple of the measured capacity}
+    rates: {setting: requests/s}, instead of `loads`
+    duration: seconds of arrivals of each replay
+    """
+
+    mix: mix.Mix
+    engine: Engine
+    systems: tuple[str, ...] = ("vllm", "slack")
+    loads: dict[str, float] = field(default_factory=lambda: dict(LOADS))
+    rates: dict[str, float] | None = None
+    duration: float = 600.0
+    seed: int = 0
+    quick: bool = False
+
+
+@dataclass(slots=True)
+class Replay:
+    """One load on one system.
+
+    rate: arrivals per second
+    records: what the client measured
+    rows: the engine's log of iterations
+    requests: the engine's log of requests
+    started: wall-clock time of the start
+    """
+
+    system: str
+    setting: str
+    rate: float
+    calls: list[Call]
+    records: list[Record]
+    rows: Rows
+    requests: list[tuple[Any, ...]]
+    started: float
+
+
+@dataclass(slots=True)
+class Run:
+    """One system: its replays, and the latency profile measured around them."""
+
+    system: str
+    replays: list[Replay]
+    measured: Measured
+    fits: Fits
+    profile: LatencyProfile
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything that was measured.
+
+    capacity: requests/s of the first system; None when rates are given
+    conformance: {(recipe, host): steps compared with vLLM's scheduler}
+    """
+
+    runs: list[Run]
+    capacity: float | None
+    conformance: dict[tuple[str, str], Tally]
+
+
+def check(systems: Sequence[str]) -> None:
+    """Raise ConfigError unless every name is a recipe: stock vLLM keeps no log of iterations."""
+    if not systems:
+        raise ConfigError("No system is named.", "Name some recipes, such as vllm,slack.")
+    for name in systems:
+        if name in STOCK:
+            raise ConfigError(
+                f"{name} is stock vLLM, which keeps no log of iterations.",
+                "Use the recipe vllm: it takes the same steps.",
+            )
+        find(name)
+
+
+async def run(setup: Setup) -> Results:
+    """Run every system, then compare step by step; with `quick`, compare while the first engine starts."""
+    check(setup.systems)
+    resolve(setup.engine.model)
+    logs = Path(tempfile.mkdtemp(prefix="headway-truth-"))
+    _console.print(f"[dim]logs: {logs}[/]")
+    capacity: float | None = None
+    runs = []
+    steps = asyncio.create_task(asyncio.to_thread(_conformance, setup)) if setup.quick else None
+    for name in setup.systems:
+        async with live(name, setup.engine, logs, setup.mix.names) as target:
+            if steps is not None:
+                await steps
+                gc.collect()
+                gc.freeze()  # keeps the garbage collector from scanning vLLM's objects while it measures
+            await _warm(target, setup)
+            if setup.rates is None and capacity is None:
+                capacity = await _capacity(target, setup)
+            runs.append(await _one(name, target, setup, capacity))
+    gc.unfreeze()
+    found = await (steps or asyncio.to_thread(_conformance, setup))
+    return Results(runs, capacity, found)
+
+
+@asynccontextmanager
+async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) -> AsyncIterator[Target]:
+    """Start gateway and engine of a recipe without prefix caching, yield both addresses, then stop them."""
+    port = free_port()
+    engine = replace(engine, port=port, args=(*engine.args, "--no-enable-prefix-caching"))
+    _console.print(f"[dim]starting {name} ...[/]")
+    async with running(name, engine, logs, classes) as url:
+        yield Target(url, f"http://127.0.0.1:{port}", engine.name, resolve(engine.model))
+
+
+async def _one(name: str, target: Target, setup: Setup, capacity: float | None) -> Run:
+    """Profile, replay, profile, replay, profile: so the latency profile has the machine's drift in it."""
+    rng = np.random.default_rng([setup.seed, 77])
+    measured = await measure(target, rng, quick=setup.quick)
+    replays = []
+    for number, setting in enumerate(setup.loads):
+        rate = setup.rates[setting] if setup.rates else setup.loads[setting] * (capacity or 0.0)
+        calls = _calls(setup, rate, number)
+        _console.print(f"[bold]{name}[/], {setting}: {rate:.3f} req/s, {len(calls)} requests")
+        replays.append(await _replay(name, setting, rate, calls, target))
+        if not setup.quick:
+            measured.add(await measure(target, rng))
+    fits = measured.fits()
+    return Run(name, replays, measured, fits, measured.profile(fits, device()))
+
+
+async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: Target) -> Replay:
+    started = clock.now()
+    records = await generator.run(target.url, target.name, calls)
+    if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+        raise KeyboardInterrupt  # part of a replay is no result
+    async with aiohttp.ClientSession() as session:
+        state = await engine_state(session, target)
+    rows = [row for row in state["iterations"] if row[0] >= started]
+    requests = [tuple(row) for row in state["requests"] if row[1] >= started]
+    return Replay(system, setting, rate, calls, records, rows, requests, started)
+
+
+def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+    rng = np.random.default_rng([setup.seed, number])
+    arrivals = traffic.poisson(rate, duration or setup.duration, rng)
+    return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
+
+
+async def _warm(target: Target, setup: Setup) -> None:
+    calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
+    await generator.run(target.url, target.name, calls, progress=False)
+
+
+async def _capacity(target: Target, setup: Setup) -> float:
+    """Return the requests per second that the system completes under saturation."""
+    calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
+    capacity = steady(await generator.run(target.url, target.name, calls, progress=False))
+    _console.print(f"capacity: {capacity:.3f} req/s ({len(calls)} calls at once)")
+    return capacity
+
+
+def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
+    workloads, steps = (_FEW if setup.quick else _MANY).values()
+    mixed = steps // 2  # the mixes of features are many: 100,000 steps in all
+    pairs = prefixes.PAIRS[::4] if setup.quick else prefixes.PAIRS
+    total = steps * (len(conformance.PAIRS) + len(pairs)) + mixed * len(features.MIXES)
+    with Progress(console=_console, transient=True) as progress:
+        task = progress.add_task("conformance, steps", total=total)
+        rng = np.random.default_rng([setup.seed, 5])
+
+        def told(steps: int) -> None:
+            progress.advance(task, steps)
+
+        found = conformance.run(rng, workloads=workloads, steps=steps, progress=told)
+        found |= features.run(rng, steps=mixed, progress=told)
+        return found | prefixes.run(np.random.default_rng([setup.seed, 6]), pairs, steps=steps, progress=told)

@@ -1,0 +1,79 @@
+"""The simulated twin of a replay: the same arrivals and lengths, the same recipe, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.validate.replay import Replay, Run, Setup
+from headway.config import Engine
+from headway.policy.forecast.latency.measurement import bias, disturbed
+from headway.policy.forecast.latency.profiles import LatencyProfile
+from headway.policy.recipes.registry import find
+from headway.simulate.run import InstanceSpec, Outcome, Simulation
+from headway.simulate.workload.traffic import Workload
+from headway.types import Instance
+from headway.whatif import experiment
+from headway.whatif.load.records import Call, Record
+
+
+@dataclass(slots=True)
+class Pair:
+    """A replay beside its simulation, both without requests that did not complete.
+
+    bias: of the latency profile over the replay's own iterations, as a fraction; positive: profile too slow
+    disturbed: seconds of the replay in which another program used the machine
+    """
+
+    replay: Replay
+    real: list[Record]
+    simulated: list[Record]
+    outcome: Outcome
+    bias: float
+    disturbed: float
+
+
+def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
+    """Return a replay and its simulation with the run's latency profile."""
+    kept = [(c, r) for c, r in zip(replay.calls, replay.records, strict=True) if r.ok and r.output_tokens]
+    load = workload(kept, setup.engine.name)
+    outcome = Simulation(find(replay.system), [instance(run.profile, setup.engine)], load).run()
+    simulated = experiment.records(load, outcome)
+    more = len(replay.records) * (run.profile.interruption_s or 0.0)
+    wrong = bias(run.profile.law, replay.rows, more=more)
+    slow = disturbed(run.profile.law, replay.rows)
+    return Pair(replay, [r for _, r in kept], simulated, outcome, wrong, slow)
+
+
+def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:
+    """Return the requests of a replay with the lengths that they had in the real run."""
+    tiers = tuple(dict.fromkeys(call.tier for call, _ in kept))
+    slo = {
+        name: np.array([getattr(c.slo, name) or np.inf for c, _ in kept]) for name in ("ttft", "tpot", "e2e")
+    }
+    output = np.array([record.output_tokens for _, record in kept])
+    zeros = np.zeros(len(kept), np.int64)
+    return Workload(
+        arrival=np.array([call.at for call, _ in kept]), output=output,
+        prompt=np.array([record.prompt_tokens for _, record in kept]),
+        max_tokens=np.maximum([call.max_tokens for call, _ in kept], output),
+        priority=np.array([call.priority for call, _ in kept]),
+        tier=np.array([tiers.index(call.tier) for call, _ in kept]), model=zeros, tenant=zeros,
+        ttft=slo["ttft"], tpot=slo["tpot"], e2e=slo["e2e"], tiers=tiers, models=(model,),
+    )  # fmt: skip
+
+
+def instance(profile: LatencyProfile, engine: Engine) -> InstanceSpec:
+    """Return the simulated twin of an engine: the same blocks, request slots, budget and batch limit."""
+    assert profile.kv_tokens is not None, "a measured profile has them"
+    shape = Instance(
+        "e0", engine.name, engine.max_running, profile.kv_tokens // profile.block_size, profile.block_size,
+        engine.max_model_len,
+    )  # fmt: skip
+    return InstanceSpec(
+        shape, profile.latency(), engine.slots or 2 * engine.max_running, engine.max_batched_tokens,
+        request_overhead=profile.request_overhead_s or 0.0, token_overhead=profile.token_overhead_s or 0.0,
+        interruption=profile.interruption_s or 0.0,
+    )  # fmt: skip

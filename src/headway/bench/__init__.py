@@ -1,1 +1,0 @@
-"""Benchmarks: load generation, measurement, simulation, the tables of the papers."""

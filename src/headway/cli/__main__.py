@@ -1,0 +1,5 @@
+"""`python -m headway.cli`."""
+
+from headway.cli.main import main
+
+main()

@@ -1,0 +1,166 @@
+"""`headway bench`: `serve` and `compare` ship with the package, the others run from a checkout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+
+from headway.cli.options import (
+    Burstiness,
+    Duration,
+    Endpoint,
+    HostKv,
+    Json,
+    KvBlocks,
+    Limit,
+    Load,
+    MaxRunning,
+    MixName,
+    Model,
+    Out,
+    Quick,
+    Rate,
+    Rounds,
+    Seed,
+    ServerUrl,
+    Slos,
+    Systems,
+    Tight,
+    Together,
+    Trace,
+)
+from headway.errors import ConfigError
+from headway.whatif.load import mix as mixes
+from headway.whatif.output.results import About, Pictures, deliver
+
+bench_app = typer.Typer(help="Benchmarks: SLO attainment, latency, overhead and cost.", no_args_is_help=True)
+
+
+@bench_app.command()
+def serve(
+    url: ServerUrl,
+    model: Annotated[str, typer.Option(help="Model name to request.")] = "smollm2",
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    rate: Rate = None,
+    duration: Duration = 60.0,
+    burstiness: Burstiness = 1.0,
+    trace: Trace = None,
+    limit: Limit = None,
+    endpoint: Endpoint = "chat",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Send an open-loop load to an OpenAI-compatible server and report latency and SLO attainment."""
+    from headway.whatif.load import generator
+
+    kind = _ENDPOINTS.get(endpoint)
+    if kind is None:
+        raise ConfigError(f"There is no endpoint {endpoint!r}.", "Use chat or completions.")
+    if url.partition("://")[0] not in ("http", "https"):
+        raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
+    setup, rng = mix_of(mix, slo), np.random.default_rng([seed, 0])
+    arrivals = _arrivals(trace, limit, rate, min(duration, 30.0) if quick else duration, burstiness, rng)
+    calls = mixes.calls(setup, arrivals, rng)
+
+    async def run() -> Any:
+        before = await generator.scrape(url)
+        records = await generator.run(url, model, calls, api_key=api_key, endpoint=kind, progress=not as_json)
+        return records, generator.gained(before, await generator.scrape(url))
+
+    began = time.perf_counter()
+    results = {"endpoint": asyncio.run(run())}
+    _deliver(results, "serve", began, mixes.describe(setup), seed, as_json, out)
+
+
+@bench_app.command()
+def compare(
+    systems: Systems = None,
+    model: Model = "smollm2",
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    load: Load = 1.3,
+    rate: Rate = None,
+    burstiness: Burstiness = 1.0,
+    duration: Duration = 300.0,
+    rounds: Rounds = 1,
+    max_running: MaxRunning = 16,
+    together: Together = False,
+    tight: Tight = False,
+    kv_blocks: KvBlocks = None,
+    host_kv_gib: HostKv = 1.0,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Compare stock vLLM with Headway's recipes on the same trace, on engines started here."""
+    from headway.whatif.measured import compare as comparison
+    from headway.whatif.measured.systems import STANDARD, TIGHT, standard_engine
+
+    names = (TIGHT if tight else STANDARD) if systems is None else listed(systems)
+    engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
+    asked = comparison.Setup(
+        mix_of(mix, slo), engine, names, load, rate, duration, rounds, seed, together, tight, burstiness
+    )
+    setup = comparison.shortened(asked) if quick else asked
+    began = time.perf_counter()
+    outcome = asyncio.run(comparison.run(setup))
+    about = comparison.describe(setup, outcome)
+    _deliver(outcome.results, "compare", began, about, seed, as_json, out, asked.variant)
+
+
+_ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
+
+
+def listed(systems: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in systems.split(",") if name.strip())
+
+
+def mix_of(name: str, slos: list[str] | None) -> mixes.Mix:
+    return with_slos(mixes.load(name), slos)
+
+
+def with_slos(mix: mixes.Mix, slos: list[str] | None) -> mixes.Mix:
+    for text in slos or ():
+        mix = mixes.override(mix, text)
+    return mix
+
+
+def _arrivals(
+    trace: str | None, limit: int | None, rate: float | None, duration: float, burstiness: float, rng: Any
+) -> Any:
+    """Return arrival seconds: a trace's own (rescaled to `rate` if given), else gamma or Poisson."""
+    from headway.simulate.workload import traces, traffic
+
+    if trace is None:
+        return traffic.gamma(rate or 1.0, burstiness, duration, rng)
+    times = traces.arrivals(trace, limit=limit)
+    times = traffic.rescale(times, rate) if rate else times
+    return times[times <= duration]
+
+
+def _deliver(
+    results: Any, bench: str, began: float, workload: str, seed: int, as_json: bool, out: Path | None,
+    variant: str = "",
+) -> None:  # fmt: skip
+    """Print and write the report of a load on real engines."""
+    from headway.whatif.load import report
+
+    seconds, about = time.perf_counter() - began, About(workload, seed)
+    built = report.build(results, bench=bench, host="vllm", seconds=seconds, about=about, variant=variant)
+    deliver(built, as_json=as_json, out=out, pictures=lambda: _plots(results))
+
+
+def _plots(results: Any) -> Pictures:
+    from headway.whatif.load import plots
+
+    return plots.draw(results)

@@ -1,0 +1,50 @@
+"""Benchmarks that are in no wheel: found in the folder `benchmarks` of a checkout, beside `src`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+import headway
+from headway.errors import ConfigError
+from headway.plugins import attribute
+
+_FOLDER = "benchmarks"
+
+
+class Shipped(TyperGroup):
+    """`headway bench` where there is no checkout."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command; ConfigError for one that is not in the wheel."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            raise ConfigError(
+                f"Of the benchmarks only {' and '.join(self.list_commands(ctx))} are in the package; "
+                "others run from a checkout.",
+                "Clone the repository, run `make install` in it, and then .venv/bin/headway from there.",
+            )
+        return found
+
+
+def bench_commands(package: Path | None = None) -> typer.Typer:
+    """Return the commands of `headway bench`: all of a checkout, or those that ship.
+
+    package: the folder of the package `headway`, by default the one that runs.
+    """
+    root = (package or Path(headway.__file__).parent).parent.parent
+    if not (root / _FOLDER / "cli.py").is_file():
+        from headway.cli.bench_commands import bench_app
+
+        bench_app.info.cls = Shipped
+        return bench_app
+    if str(root) not in sys.path:  # of this process, of those that it spawns, and of those that it runs
+        sys.path.append(str(root))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
+    app: typer.Typer = attribute(f"{_FOLDER}.cli:bench_app")
+    return app

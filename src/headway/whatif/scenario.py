@@ -1,0 +1,210 @@
+"""The scenario of a simulation: fleet, traffic, rate and duration, from options or from a TOML file.
+
+A TOML file has [[instances]] tables with the keys of `simulate/fleet.py` and, optionally, [[traffic]] tables
+with those of `TrafficClass` in `simulate/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"),
+lengths, priority, max_tokens, slo_scale, tenants and drop (refuse what cannot be on time any more).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from headway.errors import ConfigError
+from headway.simulate import fleet as fleets
+from headway.simulate.workload.traces import Trace
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson
+from headway.types import Slo
+from headway.whatif.experiment import Fleet, Machines, Mixed, chat_and_batch
+from headway.whatif.load.mix import parse_slo
+from headway.whatif.output.results import SIMULATED
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated: classes of traffic with Poisson arrivals on a fleet.
+
+    about: the scenario in one sentence
+    rate: arrivals per second
+    duration: seconds of arrivals
+    plan_us: virtual microseconds that a plan takes per queued request
+    """
+
+    fleet: Fleet | Mixed
+    classes: tuple[TrafficClass, ...]
+    about: str
+    rate: float
+    duration: float
+    seed: int
+    plan_us: float = 0.0
+
+    def workload(self) -> tuple[Workload, int]:
+        """Return the requests that fit some instance, and how many longer ones are left out."""
+        rng = np.random.default_rng(self.seed)
+        whole = make(self.classes, poisson(self.rate, self.duration, rng), rng)
+        fits = fleets.holds(self.fleet.instances(whole.models[0]), whole)
+        return whole.take(fits), int(np.count_nonzero(~fits))
+
+    def plan_seconds(self, queued: int) -> float:
+        """Return the virtual seconds of a plan with so many queued requests."""
+        return self.plan_us * 1e-6 * queued
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Requests as they came, on a fleet; otherwise as `Scenario`."""
+
+    fleet: Machines
+    requests: Workload
+    about: str
+    seed: int
+    plan_us: float = 0.0
+
+    def workload(self) -> tuple[Workload, int]:
+        """Return the requests that fit some instance, and how many longer ones are left out."""
+        fits = fleets.holds(self.fleet.instances(self.requests.models[0]), self.requests)
+        return self.requests.take(fits), int(np.count_nonzero(~fits))
+
+    def plan_seconds(self, queued: int) -> float:
+        """Return the virtual seconds of a plan with so many queued requests."""
+        return self.plan_us * 1e-6 * queued
+
+
+def faster(workload: Workload, load: float) -> Workload:
+    """Return the same requests with their arrivals `load` times as fast; applications' stages as well."""
+    return replace(workload, arrival=workload.arrival / load)
+
+
+def of_trace(trace: Trace, classes: Sequence[TrafficClass], slo: Slo, model: str) -> Workload:
+    """Return the requests of a trace.
+
+    classes: [[traffic]] tables, of which SLO, priority, model, max_tokens and drop go to the requests of that
+        class in the trace. Its other classes, and all requests of a trace without classes, have `slo`.
+    """
+    names = np.array(trace.tiers or ("chat",) * trace.at.size)
+    known = {one.name: one for one in classes}
+    parts, rows = [], []
+    for name in dict.fromkeys(names.tolist()):
+        mine = np.flatnonzero(names == name)
+        one = known.get(name) or TrafficClass(name, slo=slo, model=model)
+        part = Trace(trace.at[mine], trace.prompt_tokens[mine], trace.output_tokens[mine])
+        kept = replace(one, share=1.0, lengths=None, requests_per_run=1)
+        parts.append(make([kept], part, np.random.default_rng(0)))
+        rows.append(mine)
+    return concat(*parts).take(np.argsort(np.concatenate(rows)))
+
+
+def uniform(
+    fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0
+) -> Scenario:
+    """Return chat and best effort on equal instances of one model."""
+    about = (
+        f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; {rate:g} req/s for "
+        f"{duration:g} s: 60% chat (ShareGPT-like lengths, {slo}), 40% best effort (512-1024 in, 32-128 out)"
+    )
+    return Scenario(fleet, chat_and_batch(parse_slo(slo)), about, rate, duration, seed, plan_us)
+
+
+def mixed(
+    specs: Sequence[fleets.Spec], classes: Sequence[TrafficClass], rate: float, duration: float, slo: str,
+    seed: int, plan_us: float = 0.0,
+) -> Scenario:  # fmt: skip
+    """Return `classes` (default: chat and best effort for every model) on instances of several kinds."""
+    fleet = Mixed(tuple(specs))
+    models = fleets.models(fleet.instances())
+    kinds = ", ".join(f"{spec.count} x {spec.profile}" for spec in specs)
+    traffic = tuple(classes) or chat_and_batch(parse_slo(slo), models)
+    names = ", ".join(f"{one.name} of {one.model} {one.share:g}" for one in traffic)
+    about = f"{SIMULATED}: {kinds}; {rate:g} req/s for {duration:g} s, shares: {names}"
+    return Scenario(fleet, traffic, about, rate, duration, seed, plan_us)
+
+
+# ---- TOML
+
+
+class _Traffic(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    name: str
+    share: float
+    slo: str
+    priority: int
+    lengths: str
+    model: str
+    slo_scale: float
+    max_tokens: int
+    tenants: list[str]
+    drop: bool
+
+
+_ADAPTER = TypeAdapter(_Traffic)
+_TABLES = ("instances", "traffic")
+
+
+def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficClass]]:
+    """Return the fleet and the traffic of a file; no [[traffic]] gives an empty list.
+
+    defaults: keys of every instance that does not set them
+    Raises ConfigError with a hint.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"The fleet file {path} cannot be read: {error.strerror}.", "Check --fleet."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.", "See https://toml.io for the syntax.") from error
+    for key in data:
+        if key not in _TABLES:
+            raise ConfigError(f"{path} has a table {key!r}.", "Use [[instances]] and [[traffic]].")
+    specs = [
+        fleets.table({**defaults, **entry}, f"instance {i} of {path}")
+        for i, entry in enumerate(_tables(data, "instances", path))
+    ]
+    if not specs:
+        raise ConfigError(f"{path} names no instance.", "Add an [[instances]] table with a profile.")
+    return specs, [_traffic(entry, path) for entry in _tables(data, "traffic", path)]
+
+
+def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
+    found = data.get(key, [])
+    if not (isinstance(found, list) and all(isinstance(entry, dict) for entry in found)):
+        raise ConfigError(
+            f"{key!r} in {path} is not a list of tables.", f"Write [[{key}]], with double brackets."
+        )
+    return found
+
+
+def _traffic(entry: dict[str, Any], path: Path) -> TrafficClass:
+    try:
+        read = _ADAPTER.validate_python(entry)
+    except ValidationError as error:
+        raise _explain(error, path) from None
+    if "name" not in read:
+        raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Give it one for the reports.")
+    values: dict[str, Any] = {**read, "slo": parse_slo(read.get("slo", ""))}
+    if "tenants" in read:
+        values["tenants"] = tuple(read["tenants"])
+    return TrafficClass(**values)
+
+
+def _explain(error: ValidationError, path: Path) -> ConfigError:
+    problem = error.errors()[0]
+    key = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        keys = [entry.name for entry in fields(TrafficClass)]
+        near = get_close_matches(key, keys, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
+        return ConfigError(f"[[traffic]] in {path} has no {key!r}.", hint)
+    return ConfigError(
+        f"{key} of [[traffic]] in {path}: {problem['msg']} (it is {problem['input']!r}).", "Correct it."
+    )
