@@ -476,7 +476,7 @@ def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     assert under_pressure(params, 1.0) == params
     calm = params.keep._replace(
         answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds,
-        burst_lead_s=0.0,
+        burst_lead_s=0.0, start_safety=0.0,
     )  # fmt: skip
     assert under_pressure(params, 0.0) == params._replace(keep=calm)
     assert calm.answer_safety < under_pressure(params, 0.5).keep.answer_safety < params.keep.answer_safety

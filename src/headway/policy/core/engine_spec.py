@@ -75,7 +75,7 @@ class PromisesConfig(NamedTuple):
     """The numbers of the default recipe's policy (`policy/pack/promises`, docs/policy.md).
 
     answer_safety: an answer with a deadline is kept while it has time for this many times its expected rest.
-    start_safety: its prompt starts with time for this many more, unless half of the time is left.
+    start_safety: under pressure its prompt starts with time for this many more, unless half of it is left.
     lost_below_stds: a deadline is lost if even an answer this many deviations shorter than expected misses
         it.
     calm_answer_safety, calm_lost_below_stds: their values while no request is lost; between the two they are
@@ -85,8 +85,7 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: share of the requests that are lost at which the pressure is full.
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
-    defer_beyond_s, defer_begun_beyond_s: a request without a tpot comes last while its latest start is
-        further away; the second for the rest of an answer that has begun; inf = never.
+    defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -128,7 +127,6 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
-    defer_begun_beyond_s: float = 600.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     catch_up_share: float = 0.6

@@ -186,8 +186,8 @@ def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
     answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
     lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
-        answer_safety, k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
-        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s, k.defer_begun_beyond_s,
+        answer_safety, pressure * k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
+        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s,
         k.begun_size_share, k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share,
         k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
         k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
@@ -245,8 +245,7 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    beyond = keep.defer_begun_beyond_s if made else keep.defer_beyond_s
-    if jobs["tpot"][row] == np.inf and start - now > beyond:
+    if jobs["tpot"][row] == np.inf and start - now > keep.defer_beyond_s:
         return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
