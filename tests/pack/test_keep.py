@@ -124,8 +124,8 @@ def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_ke
         kept = pace_of(table.data, chosen.pace, theta)
         levels = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, kept, chosen.lost).level
         count = (levels[:60] == ANSWER).sum()
-        assert pace.token > 0.04
-        assert 25 < count < 50
+        assert kept.token <= 0.03 < 0.04 < pace.token
+        assert 25 < count == chosen.pace.size < 50
         assert (levels[:count] == ANSWER).all(), "those least behind"
         assert (levels[60:65] == ANSWER).all(), "those whose tpot is longer than all take"
 
@@ -146,6 +146,21 @@ def test_answers_with_time_before_their_deadline_wait_for_the_tpot_of_others(
     assert deadlines == list(range(20, 20 + len(deadlines))), "then those with the least time"
     assert pace_of(table.data, ran(step), theta).token <= most
     assert step.evict.size == 0
+
+
+def test_prompts_leave_an_answer_behind_its_tpot_the_time_to_catch_up() -> None:
+    table, theta = jobs(answer(ttft=1.0, tpot=0.1, tokens_left=10.0), {"ttft": 5.0}), OnlineLatency().theta
+    params, pace = packer(PromisesConfig(tpot_margin=0.0)).params, pace_among(table)
+
+    def longest(lead: float) -> float:
+        now = 0.1 + 5 * 0.1 - lead
+        outlooks = outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE)
+        outlook = kept_of(table.data, outlooks, theta, pace)
+        return seconds_allowed(params, table.data, outlook, now, 0.2, pace).first
+
+    assert longest(0.0) == pytest.approx(0.1)
+    assert longest(-0.4) == pytest.approx(0.1 - 0.4 / 20.0), "should it be twice as long as expected"
+    assert longest(-1.5) == pytest.approx(0.06), "and prompts go on, too"
 
 
 def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> None:

@@ -144,7 +144,7 @@ def folder_of(journal: Path | None, config: Path | None) -> Path:
     folder, whose = load(config).journal_dir, config or "the default configuration"
     if folder is None:
         raise ConfigError(
-            f'There is no journal under {whose}: journal.dir is "none", or broker.kind is "memory".',
+            f'No journal is kept with {whose}: journal.dir is "none", or broker.kind is "memory".',
             "Set journal.dir to a folder and restart the gateway, or give --journal DIR.",
         )
     if not any(folder.glob(PATTERN)):

@@ -162,7 +162,7 @@ class Report:
     grid: the table on the terminal
     page_grid: the table on the page and in Markdown; None = `grid`
     notes: what a reader of the figures must know
-    warning: why the figures cannot be relied on, and the mend; "" if they can
+    warning: why the figures are unreliable, and how to mend that; "" = they are reliable
     """
 
     bench: str

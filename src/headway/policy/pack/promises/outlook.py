@@ -233,7 +233,7 @@ def outlook_of(
     lost |= made > 0 and jobs["first"][row] > first_due
     slow = answer * pace.mean / pace.token
     time = keep.answer_safety * slow
-    if made == 0:  # long answers may be late, but not others that wait for this one to start
+    if made == 0:  # how long the answer will be is uncertain, and a long one needs an early start
         time = max(time, min(time + keep.start_safety * slow, 0.5 * (end - jobs["arrival"][row])))
     start = min(end - time, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
