@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from benchmarks.real.fake_pooling import pooled_answer
 from benchmarks.real.nonsense import NONSENSE, send_nonsense
-from headway.serve.garbage import spare_old_objects
+from headway.gateway.http.garbage import spare_old_objects
 
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first: how a client counts tokens

@@ -147,7 +147,7 @@ def swapping() -> list[str]:
 
 def check(trial: Trial) -> None:
     """Raise ConfigError unless every system can serve all models on two instances."""
-    from headway.serve.main import preflight
+    from headway.gateway.main import preflight
 
     if not trial.systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(swapping())}.")

@@ -1,4 +1,4 @@
-"""Latency of the gateway while its planner thinks (`serve/planning.py`).
+"""Latency of the gateway while its planner thinks (`gateway/control/planning.py`).
 
 A gateway in front of a FAKE engine gets 500 requests/s. A quarter are chats, which wait for a plan; the
 others need none: GET /v1/models, a refusal, the poll of a background response. The rows give the latency of

@@ -35,12 +35,12 @@ from rich.progress import Progress
 from benchmarks.real import repeated_answers
 from benchmarks.real.boosted import boosted
 from headway.errors import ConfigError
+from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
 from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
 from headway.policy.forecast.lengths.predictor import Predictor, features
 from headway.policy.forecast.lengths.ridge import PLAIN, Features, fit
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
-from headway.serve.lengths.embedding import Embedder, locate, one_thread
 from headway.types import Floats, Request
 from headway.whatif.load.prompts import find
 from headway.whatif.output.plots import colours, legend, png, sheet

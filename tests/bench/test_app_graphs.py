@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from headway.cli.main import app
 from headway.errors import ConfigError
-from headway.serve.graph_files import GraphFiles, read
+from headway.gateway.control.graph_files import GraphFiles, read
 
 RUNS = [
     {"app": "agent", "run": i, "units": [

@@ -22,9 +22,9 @@ from benchmarks.real.apps import Outcome, Ran, Served, Trial, completion_times
 from benchmarks.real.apps_report import build, main, reductions
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
+from headway.gateway.control.graph_files import GraphFiles
 from headway.policy.apps.graph import Graph
 from headway.policy.apps.knowledge import SHARED
-from headway.serve.graph_files import GraphFiles
 from headway.simulate.workload.applications import AppRun, Step
 from headway.types import Slo
 from headway.whatif.load import mix

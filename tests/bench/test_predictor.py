@@ -13,9 +13,9 @@ import pytest
 from benchmarks.real import predictor, repeated_answers
 from benchmarks.real.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
+from headway.gateway.control.lengths.embedding import one_thread
 from headway.policy.forecast.lengths.padding import QUANTILE
 from headway.policy.forecast.lengths.predictor import features
-from headway.serve.lengths.embedding import one_thread
 
 
 @pytest.fixture(autouse=True)

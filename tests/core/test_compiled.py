@@ -45,7 +45,7 @@ def test_llvmlite_has_no_fake_dict() -> None:
 
 def test_a_gateway_with_the_usual_planners_has_no_numba() -> None:
     """With LLVM it takes 160 MB, which only planners with loops of their own are to cost."""
-    code = "import headway.serve.main, sys; from headway.policy.recipes.registry import find; "
+    code = "import headway.gateway.main, sys; from headway.policy.recipes.registry import find; "
     code += "find('slack').planner().prepare(); print('numba' in sys.modules, 'llvmlite' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "False"]

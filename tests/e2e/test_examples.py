@@ -17,7 +17,7 @@ import pytest
 
 import headway
 from headway.client import Run
-from headway.serve.graph_files import GraphFiles
+from headway.gateway.control.graph_files import GraphFiles
 from tests.e2e.server import ANSWER_S, Headway
 from tests.helpers.examples import EXAMPLES, example
 

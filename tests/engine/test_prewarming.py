@@ -18,10 +18,10 @@ from headway.config import Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
-from headway.serve.adapters import AdapterWarmer
-from headway.serve.prefixes import PrefixBook, PrefixWarmer
-from headway.serve.request_parsing import ChatBody
-from headway.serve.tokens import TokenCounter
+from headway.gateway.control.adapters import AdapterWarmer
+from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
+from headway.gateway.parsing.requests import ChatBody
+from headway.gateway.parsing.tokens import TokenCounter
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Forecast, Request
 

@@ -18,8 +18,8 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import VLLMValidationError
 
 from headway.config import Config
-from headway.serve.pooling import PATHS as POOLING
-from headway.serve.request_parsing import Kind, ParsedRequest, interpret, validate
+from headway.gateway.parsing.pooling import PATHS as POOLING
+from headway.gateway.parsing.requests import Kind, ParsedRequest, interpret, validate
 
 LONGEST = 64  # context of the model, in tokens
 MODEL = SimpleNamespace(max_model_len=LONGEST, encoder_config=None, pooler_config=None)

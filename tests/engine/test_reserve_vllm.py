@@ -17,7 +17,7 @@ from headway.engines.vllm.plugin import hook, scheduler_stats
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
-from headway.serve.main import preflight
+from headway.gateway.main import preflight
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, LONGEST = 16, 512

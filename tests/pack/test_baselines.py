@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from headway.cli.main import app
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.gateway.main import preflight
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.core.ranks import ARRIVAL
 from headway.policy.plan.ordered import Ordered
@@ -23,7 +24,6 @@ from headway.policy.recipes.hermes import HERMES
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.ports import Packer
-from headway.serve.main import preflight
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload, single
 from headway.types import Batch, Instance

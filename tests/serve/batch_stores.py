@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.serve.batches.directory import DirectoryStore
-from headway.serve.batches.port import BatchStore, pieces
-from headway.serve.batches.postgres import PostgresStore
-from headway.serve.batches.records import Batch, Line, StoredFile
+from headway.store.batches.directory import DirectoryStore
+from headway.store.batches.port import BatchStore, pieces
+from headway.store.batches.postgres import PostgresStore
+from headway.store.batches.records import Batch, Line, StoredFile
 from headway.store.queue.port import Job
 from tests.helpers import postgres as server
 

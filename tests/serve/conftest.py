@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.serve import tokens
+from headway.gateway.parsing import tokens
 from tests.conftest import MARK
 from tests.helpers import postgres
 from tests.serve.gateway import Fake, Gateway, configuration, serving

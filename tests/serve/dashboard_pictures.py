@@ -19,8 +19,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from headway import clock
 from headway.config import BATCH, Tier
-from headway.serve.dashboard.history import History
-from headway.serve.requests import InFlightRequest
+from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.history import History
 from headway.types import Request, Slo
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
 

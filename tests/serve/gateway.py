@@ -21,10 +21,10 @@ import openai
 
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier
 from headway.engines.vllm.process.launch import Child, free_port
+from headway.gateway import gateway as inner
+from headway.gateway.main import OpenLink, bind
+from headway.gateway.main import Server as HttpServer
 from headway.policy.core.controller import Controller
-from headway.serve import gateway as inner
-from headway.serve.main import OpenLink, bind
-from headway.serve.main import Server as HttpServer
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
 WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_connections=0))

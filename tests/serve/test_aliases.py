@@ -8,7 +8,7 @@ import pytest
 
 from headway.config import Config, Engine
 from headway.errors import ConfigError
-from headway.serve.aliases import check_aliases, meant
+from headway.gateway.parsing.aliases import check_aliases, meant
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, until
 

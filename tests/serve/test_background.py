@@ -11,7 +11,7 @@ import pytest
 from headway.config import Broker, Sqlite
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
-from headway.serve import recovery
+from headway.gateway.requests import recovery
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving, until
 from tests.serve.test_request_ends import fakes

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, HeadwayError
-from headway.serve.batches.directory import DirectoryStore
-from headway.serve.batches.records import Line
-from headway.serve.batches.results import answered
+from headway.gateway.apis.batches.results import answered
+from headway.store.batches.directory import DirectoryStore
+from headway.store.batches.records import Line
 from tests.serve.batch_stores import BATCH, FILE, add, job
 
 

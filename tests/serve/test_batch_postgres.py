@@ -13,10 +13,10 @@ import asyncpg
 import pytest
 
 from headway.errors import ConfigError, HeadwayError, RequestError
-from headway.serve.batches.port import PIECE, STALE_S
-from headway.serve.batches.postgres import PostgresStore
-from headway.serve.batches.records import CANCELLED, Line, StoredFile
-from headway.serve.batches.results import conclude
+from headway.gateway.apis.batches.results import conclude
+from headway.store.batches.port import PIECE, STALE_S
+from headway.store.batches.postgres import PostgresStore
+from headway.store.batches.records import CANCELLED, Line, StoredFile
 from headway.store.queue.postgres import PostgresBroker
 from headway.store.queue.postgres_link import Address
 from tests.helpers import postgres as server

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import HeadwayError, RequestError
-from headway.serve.batches.port import PIECE, BatchStore, pieces
-from headway.serve.batches.records import BAD, CANCELLED, EXPIRED, GOOD, Line, StoredFile
-from headway.serve.batches.results import answered, conclude
+from headway.gateway.apis.batches.results import answered, conclude
+from headway.store.batches.port import PIECE, BatchStore, pieces
+from headway.store.batches.records import BAD, CANCELLED, EXPIRED, GOOD, Line, StoredFile
 from tests.serve.batch_stores import (
     BATCH,
     FILE,

@@ -12,9 +12,9 @@ import pytest
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
 from headway.engines.vllm.process.launch import free_port
-from headway.serve.batches.directory import DirectoryStore
-from headway.serve.batches.port import BatchStore
-from headway.serve.batches.records import Batch, Line, StoredFile
+from headway.store.batches.directory import DirectoryStore
+from headway.store.batches.port import BatchStore
+from headway.store.batches.records import Batch, Line, StoredFile
 from tests.serve.batches import (
     begin,
     content,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import Broker
-from headway.serve.budget import ByteBudget
-from headway.serve.engine_body import EngineBody
+from headway.gateway.budget import ByteBudget
+from headway.gateway.parsing.engine_body import EngineBody
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, Fake, Gateway, until
 from tests.serve.test_background import DEAD, begin, finished

@@ -345,7 +345,7 @@ def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
 def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:
     """A default of 1,024 is fewer than the clients of one gateway."""
     code = (
-        "import resource; from headway.serve.main import _raise_file_limit\n"
+        "import resource; from headway.gateway.main import _raise_file_limit\n"
         "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))\n"
         "_raise_file_limit()\n"

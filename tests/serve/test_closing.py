@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headway.errors import HeadwayError
-from headway.serve import tasks
-from headway.serve.closing import Closings
+from headway.gateway import tasks
+from headway.gateway.requests.closing import Closings
 from headway.store.queue.memory import MemoryBroker, MemoryStore
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite import SqliteBroker
@@ -148,7 +148,7 @@ def test_a_stored_request_that_cannot_be_read_strands_no_other(
             await broker.put(replace(job, id=id))
 
     asyncio.run(leave())
-    monkeypatch.setattr("headway.serve.gateway.open_broker", lambda settings: MemoryBroker("new", store))
+    monkeypatch.setattr("headway.gateway.gateway.open_broker", lambda settings: MemoryBroker("new", store))
     with serve():
         until(lambda: {job.state for job in store.jobs.values()} == {"failed"})
 
@@ -167,7 +167,7 @@ async def test_a_loop_that_fails_begins_again(
         done.set()
         await asyncio.sleep(3600)
 
-    with caplog.at_level(logging.ERROR, "headway.serve"):
+    with caplog.at_level(logging.ERROR, "headway.gateway"):
         async with tasks.running(chore, failed=failed.append):
             await asyncio.wait_for(done.wait(), 5)
     assert len(failed) == 2

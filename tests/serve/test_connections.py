@@ -17,10 +17,11 @@ from uvicorn.server import ServerState
 
 from headway.config import Server
 from headway.errors import ConfigError
-from headway.serve import connections, tasks
-from headway.serve.app import new_app
-from headway.serve.connections import SPARE, Connections, Limit, Limits
-from headway.serve.http import LimitedHttp, limited
+from headway.gateway import tasks
+from headway.gateway.app import new_app
+from headway.gateway.http import connections
+from headway.gateway.http.connections import SPARE, Connections, Limit, Limits
+from headway.gateway.http.protocol import LimitedHttp, limited
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until
 from tests.serve.test_refusals import error

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from headway.cli.main import app
 from headway.config import Config, write
 from headway.errors import ConfigError, HeadwayError
-from headway.serve.batches.directory import DirectoryStore
+from headway.store.batches.directory import DirectoryStore
 from headway.store.queue import open_broker, sqlite_health
 from tests.helpers.damage import overwrite
 from tests.serve.batch_stores import add

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from headway.config import Journal, Key, Tier
-from headway.serve.dashboard.explain import Explainer
-from headway.serve.dashboard.history import Pair, View
-from headway.serve.dashboard.late import LateRequests, spans
-from headway.serve.requests import InFlightRequest
+from headway.gateway.apis.dashboard.explain import Explainer
+from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.history import Pair, View
+from headway.gateway.watch.late import LateRequests, spans
 from headway.types import Request, Slo
 from tests.serve.conftest import Serve
 from tests.serve.dashboard_pictures import CHROMIUM, busy, made_up, opened
@@ -149,7 +149,7 @@ def test_only_operators_look_where_they_alone_may(serve: Serve) -> None:
 
 
 def test_so_many_look_and_no_more(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.serve.dashboard.endpoints._MOST_VIEWERS", 1)
+    monkeypatch.setattr("headway.gateway.apis.dashboard.endpoints._MOST_VIEWERS", 1)
     with live(gateway) as events:
         next(events)
         refused = gateway.get("/headway/live")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serve.dashboard.figures import Attained, attained, figures, quantile
-from headway.serve.dashboard.history import (
+from headway.gateway.watch.figures import Attained, attained, figures, quantile
+from headway.gateway.watch.history import (
     FINEST,
     KEPT,
     MOST_PAIRS,
@@ -20,7 +20,7 @@ from headway.serve.dashboard.history import (
     View,
     _bin,
 )
-from headway.serve.label_values import OTHER
+from headway.gateway.watch.label_values import OTHER
 
 LOWEST, BINS = 0.001, range(56)
 

@@ -11,10 +11,10 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from typer.testing import CliRunner
 
+from headway.cli import doctor
+from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
-from headway.serve import doctor
-from headway.serve.doctor import Finding, examine
 from tests.serve.gateway import Fake
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serve.empty_queues import Event, Flow, Pipeline
+from headway.gateway.http.empty_queues import Event, Flow, Pipeline
 
 
 async def test_an_event_lets_all_go_that_wait_for_it() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headway.config import Batches, Broker, Key
 from headway.errors import RequestError
-from headway.serve.batches.files import Upload
-from headway.serve.batches.lines import numbered
+from headway.gateway.apis.batches.files import Upload
+from headway.gateway.apis.batches.lines import numbered
 from tests.serve.batches import lines, text, upload
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, configuration, serving

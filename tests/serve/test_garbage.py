@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.serve import garbage, tasks
+from headway.gateway import tasks
+from headway.gateway.http import garbage
 
 
 class Cycle:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.config import Grammars
 from headway.errors import RequestError
-from headway.serve.grammars import check_grammars, written_out
+from headway.gateway.parsing.grammars import check_grammars, written_out
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, Gateway
 from tests.serve.test_refusals import COMPLETIONS, error

@@ -11,9 +11,9 @@ import pytest
 
 from headway.config import Broker, Config, Sqlite
 from headway.errors import ConfigError
+from headway.gateway.control.graph_files import GraphFiles, kept_graphs, read
 from headway.policy.apps.graph import Graph, Visit, from_json
 from headway.policy.apps.knowledge import SHARED, Knowledge
-from headway.serve.graph_files import GraphFiles, kept_graphs, read
 from tests.serve.conftest import Serve
 from tests.serve.gateway import until
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.serve.http import HeadWithBody
+from headway.gateway.http.protocol import HeadWithBody
 
 
 class Written(asyncio.Transport):

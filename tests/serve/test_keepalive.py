@@ -11,7 +11,7 @@ import pytest
 
 from headway.config import Tier
 from headway.errors import RequestError
-from headway.serve.requests import InFlightRequest
+from headway.gateway.in_flight import InFlightRequest
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, WEB, Fake, Gateway, until
 from tests.serve.test_request_ends import fakes

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.errors import RequestError
-from headway.serve import app_state, request_parsing, token_endpoints
-from headway.serve.request_parsing import ChatBody, CompletionBody, read_json, validate
-from headway.serve.tokens import TokenCounter
+from headway.gateway.apis import state as app_state
+from headway.gateway.apis import tokens as token_endpoints
+from headway.gateway.parsing import requests as request_parsing
+from headway.gateway.parsing.requests import ChatBody, CompletionBody, read_json, validate
+from headway.gateway.parsing.tokens import TokenCounter
 from tests.serve.gateway import CHAT, SAY, Gateway
 from tests.serve.test_refusals import COMPLETIONS, error
 

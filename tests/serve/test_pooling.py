@@ -24,7 +24,7 @@ from headway.engines.vllm.request_metadata import (
     write_metadata,
 )
 from headway.errors import ConfigError, RequestError
-from headway.serve.pooling import ENDPOINTS, as_completion
+from headway.gateway.parsing.pooling import ENDPOINTS, as_completion
 from headway.types import Forecast, Request, Slo
 from tests.serve.batches import begin, content, ended
 from tests.serve.gateway import Fake, Gateway, configuration, serving

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.real.peers import gateway_argv
 from benchmarks.real.peers import serving as process
+from headway.cli import doctor
 from headway.config import Broker, Postgres, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
-from headway.serve import doctor
 from tests.helpers import postgres
 from tests.serve.gateway import CHAT, SAY, WEB, Fake, configuration, serving, until
 from tests.serve.test_request_ends import fakes

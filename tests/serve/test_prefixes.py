@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone
-from headway.serve.prefixes import PrefixBook
-from headway.serve.request_parsing import ChatBody, CompletionBody
-from headway.serve.tokens import TokenCounter
+from headway.gateway.control.prefixes import PrefixBook
+from headway.gateway.parsing.requests import ChatBody, CompletionBody
+from headway.gateway.parsing.tokens import TokenCounter
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Request
 from tests.serve.conftest import Serve

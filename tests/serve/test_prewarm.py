@@ -15,11 +15,12 @@ from headway import clock
 from headway.cluster.backends.port import BackendError, Held
 from headway.config import Tier
 from headway.events import Event, Prewarmed
+from headway.gateway.control.prewarm import Warmer, Warmups
+from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import ARRIVAL
 from headway.policy.plan.ordered import Ordered
 from headway.policy.recipes.default import DEFAULT
-from headway.serve.prewarm import PrewarmMetrics, Warmer, Warmups
 from headway.stages import Prewarm, Resource
 from headway.types import Request
 from tests.serve.conftest import Serve
@@ -152,7 +153,7 @@ async def test_what_was_warm_already_teaches_the_planner_nothing() -> None:
 async def test_failures_are_logged_and_counted(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     world = World(error=error)
     world.warmer.go.set()
-    with caplog.at_level(logging.WARNING, "headway.serve"):
+    with caplog.at_level(logging.WARNING, "headway.gateway"):
         world.put()
         await settle()
     assert "backend 'box' is not warm" in caplog.text

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config import Engine
 from headway.errors import RequestError
-from headway.serve.app_state import _check_tools
+from headway.gateway.apis.state import _check_tools
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, WEB, Gateway, until
 
@@ -312,7 +312,7 @@ def speak(gateway: Gateway, pieces: list[bytes]) -> bytes:
 
 
 def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "headway.serve"):
+    with caplog.at_level(logging.INFO, "headway.gateway"):
         assert gateway.post(gateway.chat(model="no\nsuch")).status_code == 404
         assert gateway.get("/v1/none%0Asuch").status_code == 404
     lines = [one.getMessage() for one in caplog.records if ": 404, " in one.getMessage()]

@@ -18,7 +18,7 @@ import pytest
 from headway.config import Broker
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
-from headway.serve.request_path import RequestPath
+from headway.gateway.requests.path import RequestPath
 from headway.store.queue import MemoryBroker
 from tests.serve.conftest import Serve
 from tests.serve.gateway import CHAT, SAY, Fake, Gateway, until

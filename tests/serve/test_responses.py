@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import Key
-from headway.serve.responses.events import ResponseEvents
-from headway.serve.responses.translate import base_of, chat_of, response_of
+from headway.gateway.apis.responses.events import ResponseEvents
+from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Fake, Gateway, until
 from tests.serve.test_request_ends import fakes

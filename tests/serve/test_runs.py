@@ -15,8 +15,8 @@ import pytest
 import headway
 from headway.config import Apps, Key
 from headway.errors import ConfigError, RequestError
+from headway.gateway.parsing.run_identity import RunFields, stage_of
 from headway.policy.recipes.registry import RECIPES
-from headway.serve.run_identity import RunFields, stage_of
 from headway.stages import Stage
 from tests.serve.conftest import Serve
 from tests.serve.gateway import SAY, Fake, Gateway, until

@@ -14,9 +14,9 @@ from schemathesis.checks import not_a_server_error
 
 from benchmarks.real.soak_calls import steered, undocumented
 from headway.config import Config
-from headway.serve.app import add_endpoints, new_app
-from headway.serve.app_state import AppState
-from headway.serve.targets import Paces
+from headway.gateway.apis.state import AppState
+from headway.gateway.app import add_endpoints, new_app
+from headway.gateway.control.targets import Paces
 from tests.serve.gateway import Gateway
 
 

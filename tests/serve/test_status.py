@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import free_port
-from headway.serve.metrics import relabelled
+from headway.gateway.watch.metrics import relabelled
 from tests.serve.conftest import Serve
 from tests.serve.gateway import Fake, Gateway, until
 from tests.serve.test_refusals import error

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.serve.streaming import EventReader
+from headway.gateway.requests.streaming import EventReader
 
 DONE = b"data: [DONE]\n\n"
 

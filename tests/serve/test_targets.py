@@ -20,9 +20,9 @@ from headway.engines.vllm.process import children, client
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone, OpenRequest
 from headway.engines.vllm.process.pace import Pace, measure
 from headway.errors import EngineError
-from headway.serve.app_state import AppState
-from headway.serve.reload import Reload
-from headway.serve.targets import Paces, describe, fitted, measures, plain
+from headway.gateway.apis.state import AppState
+from headway.gateway.control.targets import Paces, describe, fitted, measures, plain
+from headway.gateway.reload import Reload
 from tests.serve.gateway import CHAT, CLASSES, OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.serve.test_dashboard import live
 
@@ -259,7 +259,7 @@ def test_a_stated_class_is_warned_of_at_start_and_stays(
     started: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = replace(started, classes=CLASSES)
-    with caplog.at_level(logging.WARNING, "headway.serve"), serving(config) as gateway:
+    with caplog.at_level(logging.WARNING, "headway.gateway"), serving(config) as gateway:
         answer = gateway.post(gateway.chat(service_tier="chat"))
         assert answer.headers["x-headway-slo-tpot-ms"] == "150"
         until(lambda: "class chat: a token takes" in caplog.text)

@@ -15,8 +15,8 @@ import pytest
 
 from headway.config import Config, Engine, Key, Server
 from headway.errors import ConfigError
-from headway.serve.budget import ByteBudget
-from headway.serve.main import preflight
+from headway.gateway.budget import ByteBudget
+from headway.gateway.main import preflight
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.serve.test_refusals import error

@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from headway.config import Server
-from headway.serve.connections import Connections, Limits
-from headway.serve.http import limited
-from headway.serve.turns import Turns
+from headway.gateway.http.connections import Connections, Limits
+from headway.gateway.http.protocol import limited
+from headway.gateway.http.turns import Turns
 
 
 async def stream(turns: Turns, number: int, served: list[int]) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headway.engines.vllm.process.answers import Answer, read_answer
 from headway.engines.vllm.process.connection import MalformedAnswer
 from headway.errors import EngineError
-from headway.serve.budget import AnswerBudget
-from headway.serve.streaming import EventReader
+from headway.gateway.budget import AnswerBudget
+from headway.gateway.requests.streaming import EventReader
 from tests.serve.gateway import Gateway, configuration, serving
 from tests.serve.hostile import (
     DONE,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.config import Key
 from headway.errors import RequestError
-from headway.serve.usage import Usage
+from headway.gateway.watch.usage import Usage
 from tests.serve.conftest import Serve
 from tests.serve.gateway import OPERATOR, Gateway, until
 
@@ -87,7 +87,7 @@ def test_over_http(serve: Serve, limit: dict[str, int]) -> None:
 
 
 def test_metrics_tell_tenants_apart_up_to_a_number(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.serve.label_values._MOST", 1)
+    monkeypatch.setattr("headway.gateway.watch.label_values._MOST", 1)
     with serve(keys=(LIMITED, Key(key=B, tenant="b"), Key(key="sk-gamma-1234", tenant="c"))) as gateway:
         for key in (A, B, "sk-gamma-1234"):
             assert ask(gateway, key)[0] == 200

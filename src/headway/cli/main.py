@@ -17,7 +17,7 @@ from headway.cli.journal_commands import advise, explain, report
 from headway.cli.options import ConfigFile, Json, Quick, Seed
 from headway.cli.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
-from headway.serve import json_log
+from headway.gateway.watch import json_log
 
 _NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
 
@@ -96,7 +96,7 @@ def serve(
 ) -> None:
     """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
     from headway.config import load
-    from headway.serve.main import serve as run
+    from headway.gateway.main import serve as run
 
     setup = load(config)
     engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
@@ -122,8 +122,8 @@ def gateway(
     logs: Annotated[Path | None, typer.Option(help="Directory for logs.")] = None,
 ) -> None:
     """Serve the API, with a controller and agents in other processes, reached over RabbitMQ."""
+    from headway.cluster.roles.main import gateway as run
     from headway.config import load
-    from headway.serve.roles.main import gateway as run
 
     setup = load(config)
     server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
@@ -133,8 +133,8 @@ def gateway(
 @app.command()
 def controller(config: ConfigFile = None, port: Probes = None) -> None:
     """Plan for gateways and agents in other processes; of several controllers one leads."""
+    from headway.cluster.roles.main import controller as run
     from headway.config import load
-    from headway.serve.roles.main import controller as run
 
     raise typer.Exit(run(load(config), port=port))
 
@@ -153,8 +153,8 @@ def agent(
     port: Probes = None,
 ) -> None:
     """Start and watch engines for gateways and a controller in other processes."""
+    from headway.cluster.roles.main import agent as run
     from headway.config import load
-    from headway.serve.roles.main import agent as run
 
     setup = load(config)
     setup = replace(setup, wire=replace(setup.wire, host=host or setup.wire.host))
@@ -187,7 +187,7 @@ def down(config: ConfigFile = None, address: Address = None) -> None:
 @app.command()
 def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
     """Check this machine and the configuration, and say how to mend what is wrong (exit status 1)."""
-    from headway.serve.doctor import main
+    from headway.cli.doctor import main
 
     if not main(config, as_json=as_json):
         raise typer.Exit(1)
@@ -256,7 +256,7 @@ def vary(
 def show(config: ConfigFile = None) -> None:
     """Print the effective configuration as TOML; fail if headway serve would refuse it."""
     from headway import config as configuration
-    from headway.serve.main import preflight
+    from headway.gateway.main import preflight
 
     setup = configuration.load(config)
     print(configuration.show(setup), end="")
@@ -266,8 +266,8 @@ def show(config: ConfigFile = None) -> None:
 @queue_app.command("recover")
 def recover_queue(config: ConfigFile = None) -> None:
     """Recover what can be read of a damaged sqlite queue or file of batches; the old file is kept."""
+    from headway.cli.recover import main
     from headway.config import load
-    from headway.serve.recover import main
 
     main(load(config))
 

@@ -1,7 +1,8 @@
 """The planner of a simulation, and the virtual seconds that it takes.
 
-One plan at a time, as in the gateway (`serve/planning.py`): what happens while one is made is planned for
-when it is ready. Of a planner that thinks (`Planner.thinks`) it is `deliberate` that takes the time.
+One plan at a time, as in the gateway (`gateway/control/planning.py`): what happens while one is
+made is planned for when it is ready. Of a planner that thinks (`Planner.thinks`),
+`deliberate` takes the time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What-if questions: explain, report, advise, simulate, sweep, and comparisons of real servers."""

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway.cluster.roles.agent import Agent
+from headway.cluster.roles.controllers import ControllerProcess
 from headway.config import Config
+from headway.gateway import tasks
+from headway.gateway.control.lengths.service import open_lengths
+from headway.gateway.control.setup import engines_of
+from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
-from headway.serve import tasks
-from headway.serve.lengths.service import open_lengths
-from headway.serve.metrics import Metrics
-from headway.serve.roles.agent import Agent
-from headway.serve.roles.controllers import ControllerProcess
-from headway.serve.setup import engines_of
 from tests.serve import gateway as base
 from tests.serve.gateway import Gateway
 from tests.serve.roles.exchange import Exchange

@@ -13,7 +13,7 @@ from headway import clock
 from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
 from headway.cluster.wire.port import Letter
 from headway.events import Arrived, Finished, Started
-from headway.serve.roles.remote_control import RemoteControl
+from headway.gateway.control.remote.control import RemoteControl
 from headway.types import Request
 from tests.serve.gateway import Fake, configuration, until
 from tests.serve.roles.exchange import LocalLink

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Measurements of real engines: profiles, KV sizing, starts, comparisons."""

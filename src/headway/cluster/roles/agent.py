@@ -1,0 +1,114 @@
+"""An agent: runs the engines of one machine, reports on them, and carries out the controller's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from headway.cluster.wire.messages import (
+    Asked,
+    EngineState,
+    Gone,
+    Item,
+    Progressed,
+    Standing,
+)
+from headway.cluster.wire.port import Letter, Link
+from headway.engines.vllm.process.client import VllmEngine
+from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.gateway.control.agents import Agents
+from headway.gateway.tasks import Loop
+from headway.types import Instance, Progress, Rerank, Swap, Warm
+
+EVERY_S = 1.0  # between two reports of all engines
+log = logging.getLogger("headway.gateway")
+Tell = Callable[[Event], None]
+
+
+class Agent:
+    """Engines of this process, for gateways and a controller elsewhere.
+
+    make: makes the engines, given the listener for what happens to them.
+    """
+
+    def __init__(self, link: Link, make: Callable[[Tell], Mapping[str, VllmEngine]]) -> None:
+        self._link = link
+        self.agents = Agents(make(self._tell), self._tell, self._progressed)
+        self._instances: dict[str, Instance] = {}
+        self._epoch = 0
+
+    def loops(self) -> list[Loop]:
+        """Return what runs as long as the engines do."""
+        return [*self.agents.loops(follow_latency=True), self._report]
+
+    def hear(self, letter: Letter) -> None:
+        """Take a message of a controller; those of one that leads no longer are ignored."""
+        if not letter.epoch:  # another agent's
+            return
+        if letter.epoch < self._epoch:
+            log.debug("a message of %s, which leads no longer", letter.sender)
+            return
+        self._epoch = letter.epoch
+        for item in letter.items:
+            match item:
+                case Rerank() | Swap() | Warm() if item.instance in self.agents.engines:
+                    self.agents.execute(item)
+                    if isinstance(item, Swap):
+                        self._say()
+                case Asked(instance, ids):
+                    self.agents.inquire(instance, ids)
+                case Standing(known) if self._link.name not in known:
+                    self._say()
+
+    def _tell(self, event: Event) -> None:
+        """Tell what has happened to an engine."""
+        if isinstance(event, Learned):
+            self._to_both(event)
+            return
+        self._note(event)
+        self._say()
+        self._link.send("controller", event)
+
+    def _note(self, event: Event) -> None:
+        """Keep the instances that are up."""
+        match event:
+            case InstanceDown(id):
+                self._instances.pop(id, None)
+            case InstanceUp(instance) | Swapped(instance) | Warmed(instance):
+                self._instances[instance.id] = instance
+
+    def _progressed(self, instance: str, progress: Mapping[str, Progress], asked: float) -> None:
+        self._link.send("controller", Progressed(instance, progress, asked))
+
+    async def _report(self) -> None:
+        """Report the state of all engines, until cancelled."""
+        connections = self._link.connections
+        while True:
+            if self._link.connections != connections:  # commands may have been lost: a controller begins anew
+                connections = self._link.connections
+                self._link.send("controller", Gone())
+            self._say()
+            await asyncio.sleep(EVERY_S)
+
+    def _say(self) -> None:
+        self._to_both(*(self._state(engine) for engine in self.agents.engines.values()))
+
+    def _to_both(self, *items: Item) -> None:
+        """Send something to the controller and to all gateways."""
+        self._link.send("controller", *items)
+        self._link.send("all", *items)
+
+    def _state(self, engine: VllmEngine) -> EngineState:
+        errors = {name: engine.models.unavailable(name) for name in engine.models.names}
+        return EngineState(
+            engine.id, engine.url, engine.key, self._instances.get(engine.id),
+            engine.models.current, engine.loading,
+            {name: str(error) for name, error in errors.items() if error is not None},
+            engine.prefix_caching, engine.restarts, None if engine.failure is None else str(engine.failure),
+            engine.fatal,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Report that these engines are gone."""
+        self._to_both(Gone())

@@ -1,0 +1,69 @@
+"""`headway controller`: one that leads, or stands by until the one that leads is gone."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+
+from headway.cluster.roles.leader import Leader
+from headway.cluster.wire.port import Letter, Link
+from headway.config import Config
+from headway.gateway import tasks
+from headway.gateway.control.control import Control, Inquire
+from headway.gateway.control.lengths.service import LengthService
+from headway.gateway.control.planning import Execute
+from headway.gateway.control.setup import controller_of, drops
+from headway.gateway.watch.metrics import Metrics
+from headway.policy.recipes.registry import find
+
+log = logging.getLogger("headway.gateway")
+
+
+class ControllerProcess:
+    """Leads whenever the wire lets it: each term begins with an empty picture and a new `Leader`.
+
+    leader: that of this term, None = it has not led yet.
+    """
+
+    def __init__(self, config: Config, link: Link, lengths: LengthService, metrics: Metrics) -> None:
+        self._config, self._link, self._lengths, self._metrics = config, link, lengths, metrics
+        self.leader: Leader | None = None
+        self._term = 0
+
+    def state(self) -> dict[str, int]:
+        """Return how many requests it knows of, as long as it leads."""
+        known = 0 if self.leader is None else len(self.leader.control.controller.requests)
+        return {"requests": known if self._link.connected else 0}
+
+    async def run(self) -> None:
+        """Take messages until the link is closed."""
+        async with AsyncExitStack() as stack:
+            async for letter in self._link.letters():
+                if self.leader is None or letter.epoch != self._term:
+                    await stack.aclose()
+                    self._term, self.leader = letter.epoch, self._new_leader()
+                    log.info("this controller leads, in term %d", self._term)
+                    await self.leader.control.prepare()
+                    await stack.enter_async_context(
+                        tasks.running(*self.leader.loops(), failed=self._metrics.loop_failed)
+                    )
+                self._hear(self.leader, letter)
+
+    def _hear(self, leader: Leader, letter: Letter) -> None:
+        """Take a message; of one that was not taken as a whole, the sender is asked for all that it has."""
+        try:
+            leader.hear(letter)
+        except Exception:
+            log.exception("a message of %s failed; it is asked for all that it has", letter.sender)
+            self._metrics.loop_failed("hear")
+            leader.distrust(letter.sender)
+
+    def _new_leader(self) -> Leader:
+        engines = [f"e{i}" for i in range(len(self._config.engines))]
+        return Leader(self._link, self._control, self._config.wire.lease_seconds, engines)
+
+    def _control(self, execute: Execute, inquire: Inquire) -> Control:
+        config = self._config
+        controller = controller_of(config, find(config.recipe).planner(), self._lengths.lengths)
+        swaps = any(engine.models for engine in config.engines)
+        return Control(controller, execute, inquire, drops=drops(config), swaps=swaps)

@@ -1,0 +1,397 @@
+"""Run a controller in its own process for as long as it leads.
+
+Its picture of requests and engines comes from gateways and agents, and is theirs: what it holds of a gateway
+is corrected whenever that gateway reports (`Present`). So a controller keeps nothing on disk, and a standby
+that begins to lead has the whole queue as soon as all have reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast, get_args
+
+from headway import clock
+from headway.cluster.wire.messages import (
+    Alive,
+    Asked,
+    EngineState,
+    Gone,
+    InFlight,
+    Item,
+    Present,
+    Progressed,
+    Standing,
+    Waiting,
+)
+from headway.cluster.wire.port import Letter, Link
+from headway.events import (
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    InstanceDown,
+    InstanceUp,
+    Learned,
+    Returned,
+    Started,
+    Swapped,
+    Warmed,
+)
+from headway.gateway.control.control import Control, Inquire
+from headway.gateway.control.planning import Execute
+from headway.gateway.control.remote.fleet import UNKNOWN
+from headway.gateway.tasks import Loop
+from headway.stages import Prewarm
+from headway.types import Command, Plan, Reject, Request, Rerank, Send, Swap, Warm
+
+EVERY_S = 0.5  # between two `Standing`
+DOUBT_S = 2.0  # between two reports for a wrong number of requests
+SETTLE_S = 1.5  # from the beginning of a term, in which gateways and agents report
+EVENTS = get_args(Event)
+
+log = logging.getLogger("headway.gateway")
+Make = Callable[[Execute, Inquire], Control]
+
+
+@dataclass(slots=True)
+class _Gateway:
+    """What is known of a gateway. heard: instant of its last message. ids: of its requests.
+
+    known: it has reported. reporting: ids in a report that goes on, None = none does. asked: instant when its
+    number of requests was another than known here.
+    """
+
+    heard: float
+    ids: set[str] = field(default_factory=set)
+    known: bool = False
+    reporting: set[str] | None = None
+    asked: float = 0.0
+    waiting: tuple[Waiting, ...] = ()
+
+
+@dataclass(slots=True)
+class _Agent:
+    """An agent. heard: instant of its last message. engines: ids of those that have reported.
+
+    refused: ids of those that get no work, of which the log has told.
+    """
+
+    heard: float
+    engines: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+
+class Leader:
+    """Feeds a controller with messages, and sends its commands to those concerned.
+
+    make: makes the controller's side, given what carries out its commands and its questions.
+    lease_s: seconds of silence after which gateways and agents are gone.
+    engines: ids of those that are configured.
+    """
+
+    def __init__(self, link: Link, make: Make, lease_s: float, engines: Collection[str]) -> None:
+        self._link, self._lease_s, self._configured = link, lease_s, engines
+        self.control = make(self._execute, self._inquire)
+        self._gateways: dict[str, _Gateway] = {}
+        self._agents: dict[str, _Agent] = {}
+        self._owner: dict[str, str] = {}  # request -> gateway
+        self._since: dict[str, float] = {}  # request -> instant from which it has that
+        self._agent_of: dict[str, str] = {}  # instance -> agent
+        self._doubted: set[str] = set()  # instances that a gateway could not reach
+        self._settling: dict[str, InstanceUp | Swapped] | None = {}  # what came before `settle` has ended
+        self._numbers: dict[str, int] = {}  # of the last message, by sender
+        self._latest = ""  # the gateway that told something last
+        self._outbox: defaultdict[str, list[Command]] = defaultdict(list)
+
+    def loops(self) -> list[Loop]:
+        """Return what runs as long as it leads."""
+        return [*self.control.loops(), self._stand, self.settle]
+
+    # ---- what it hears
+
+    def hear(self, letter: Letter) -> None:
+        """Take a message of a gateway or an agent."""
+        now, name = clock.now(), letter.sender
+        if letter.number and self._numbers.get(name, letter.number - 1) != letter.number - 1:
+            log.warning("messages of %s were lost; it is asked for all that it has", name)
+            self.distrust(name)
+        self._numbers[name] = letter.number
+        for one in (self._gateways.get(name), self._agents.get(name)):
+            if one is not None:
+                one.heard = now
+        # In their order: what happened before a report is in it, what happened after it is not.
+        for are_events, run in itertools.groupby(letter.items, lambda item: isinstance(item, EVENTS)):
+            if are_events:
+                self._hear_events(name, cast(list[Event], list(run)), letter.apart)
+            else:
+                self._hear_reports(name, run, letter.apart)
+
+    def _hear_reports(self, name: str, items: Iterable[Item], apart: float) -> None:
+        """Take what a gateway or an agent says beside events."""
+        now = clock.now()
+        for item in items:
+            match item:
+                case Present(requests, last):
+                    self._hear_report(name, requests, apart, last=last)
+                case Alive(waiting, count):
+                    self._hear_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
+                case EngineState():
+                    self._hear_engine(name, item)
+                case Progressed(instance, progress, asked):
+                    self.control.progressed(instance, progress, asked + apart)
+                case Gone():
+                    self._forget(name, "has ended")
+
+    def _hear_alive(self, gateway: _Gateway, name: str, waiting: tuple[Waiting, ...], count: int) -> None:
+        """Take note of what a gateway has; if its number is not what is known here, it is asked for all.
+
+        It may be so for a while: until it knows that another gateway has taken a request over.
+        """
+        gateway.waiting = waiting
+        now = clock.now()
+        if gateway.known and count != len(gateway.ids) and now - gateway.asked > DOUBT_S:
+            log.warning("%s has %d requests, not %d; it is asked for them", name, count, len(gateway.ids))
+            gateway.asked = now
+            self.distrust(name)
+
+    def distrust(self, name: str) -> None:
+        """Ignore a gateway's events until it has reported, or take an agent's engines for down until then."""
+        if name in self._gateways:
+            self._gateways[name].known = False
+        if name in self._agents:
+            self._forget(name, "is asked anew")
+
+    def _hear_events(self, name: str, events: Sequence[Event], apart: float) -> None:
+        """Take note of events; those of a process that has not reported come with its report."""
+        gateway, agent = self._gateways.get(name), self._agents.get(name)
+        if agent is not None and agent.engines:
+            for event in events:
+                if _engine_of(event) in agent.engines:
+                    self._engine_event(event)
+        elif gateway is not None and gateway.known:
+            self._latest = name
+            noted = (self._noted(name, gateway, event, apart) for event in events)
+            self.control.tell_all(*itertools.chain.from_iterable(noted))
+
+    def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
+        """Take note of whose request an event is about; return what it means, by the clock of here.
+
+        A background request is another gateway's as soon as that has taken it over, even while the previous
+        one still reports it.
+        """
+        match event:
+            case Arrived(request):
+                return self._arrived(name, gateway, request, apart)
+            case Started(id) | Returned(id) | Finished(id) | Failed(id) if self._owner.get(id, name) != name:
+                return []
+            case Finished(id) | Failed(id):
+                self._owner.pop(id, None)
+                self._since.pop(id, None)
+                gateway.ids.discard(id)
+            case InstanceDown(id):
+                self._doubted.add(id)
+        return [event]
+
+    def _arrived(
+        self, name: str, gateway: _Gateway, request: Request, apart: float, since: float | None = None
+    ) -> list[Event]:
+        """Return the events of a request that arrives, or begins anew: at this gateway, or from another.
+
+        since: as in `InFlight`, by the clock of here; None = now.
+        """
+        before = self._owner.get(request.id)
+        if before in self._gateways:
+            self._gateways[before].ids.discard(request.id)
+        self._owner[request.id], self._since[request.id] = name, clock.now() if since is None else since
+        gateway.ids.add(request.id)
+        arrived = Arrived(replace(request, arrival=request.arrival + apart))
+        return [arrived] if before is None else [Failed(request.id, "begun_anew"), arrived]
+
+    def _hear_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
+        """Correct what is known of a gateway by what it says that it has."""
+        cluster = self.control.controller.cluster
+        gateway = self._gateways.setdefault(name, _Gateway(clock.now()))
+        gateway.reporting = gateway.reporting or set()
+        gateway.reporting.update(one.request.id for one in requests)
+        events = list[Event]()
+        for one in requests:
+            events += self._corrections(name, gateway, one, apart)
+        placed = {
+            one.request.id: one.instance
+            for one in requests
+            if one.instance is not None and self._code(one.request.id) != cluster.code(one.instance)
+        }
+        if last:
+            ended = [Failed(id, "gateway_gone") for id in gateway.ids - gateway.reporting]
+            for event in ended:
+                events += self._noted(name, gateway, event)
+            gateway.reporting, gateway.known = None, True
+            log.info("%s has %d requests", name, len(gateway.ids))
+        self.control.correct(events, placed)
+
+    def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
+        """Return the events of a request that are missing here, except that it was sent."""
+        id, events = one.request.id, list[Event]()
+        since, owner = one.since + apart, self._owner.get(id, name)
+        if owner != name and self._since[id] > since:
+            return []  # another gateway has taken it over
+        if id not in self.control.controller.requests or owner != name:
+            events += self._arrived(name, gateway, one.request, apart, since)
+        elif (code := self._code(id)) is not None:
+            cluster = self.control.controller.cluster
+            if one.instance is None or code != cluster.code(one.instance):
+                events.append(Returned(id))
+        return [*events, Started(id)] if one.started else events
+
+    def _code(self, id: str) -> int | None:
+        """Return the code of the instance that a request was sent to, None = it is queued, or not known."""
+        backlog = self.control.controller.cluster.backlog
+        row = backlog.row_of.get(id)
+        return None if row is None or not backlog.sent[row] else int(backlog.instance[row])
+
+    # ---- engines
+
+    def _hear_engine(self, name: str, state: EngineState) -> None:
+        """Take note of an engine: its agent tells its events as they come, so it is new, or was doubted."""
+        agent = self._agents.setdefault(name, _Agent(clock.now()))
+        new = state.id not in agent.engines
+        if new and (why := self._refusal(name, state.id)) is not None:
+            if state.id not in agent.refused:
+                log.warning("%s has an engine %s, which gets no work: %s", name, state.id, why)
+            agent.refused.add(state.id)
+            return
+        agent.refused.discard(state.id)
+        agent.engines.add(state.id)
+        self._agent_of[state.id] = name
+        if new and state.loading is not None:
+            self._loads(agent, state, state.loading)
+        elif (new or state.id in self._doubted) and state.instance is not None:
+            self._doubted.discard(state.id)
+            self._come(InstanceUp(state.instance))
+
+    def _refusal(self, name: str, engine: str) -> str | None:
+        """Return why an agent's engine gets no work, and how to mend that; None = it gets work."""
+        if engine not in self._configured:
+            return UNKNOWN
+        owner = self._agent_of.get(engine, name)
+        return None if owner == name else f"{owner} has it, too. Start each engine with one agent (--engine)."
+
+    def _loads(self, agent: _Agent, state: EngineState, model: str) -> None:
+        """Take note of a swap that the controller before has ordered, so that it is not ordered again."""
+        instance, controller, now = state.instance, self.control.controller, clock.now()
+        if instance is None or not instance.can_load(model):
+            agent.engines.discard(state.id)  # its agent tells when it serves again
+            return
+        controller.note(InstanceUp(instance), now)
+        controller.apply(Plan(swap={instance.id: model}), now)
+
+    def _engine_event(self, event: Event) -> None:
+        """Take note of an event of an engine."""
+        match event:
+            case InstanceUp(instance) | Swapped(instance):
+                self._doubted.discard(instance.id)
+                self._come(event)
+            case InstanceDown(id) if self._settling is not None and id in self._settling:
+                del self._settling[id]
+            case _:
+                self.control.tell(event)
+
+    def _come(self, up: InstanceUp | Swapped) -> None:
+        """Let an instance take work, but not before gateways have had the time to report what is in it."""
+        if self._settling is None:
+            self.control.tell(up)
+        else:
+            self._settling[up.instance.id] = up
+
+    async def settle(self) -> None:
+        """Let instances take work as soon as gateways have had the time to report."""
+        await asyncio.sleep(SETTLE_S)
+        ups, self._settling = self._settling or {}, None
+        self.control.tell_all(*ups.values())
+
+    # ---- leading
+
+    async def _stand(self) -> None:
+        """Announce that this controller leads, and forget silent gateways and agents, until cancelled."""
+        while True:
+            known = {name for name, one in self._gateways.items() if one.known}
+            waiting = {name: one.waiting for name, one in self._gateways.items() if one.waiting}
+            self._link.send("all", Standing(frozenset(known | {*self._agents}), waiting))
+            await asyncio.sleep(EVERY_S)
+            silent = clock.now() - self._lease_s
+            for name in [name for name, one in (self._gateways | self._agents).items() if one.heard < silent]:
+                self._forget(name, f"was silent for {self._lease_s:g} s")
+
+    def _forget(self, name: str, why: str) -> None:
+        """Let go of a gateway with its requests, or of an agent with its engines."""
+        gateway, agent = self._gateways.pop(name, None), self._agents.pop(name, None)
+        if gateway is not None:
+            log.warning("%s %s; its requests (%d) end", name, why, len(gateway.ids))
+            ended = [Failed(id, "gateway_gone") for id in gateway.ids]
+            noted = [self._noted(name, gateway, event) for event in ended]
+            self.control.tell_all(*itertools.chain.from_iterable(noted))
+        if agent is not None:
+            log.warning("%s %s; its engines take no work", name, why)
+            for id in agent.engines:
+                self._agent_of.pop(id, None)
+                if self._settling is not None:
+                    self._settling.pop(id, None)
+            self.control.tell_all(*[InstanceDown(id) for id in agent.engines])
+
+    # ---- commands
+
+    def _execute(self, commands: Sequence[Command]) -> None:
+        """Send commands soon to those concerned; each gets its own in their order."""
+        if commands and not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        for command in commands:
+            for to, part in self._addressed(command):
+                self._outbox[to].append(part)
+
+    def _addressed(self, command: Command) -> Iterator[tuple[str, Command]]:
+        """Yield each receiver's name and its command; a request that has ended has no receiver."""
+        match command:
+            case Send(id) | Reject(id):
+                yield from ((name, command) for name in filter(None, [self._owner.get(id)]))
+            case Rerank(instance, ranks):
+                yield from self._to_agent(instance, command)
+                owners = defaultdict[str, dict[str, float]](dict)
+                for id, rank in ranks.items():
+                    if id in self._owner:
+                        owners[self._owner[id]][id] = rank
+                yield from ((name, Rerank(instance, some)) for name, some in owners.items())
+            case Swap(instance):
+                yield from self._to_agent(instance, command)
+                yield from ((name, command) for name in self._gateways)
+            case Warm(instance):
+                yield from self._to_agent(instance, command)
+            case Prewarm() if self._latest:
+                yield self._latest, command
+
+    def _to_agent(self, instance: str, command: Command) -> Iterator[tuple[str, Command]]:
+        if instance in self._agent_of:
+            yield self._agent_of[instance], command
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        for to, commands in outbox.items():
+            self._link.send(to, *commands)
+
+    def _inquire(self, instance: str, ids: Sequence[str]) -> None:
+        if instance in self._agent_of:
+            self._link.send(self._agent_of[instance], Asked(instance, tuple(ids)))
+
+
+def _engine_of(event: Event) -> str | None:
+    """Return the engine that an agent's event is about."""
+    match event:
+        case InstanceUp(instance) | Swapped(instance) | Warmed(instance):
+            return instance.id
+        case InstanceDown(id) | Learned(id):
+            return id
+    return None

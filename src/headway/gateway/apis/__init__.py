@@ -1,0 +1,1 @@
+"""The APIs: one module or folder each, from HTTP to a request in flight and back."""

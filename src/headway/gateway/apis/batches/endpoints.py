@@ -1,0 +1,364 @@
+"""The endpoints of files and batches, as OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway import clock
+from headway.errors import RequestError
+from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
+from headway.gateway.apis.runs import body_docs
+from headway.gateway.apis.state import AppState, error_docs, header_docs, refuse_compressed
+from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.idempotency import HEADER, batch_id, reused
+from headway.store.batches.port import PIECE, BatchStore, pieces
+from headway.store.batches.records import Batch, StoredFile, no_file
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_SHORTEST, _LONGEST = 60, 366 * 86400  # seconds of a window
+_MOST_LISTED = {"files": 10_000, "batches": 100}
+_ENDS = ("completed", "failed", "expired", "cancelled")
+_BYTES = "application/octet-stream"
+_Text = Annotated[str, Field(max_length=512)]
+
+
+class BatchBody(BaseModel):
+    """A new batch.
+
+    completion_window: a whole number and a unit, s, m, h, d or w: a minute or more.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    completion_window: Annotated[str, Field(pattern=r"^[0-9]{1,9}[smhdw]$")]
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], _Text], Field(max_length=16)] | None = None
+
+
+def add_batch_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints of files and batches."""
+    _uploads(app, state)
+    _files(app, state)
+    _contents(app, state)
+    _batches(app, state)
+    _one_batch(app, state)
+
+
+def _store(state: AppState) -> BatchStore:
+    """Return the place of files and batches; 403 when there is none."""
+    store = state.gateway.batches
+    if store is None:
+        raise RequestError(
+            "There are no batches here: they need a queue that survives the gateway.",
+            'Set broker.kind to "sqlite" or "postgres", and do not set batches.dir to "none".',
+            status=403, code="batches_off",
+        )  # fmt: skip
+    return store
+
+
+# ---- files
+
+
+def _uploads(app: FastAPI, state: AppState) -> None:
+    limits = state.config.batches
+    quota = Quota(limits.tenant_mib * 2**20)
+
+    @app.post(
+        "/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM
+    )  # fmt: skip
+    async def upload(request: Request) -> Response:
+        """Store a file of requests, one a line, for batches."""
+        tenant, store = state.tenant(request), _store(state)
+        refuse_compressed(request)
+        declared = request.headers.get("content-length", "0")
+        size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
+        if size > limits.max_file_mib * 2**20 + ROOM:
+            raise too_large(limits.max_file_mib)
+        used = await store.used(tenant)
+        quota.check(tenant, used, max(size - ROOM, 0))
+        form = Upload(request.headers.get("content-type", ""), limits)
+        file = StoredFile(new_id("file"), tenant, "", "batch", 0, clock.now())
+        try:
+            await store.begin_file(file)
+            await _receive(request, form, store, file.id, quota, tenant, used)
+            form.complete()
+            file = replace(file, name=form.name, size=form.size, created=clock.now())
+            await store.add_file(file, quota.most)
+        except BaseException:
+            await store.discard(file.id)
+            raise
+        return JSONResponse(_file(file))
+
+
+async def _receive(
+    request: Request, form: Upload, store: BatchStore, id: str, quota: Quota, tenant: str, used: int
+) -> None:
+    """Write a file as it comes; its tenant's quota counts it as long as it is not complete."""
+    counted = received = written = 0
+    try:
+        async for part in request.stream():
+            received += len(part)
+            form.feed(part)
+            if received > form.size + ROOM:
+                raise RequestError(
+                    "The form has too much data beside the file.", "Send purpose and file alone."
+                )
+            quota.add(tenant, form.size - counted)
+            counted = form.size
+            quota.check(tenant, used)
+            if len(form.pending) >= PIECE:
+                await store.append(id, written, form.take())
+                written, used = form.size, await store.used(tenant)
+        quota.check(tenant, used)
+        await store.append(id, written, form.take())
+    finally:
+        quota.add(tenant, -counted)
+
+
+async def _found(state: AppState, request: Request, id: str) -> tuple[BatchStore, StoredFile]:
+    """Return a file of the request's tenant."""
+    tenant, store = state.tenant(request), _store(state)
+    file = await store.file(tenant, id)
+    if file is None:
+        raise no_file(id)
+    return store, file
+
+
+def _files(app: FastAPI, state: AppState) -> None:
+    @app.get("/v1/files", responses=error_docs(400, 401, 403, 503), openapi_extra=_query("files"))
+    async def files(request: Request) -> Response:
+        """List the tenant's files, the newest first."""
+        tenant, store = state.tenant(request), _store(state)
+        limit, asked = _limit(request, "files", 10_000), request.query_params
+        newest = asked.get("order", "desc")
+        if newest not in ("asc", "desc"):
+            raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
+        found = await store.files(tenant, asked.get("after"), limit + 1, newest=newest == "desc",
+            purpose=asked.get("purpose"),
+        )  # fmt: skip
+        return _list([_file(file) for file in found], limit)
+
+    @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
+    async def file(id: str, request: Request) -> Response:
+        """Describe a file."""
+        _, found = await _found(state, request, id)
+        return JSONResponse(_file(found))
+
+
+def _contents(app: FastAPI, state: AppState) -> None:
+    @app.get(
+        "/v1/files/{id}/content", responses={**_CONTENT, **error_docs(401, 403, 404, 503)},
+        response_class=FileResponse,
+    )  # fmt: skip
+    async def content(id: str, request: Request) -> Response:
+        """Return what is in a file."""
+        store, found = await _found(state, request, id)
+        path = store.path(found.id)
+        if path is None:
+            return await _streamed(store, found)
+        if not path.is_file():
+            raise no_file(id)
+        return FileResponse(path, media_type=_BYTES, filename=found.name)
+
+    @app.delete("/v1/files/{id}", responses=error_docs(401, 403, 404, 409, 503))
+    async def delete(id: str, request: Request) -> Response:
+        """Delete a file that no batch reads."""
+        store, found = await _found(state, request, id)
+        if not await store.delete_file(found.tenant, found.id):
+            raise no_file(id)
+        return JSONResponse({"id": found.id, "object": "file", "deleted": True})
+
+
+async def _streamed(store: BatchStore, file: StoredFile) -> Response:
+    """Return a response with the content of a file, a piece at a time; its first one is there already."""
+    content = pieces(store, file)
+    first = await anext(content, b"")
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in content:
+            yield piece
+
+    name = f"attachment; filename*=utf-8''{quote(file.name)}"
+    headers = {"content-length": str(file.size), "content-disposition": name}
+    return StreamingResponse(all_pieces(), media_type=_BYTES, headers=headers)
+
+
+def _file(file: StoredFile) -> dict[str, Any]:
+    created = int(clock.shown(file.created))
+    return {"id": file.id, "object": "file", "bytes": file.size, "created_at": created,
+            "filename": file.name, "purpose": file.purpose, "status": "processed", "expires_at": None,
+            "status_details": None}  # fmt: skip
+
+
+# ---- batches
+
+
+async def _found_batch(state: AppState, request: Request, id: str) -> tuple[BatchStore, Batch]:
+    """Return a batch of the request's tenant."""
+    tenant, store = state.tenant(request), _store(state)
+    batch = await store.batch(tenant, id)
+    if batch is None:
+        raise RequestError(
+            f"There is no batch {id[:64]!r}.", "GET /v1/batches lists them.", status=404, code="not_found"
+        )  # fmt: skip
+    return store, batch
+
+
+def _batches(app: FastAPI, state: AppState) -> None:
+    @app.post(
+        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 415, 422, 429, 503),
+        openapi_extra=body_docs(BatchBody) | {"parameters": header_docs(HEADER)},
+    )  # fmt: skip
+    async def create(request: Request) -> Response:
+        """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
+        key, store = state.key(request), _store(state)
+        tenant = "default" if key is None else key.tenant
+        body = checked(BatchBody, await state.json(request))
+        id = batch_id(tenant, request.headers)
+        if id is not None and (known := await store.batch(tenant, id)) is not None:
+            return _again(known, body)
+        state.gateway.path.check_queue()
+        batch = await _new(body, store, tenant, id)
+        if key is not None:
+            claims = {name: value for name, value in asdict(key).items() if name != "key"}
+            batch = replace(batch, claims=json.dumps(claims))
+        if not await store.add_batch(batch, state.config.batches.max_open, keyed=id is not None):
+            _, known = await _found_batch(state, request, batch.id)
+            return _again(known, body)
+        store.changed.set()
+        return JSONResponse(_batch(batch))
+
+    @app.get("/v1/batches", responses=error_docs(400, 401, 403, 503), openapi_extra=_query("batches"))
+    async def batches(request: Request) -> Response:
+        """List the tenant's batches, the newest first."""
+        tenant, store = state.tenant(request), _store(state)
+        limit = _limit(request, "batches", 20)
+        found = await store.batches(tenant, request.query_params.get("after"), limit + 1)
+        return _list([_batch(batch) for batch in found], limit)
+
+
+def _one_batch(app: FastAPI, state: AppState) -> None:
+    @app.get("/v1/batches/{id}", responses=error_docs(401, 403, 404, 503))
+    async def batch(id: str, request: Request) -> Response:
+        """Describe a batch: its state, its files, how many of its lines have ended."""
+        _, found = await _found_batch(state, request, id)
+        return JSONResponse(_batch(found))
+
+    @app.post("/v1/batches/{id}/cancel", responses=error_docs(401, 403, 404, 409, 503))
+    async def cancel(id: str, request: Request) -> Response:
+        """Cancel a batch: what was answered is kept, what was not is not run any more."""
+        store, found = await _found_batch(state, request, id)
+        if not await store.cancel(found.tenant, id, clock.now()):
+            store, found = await _found_batch(state, request, id)
+            if found.cancelling is None or found.ended is not None:
+                raise RequestError(
+                    f"{id} is {found.state} already.", "Only unfinished ones can be cancelled.", status=409
+                )
+        store.changed.set()
+        _, found = await _found_batch(state, request, id)
+        return JSONResponse(_batch(found))
+
+
+def _again(known: Batch, body: BatchBody) -> Response:
+    """Answer a batch that was sent again under its idempotency key; 422 if that is another one's."""
+    metadata = None if known.metadata is None else json.loads(known.metadata)
+    asked = body.endpoint, body.input_file_id, body.completion_window, body.metadata
+    if asked != (known.endpoint, known.input_file, known.window, metadata):
+        raise reused()
+    return JSONResponse(_batch(known))
+
+
+async def _new(body: BatchBody, store: BatchStore, tenant: str, id: str | None) -> Batch:
+    """Return a new batch, by that id if it has one; RequestError when its window or its file is none."""
+    seconds = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
+    if not _SHORTEST <= seconds <= _LONGEST:
+        raise RequestError(
+            f"The completion_window is {body.completion_window!r}.", "Give 1m to 366d, such as 24h.",
+            param="completion_window", code="invalid_completion_window",
+        )  # fmt: skip
+    file = await store.file(tenant, body.input_file_id)
+    if file is None:
+        raise no_file(body.input_file_id)
+    if file.purpose != "batch":
+        raise RequestError(
+            f"The file {file.id} has the purpose {file.purpose!r}.", 'Upload one with the purpose "batch".',
+            param="input_file_id", code="invalid_purpose",
+        )  # fmt: skip
+    now = clock.now()
+    metadata = None if body.metadata is None else json.dumps(body.metadata)
+    return Batch(
+        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds,
+        metadata,
+    )  # fmt: skip
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    ends = {f"{state}_at": batch.ended if batch.state == state else None for state in _ENDS}
+    times = {
+        "created_at": batch.created, "in_progress_at": batch.began, "expires_at": batch.due,
+        "finalizing_at": batch.finalizing, "cancelling_at": batch.cancelling, **ends,
+    }  # fmt: skip
+    errors = None if batch.errors is None else {"object": "list", "data": json.loads(batch.errors)}
+    return {
+        "id": batch.id, "object": "batch", "endpoint": batch.endpoint, "errors": errors,
+        "input_file_id": batch.input_file, "completion_window": batch.window, "status": batch.state,
+        "output_file_id": batch.output_file, "error_file_id": batch.error_file,
+        **{name: None if at is None else int(clock.shown(at)) for name, at in times.items()},
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": None if batch.metadata is None else json.loads(batch.metadata),
+    }  # fmt: skip
+
+
+# ---- lists
+
+
+def _limit(request: Request, what: str, default: int) -> int:
+    text, most = request.query_params.get("limit", str(default)), _MOST_LISTED[what]
+    if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
+        raise RequestError(f"The limit is {text[:64]!r}.", f"Use 1 to {most}.", param="limit")
+    return int(text)
+
+
+def _list(data: Sequence[dict[str, Any]], limit: int) -> Response:
+    """Return a page of a list, of which one more than fits was looked up."""
+    page = list(data[:limit])
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(data) > limit
+    return JSONResponse(
+        {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+    )
+
+
+# ---- OpenAPI
+
+
+def _query(what: str) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"after": {"type": "string"}}
+    kinds["limit"] = {"type": "integer", "minimum": 1, "maximum": _MOST_LISTED[what]}
+    if what == "files":
+        kinds |= {"order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": kind} for name, kind in kinds.items()
+        ]
+    }
+
+
+_FORM: dict[str, Any] = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
+    "type": "object", "required": ["purpose", "file"], "additionalProperties": False,
+    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
+}}}}}  # fmt: skip
+_CONTENT: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file.", "content": {_BYTES: {}}},
+}

@@ -1,0 +1,307 @@
+"""One batch from its check to its end: its lines become background requests, a few at a time.
+
+A request's id follows from batch and line. After a crash the queue refuses what it knows already, so that a
+line which was answered meanwhile, or still waits there, is followed rather than run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+from headway import clock
+from headway.config import Config
+from headway.errors import EngineError, HeadwayError, RequestError
+from headway.gateway import tasks
+from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, interpret_line
+from headway.gateway.apis.batches.results import answered, as_response, conclude, refused, request_id
+from headway.gateway.apis.state import AppState
+from headway.gateway.budget import Held
+from headway.gateway.offload import offload
+from headway.gateway.parsing.requests import ParsedRequest
+from headway.store.batches.port import BatchStore
+from headway.store.batches.records import CANCELLED, EXPIRED, Batch, Line
+from headway.store.queue.port import Job
+from headway.types import Request
+
+_AGAIN_S = 0.5  # until a line that found no room is tried again
+_ENTRY = 16  # lines that are on their way into the queue at a time
+_PAGE = 64  # lines that are looked up at a time
+_FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
+T = TypeVar("T")
+P = ParamSpec("P")
+log = logging.getLogger("headway.gateway")
+
+
+class NoRoom(Exception):
+    """The queue, or the limits of the line's tenant, have no room for it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Room for lines of one tenant. free: places left. total: all places. most: `max_queued` of its keys.
+
+    entry: for lines that are being queued. The queue's file takes all that come in one go, and what is
+        done for each of them then would hold up all others.
+    """
+
+    free: asyncio.Semaphore
+    total: int
+    most: int | None
+    entry: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ENTRY))
+
+    @classmethod
+    def of(cls, tenant: str, config: Config, computed: int) -> Slots:
+        """Return a tenant's: twice what all engines compute at a time, unless configured.
+
+        At most a quarter of the queue, and half of what its keys may have there.
+        """
+        keys = [key.max_queued for key in config.keys if key.tenant == tenant and key.max_queued is not None]
+        most = min(keys, default=None)
+        lines = config.batches.lines or 2 * computed
+        total = min(lines, config.server.max_queued // 4, lines if most is None else most // 2)
+        return cls(asyncio.Semaphore(max(total, 1)), max(total, 1), most)
+
+
+class Execution:
+    """Runs one batch.
+
+    threads: where lines are checked, of one batch at a time.
+    slots: for lines of the batch's tenant that are in the queue or an engine.
+    stop: to be set when the batch is cancelled, or its window has ended.
+    """
+
+    def __init__(
+        self, state: AppState, store: BatchStore, batch: Batch, threads: Executor, slots: Slots
+    ) -> None:  # fmt: skip
+        self._state, self._store, self._batch = state, store, batch
+        self._threads, self._slots = threads, slots
+        self.stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Bring the batch to its end. What fails here can be begun again."""
+        batch = await self._store.batch(self._batch.tenant, self._batch.id)
+        if batch is None or batch.ended is not None:  # since the caller looked
+            return
+        self._batch = batch
+        if batch.began is None and not await self._check():
+            return
+        if batch.finalizing is None:
+            await self._answer_all()
+        await conclude(self._store, batch)
+        log.info("the batch %s has ended", batch.id)
+
+    # ---- the check
+
+    async def _check(self) -> bool:
+        """Check all lines; False when the batch has ended with that."""
+        id, store = self._batch.id, self._store
+        check = LineCheck(self._state, self._store, self._batch)
+        if self.stop.is_set():
+            check.stopped.set()
+        work = asyncio.get_running_loop().run_in_executor(self._threads, check.run)
+        stopping: asyncio.Future[bool] = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done():
+                check.stopped.set()
+            stopping.cancel()
+            await asyncio.wait({work})
+        if not work.result():
+            await store.end(id, await self._why_stopped(), clock.now())
+            return False
+        if check.problems:
+            log.info("the batch %s failed: %d of its lines are wrong", id, len(check.problems))
+            await store.refuse(id, check.problems, clock.now())
+            return False
+        await store.begin(id, clock.now())
+        return True
+
+    async def _why_stopped(self) -> str:
+        batch = await self._store.batch(self._batch.tenant, self._batch.id)
+        return "expired" if batch is None or batch.cancelling is None else "cancelled"
+
+    # ---- the lines
+
+    async def _answer_all(self) -> None:
+        """Return when every line has its end."""
+        feeding = asyncio.create_task(self._feed())
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({feeding, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            fed = feeding.done()
+            stopping.cancel()
+            await tasks.cancel(feeding)
+        if fed:
+            feeding.result()
+        else:
+            await self._close_open_lines()
+
+    async def _feed(self) -> None:
+        """Run the lines that have no end, in order, as many at a time as there are slots."""
+        after, store = 0, self._store
+        async with asyncio.TaskGroup() as group:
+            while lines := await self._lasting(store.open_lines, self._batch.id, after, _PAGE):
+                for line in lines:
+                    await self._slots.free.acquire()
+                    task = group.create_task(self._answer(line))
+                    task.add_done_callback(lambda _: self._slots.free.release())
+                after = lines[-1].number
+
+    async def _answer(self, line: Line) -> None:
+        try:
+            job = await self._run(line)
+        except HeadwayError as error:
+            ended = False, refused(self._batch, line, error)
+        except Exception as error:  # whatever it was, the other lines go on
+            log.exception("line %d of the batch %s failed", line.number, self._batch.id)
+            why = EngineError(f"Headway failed: {error!r}.", "Its trace is in the log.", status=500)
+            ended = False, refused(self._batch, line, why)
+        else:
+            ended = await self._outcome(line, job)
+        await self._record(line, *ended)
+
+    async def _outcome(self, line: Line, job: Job) -> tuple[bool, bytes]:
+        """Return whether a line was answered, and its line of the output or error file."""
+        result = job.result
+        if self._batch.endpoint == RESPONSES and job.state == "done" and result is not None:
+            text, created = await self._lasting(self._text, line), int(clock.shown(job.arrival))
+            made = await offload(len(result), lambda: as_response(text, job.id, created, result))
+            job = replace(job, result=made)
+        return answered(self._batch, line, job)
+
+    async def _text(self, line: Line) -> bytes:
+        return await self._store.read(self._batch.input_file, line.start, line.size)
+
+    async def _record(self, line: Line, good: bool, content: bytes) -> None:
+        await self._lasting(self._store.record, self._batch.id, line.number, good, content)
+
+    async def _lasting(self, call: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs) -> T:
+        """Return what a call of the store returns, once that is not out: other lines go on meanwhile."""
+        said = False
+        while True:
+            try:
+                return await call(*args, **named)
+            except HeadwayError as error:
+                if error.status < 500:
+                    raise
+                if not said:
+                    log.warning("the batch %s waits: %s", self._batch.id, error)
+                said = True
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _run(self, line: Line) -> Job:
+        """Run a line's request, unless the queue knows it; return its job, ended.
+
+        HeadwayError when it is refused for good.
+        """
+        while True:
+            try:
+                async with self._slots.entry:
+                    await self._accept(line)
+                job = await self._ended(request_id(self._batch, line.number))
+                if job is not None:  # else it was forgotten (broker.keep_hours)
+                    return job
+            except NoRoom:
+                await asyncio.sleep(_AGAIN_S)
+            except HeadwayError as error:
+                if not _passes(error):
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _accept(self, line: Line) -> None:
+        """Queue a line's request; nothing if it is known."""
+        gateway, batch = self._state.gateway, self._batch
+        self._check_room()
+        text = await self._text(line)
+        _, parsed = await interpret_line(self._state, batch, text, None, size=len(text))
+        request = self._promised(line, parsed.request)
+        with gateway.bodies.hold() as held:
+            held.tenant = batch.tenant
+            held.add(len(text))
+            reject = gateway.path.admission(request, self._slots.most)
+            if reject is not None and reject.reason != "infeasible":
+                raise NoRoom
+            gateway.path.check_capacity(request, self._slots.most)
+            await _whole(self._put(replace(parsed, request=request, background=True), held))
+
+    async def _put(self, parsed: ParsedRequest, held: Held) -> None:
+        try:
+            await self._state.gateway.background.accept(parsed, held)
+        except HeadwayError as error:
+            if error.status != 409:  # else the queue has it
+                raise
+
+    def _check_room(self) -> None:
+        """Leave half of the queue, and what its tenant's keys may use, to others than batches."""
+        gateway, now = self._state.gateway, clock.now()
+        if gateway.dispatcher.control.controller.queued >= (self._state.config.server.max_queued + 1) // 2:
+            raise NoRoom
+        for key in self._state.config.keys:
+            if key.tenant == self._batch.tenant:
+                try:
+                    gateway.path.usage.check(key, now)
+                except RequestError as error:
+                    raise NoRoom from error
+
+    def _promised(self, line: Line, request: Request) -> Request:
+        """Return a line's request, due at the end of the window at the latest."""
+        left = max(self._batch.due - request.arrival, 1e-3)
+        slo = replace(request.slo, e2e=min(left, request.slo.e2e or left), soft=None)
+        request = replace(request, id=request_id(self._batch, line.number), slo=slo)
+        return self._state.gateway.dispatcher.promised(request)
+
+    async def _ended(self, id: str) -> Job | None:
+        """Return a request's job once it has ended, whichever gateway runs it; None when it is not known."""
+        while True:
+            await self._state.gateway.background.wait(id)
+            job = await self._state.gateway.broker.get(id)
+            if job is None or job.state != "open":
+                return job
+            await asyncio.sleep(_AGAIN_S)
+
+    # ---- when the batch is cancelled or expires
+
+    async def _close_open_lines(self) -> None:
+        """End what is left: what was answered keeps its answer, all else is cancelled."""
+        after = unknown = 0
+        store, id = self._store, self._batch.id
+        far = max(2 * self._slots.total, _FAR)
+        while unknown < far and (lines := await store.open_lines(id, after, _PAGE)):
+            for line in lines:
+                unknown = 0 if await self._close(line) else unknown + 1
+            after = lines[-1].number
+        end = EXPIRED if await self._why_stopped() == "expired" else CANCELLED
+        await store.close_lines(id, end)
+
+    async def _close(self, line: Line) -> bool:
+        """Cancel a line's request, or record how it ended; False when the queue does not know it."""
+        gateway, id = self._state.gateway, request_id(self._batch, line.number)
+        with suppress(HeadwayError):  # its end cannot be stored at the moment
+            await gateway.background.cancel(id)
+        job = await gateway.broker.get(id)
+        if job is not None and job.state != "open" and job.reason != "cancelled":
+            await self._record(line, *await self._outcome(line, job))
+        return job is not None
+
+
+def _passes(error: HeadwayError) -> bool:
+    """Tell whether the same request may be accepted later: what is full, or out, may not be so for ever."""
+    return error.status >= 500 or (error.status == 429 and error.code != "infeasible")
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Do work to its end even if this task is cancelled meanwhile: half done, it would count as a failure."""
+    doing = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise

@@ -1,0 +1,193 @@
+"""Checks a batch's input line by line, in a thread of its own, before any line is run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from headway import clock
+from headway.config import Config, Key
+from headway.errors import HeadwayError, RequestError
+from headway.gateway.apis.responses.translate import chat_of
+from headway.gateway.apis.state import AppState
+from headway.gateway.offload import offload
+from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.requests import (
+    PATHS,
+    ChatBody,
+    CompletionBody,
+    Kind,
+    ParsedRequest,
+    read_json,
+)
+from headway.store.batches.port import BatchStore, pieces
+from headway.store.batches.records import Batch, Line, input_gone
+
+MOST_ERRORS = 50  # that a batch lists
+_PAGE = 500  # lines that are stored at a time
+RESPONSES = "/v1/responses"  # its lines run as the chats that they are translated to
+KINDS: dict[str, Kind] = {
+    RESPONSES: "chat", **{PATHS[kind]: kind for kind in ("chat", "completions", "embeddings")}
+}  # fmt: skip
+
+
+class LineBody(BaseModel):
+    """One line of the input."""
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=512, strict=True)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+async def interpret_line(
+    state: AppState, batch: Batch, text: bytes, key: Key | None, *, size: int
+) -> tuple[LineBody, ParsedRequest]:
+    """Check one line as its endpoint would; RequestError says what is wrong with it.
+
+    key: what its claims are held against, None = nothing. size: of the text, 0 = work in this thread.
+    """
+    line = await offload(size, lambda: checked(LineBody, read_json(text)))
+    if line.url != batch.endpoint:
+        raise RequestError(
+            f"The url is {line.url[:64]!r}.", f"It must be the batch's endpoint, {batch.endpoint}.",
+            param="url", code="invalid_url",
+        )  # fmt: skip
+    kind = KINDS[batch.endpoint]
+
+    def validated() -> tuple[dict[str, Any], ChatBody | CompletionBody]:
+        raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
+        return state.validated(kind, raw)
+
+    raw, body = await offload(size, validated)
+    if body.stream:
+        raise RequestError(
+            "A line of a batch cannot stream.", "Leave out stream.", param="body.stream",
+            code="stream_unsupported",
+        )  # fmt: skip
+    parsed, _ = await state.interpreted(
+        kind, raw, body, class_headers(state.config), key, clock.now(), tenant=batch.tenant, size=size
+    )  # fmt: skip
+    return line, parsed
+
+
+def class_headers(config: Config) -> dict[str, str]:
+    """Return the headers that give lines their class: batch, where the configuration has it."""
+    return {"x-llm-d-inference-objective": "batch"} if "batch" in config.classes else {}
+
+
+@dataclass(slots=True)
+class LineCheck:
+    """One check of all lines. stopped: set to end it early.
+
+    problems: what is wrong, at most `MOST_ERRORS`, in OpenAI's shape.
+    """
+
+    state: AppState
+    store: BatchStore
+    batch: Batch
+    stopped: threading.Event = field(default_factory=threading.Event)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    _lines: list[Line] = field(default_factory=list)
+    _seen: set[bytes] = field(default_factory=set)
+    _count: int = 0
+
+    def run(self) -> bool:
+        """Check and store all lines; False when it was stopped. Blocks for as long as it takes."""
+        asyncio.run(self._run())
+        return not self.stopped.is_set()
+
+    async def _run(self) -> None:
+        await self.store.clear_lines(self.batch.id)
+        file = await self.store.file(self.batch.tenant, self.batch.input_file)
+        try:
+            if file is None:
+                raise input_gone()
+            await self._check_all(pieces(self.store, file))
+        except RequestError as error:
+            self._note(None, error)
+        if not self.problems and not self._count:
+            empty = RequestError("The input file has no lines.", "Send one or more.", code="empty_file")
+            self._note(None, empty)
+        await self._flush()
+
+    async def _check_all(self, content: AsyncIterator[bytes]) -> None:
+        claims = self.batch.claims
+        key = None if claims is None else Key(key="-" * 8, **_tuples(json.loads(claims)))
+        longest = self.state.config.server.max_body_kib * 1024
+        async for number, start, text in numbered(content, longest):
+            if self.stopped.is_set() or len(self.problems) >= MOST_ERRORS:
+                return
+            began = time.perf_counter()
+            try:
+                await self._check(number, start, text, longest, key)
+            except HeadwayError as error:
+                self._note(number, error)
+            # The event loop waits for the interpreter meanwhile: leave it half of the time.
+            await asyncio.sleep(time.perf_counter() - began)
+
+    async def _check(self, number: int, start: int, text: bytes, longest: int, key: Key | None) -> None:
+        if len(text) > longest:
+            raise RequestError(
+                f"The line has more than {longest} bytes.", "Send less, or raise server.max_body_kib.",
+                code="line_too_long",
+            )  # fmt: skip
+        self._count += 1
+        line, _ = await interpret_line(self.state, self.batch, text, key, size=0)
+        digest = blake2b(line.custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            raise RequestError(
+                f"The custom_id {line.custom_id[:64]!r} is that of an earlier line.",
+                "Give each line its own.", param="custom_id", code="duplicate_custom_id",
+            )  # fmt: skip
+        self._seen.add(digest)
+        self._lines.append(Line(number, start, len(text), line.custom_id))
+        if len(self._lines) >= _PAGE:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if not self.problems and not self.stopped.is_set():
+            await self.store.add_lines(self.batch.id, self._lines)
+        self._lines.clear()
+
+    def _note(self, number: int | None, error: HeadwayError) -> None:
+        self.problems.append(
+            {"code": error.code or "invalid_request", "line": number, "message": str(error)[:500],
+             "param": error.param}
+        )  # fmt: skip
+
+
+async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator[tuple[int, int, bytes]]:
+    """Yield number (from 1 on), start and text of each line that is not blank, from pieces of a file.
+
+    Of a line with more than `longest` bytes there is only the beginning, one byte more than that.
+    """
+    number, start = 1, 0
+    text, size = bytearray(), 0  # of the line that is being read
+    async for piece in content:
+        at = 0
+        while at < len(piece):
+            end = piece.find(b"\n", at) + 1
+            part = piece[at : end or len(piece)]
+            text += part[: longest + 1 - len(text)]
+            at, size = at + len(part), size + len(part)
+            if end:
+                if text.strip():
+                    yield number, start, bytes(text).rstrip(b"\r\n")
+                number, start, size = number + 1, start + size, 0
+                text.clear()
+    if text.strip():
+        yield number, start, bytes(text).rstrip(b"\r\n")
+
+
+def _tuples(claims: dict[str, Any]) -> dict[str, Any]:
+    """Return what JSON keeps of a `Key` as its arguments."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in claims.items()}

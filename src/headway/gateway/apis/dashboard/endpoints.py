@@ -1,0 +1,99 @@
+"""`GET /`: the dashboard's page. `GET /headway/live`: the data that it shows.
+
+`GET /headway/explain`: the story of one request, for operators.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib.resources import files
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from headway.errors import RequestError
+from headway.gateway.apis.dashboard.board import Board
+from headway.gateway.apis.dashboard.explain import Explainer
+from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.watch.history import FINEST, WINDOWS, View
+
+_MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
+_LONGEST_ID, _DAY_S, _MOST_DAYS = 512, 86400.0, 3650
+_PARTS = "page.css", "charts.js", "tables.js", "story.js", "page.js"
+_HEADERS = {
+    # The page is whole: it loads nothing, runs no script but its own, and is shown in no other page.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the page and its events."""
+    board, explainer = Board(state.gateway), Explainer(state.gateway.config.journal_dir)
+    page = _page()
+
+    @app.get("/", include_in_schema=False)
+    async def dashboard() -> Response:
+        """Return the page; it contains no data of this gateway."""
+        return HTMLResponse(page, headers=_HEADERS)
+
+    @app.get("/headway/live", include_in_schema=False)  # its answer has no end
+    async def live(request: Request) -> Response:
+        """Stream what the page shows: a server-sent event a second, each with all of it."""
+        state.check_status(request)
+        view = _view(request)
+        operator = state.is_operator(request)
+        if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
+            raise RequestError(
+                f"{viewers} viewers look at the dashboard already.", "Close one of them.", status=503,
+                kind="server_error", code="too_many_viewers",
+            )  # fmt: skip
+        events = board.events(state.stopping, operator, view)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    @app.get("/headway/explain", responses=error_docs(400, 401, 403, 404, 503))
+    async def explain(request: Request) -> Response:
+        """Tell the story of the request `id` as `headway explain --json` does.
+
+        since: seconds since the epoch, before it arrived; by default 24 hours ago.
+        """
+        (state.check_operator if state.config.keys else state.check_status)(request)
+        story = await explainer.story(*_asked(request))
+        return JSONResponse(story, headers={"cache-control": "no-store"})
+
+
+def _asked(request: Request) -> tuple[str, float]:
+    """Return the id of the request to explain, and an instant before its arrival."""
+    asked, now = request.query_params, time.time()
+    try:
+        since = float(asked.get("since", now - _DAY_S))
+    except ValueError:
+        since = math.nan
+    if not now - _MOST_DAYS * _DAY_S <= since <= now + _DAY_S:
+        raise RequestError("since is not a time.", "Give seconds since the epoch.", param="since")
+    if not (id := asked.get("id", "").strip()) or len(id) > _LONGEST_ID or "\0" in id:
+        raise RequestError("id is not the id of a request.", "Give its x-request-id.", param="id")
+    return id, since
+
+
+def _page() -> str:
+    """Return the page with its style and its scripts, each where the page names its file."""
+    folder = files("headway.gateway.apis.dashboard")
+    page = folder.joinpath("page.html").read_text("utf-8")
+    for name in _PARTS:
+        page = page.replace(f"/* {name} */", folder.joinpath(name).read_text("utf-8"))
+    return page
+
+
+def _view(request: Request) -> View:
+    """Return the view that a request asks for; 400 for an unknown window."""
+    asked = request.query_params
+    if (window := asked.get("window", FINEST)) not in WINDOWS:
+        raise RequestError(
+            f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window"
+        )
+    return View(window, asked.get("class") or None, asked.get("tenant") or None)

@@ -1,0 +1,163 @@
+"""`/v1/responses`: create, retrieve, cancel and delete. Only background responses are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from headway import clock
+from headway.errors import RequestError
+from headway.gateway.apis.responses.events import ResponseEvents
+from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
+from headway.gateway.apis.state import AppState, error_docs, header_docs
+from headway.gateway.apis.translated import TranslatedResponse
+from headway.gateway.offload import offload
+from headway.gateway.parsing.requests import PATHS
+from headway.gateway.requests.streaming import ResponseStream
+from headway.store.queue.port import Job
+
+_STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
+_KEPT = ("id", "created_at", "status", "error")  # of a response that was accepted before
+_TEXT = {"type": "string"}
+_SCHEMA: dict[str, Any] = {
+    "type": "object", "required": ["model", "input"],
+    "properties": {
+        "model": _TEXT, "instructions": _TEXT, "stream": {"type": "boolean"},
+        "background": {"type": "boolean"},
+        "input": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+        "max_output_tokens": {"type": "integer", "minimum": 1}, "temperature": {"type": "number"},
+        "top_p": {"type": "number"}, "tools": {"type": "array", "items": {"type": "object"}},
+        "text": {"type": "object"}, "reasoning": {"type": "object"}, "metadata": {"type": "object"},
+        "service_tier": _TEXT, "user": _TEXT,
+    },
+}  # fmt: skip
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The response; with `stream`, its events.", "content": {"text/event-stream": {}}},
+    **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504),
+}
+
+
+def add_response_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints."""
+    _create(app, state)
+    _kept(app, state)
+
+
+def _create(app: FastAPI, state: AppState) -> None:
+    gateway = state.gateway
+
+    @app.post("/v1/responses", responses=_ANSWERS, openapi_extra=_BODY | {"parameters": header_docs()})
+    async def create(request: Request) -> Response:
+        """Answer a response: a chat, scheduled as all chats."""
+        asked: dict[str, Any] = {}
+
+        def translate(raw: dict[str, Any]) -> dict[str, Any]:
+            asked.update(base_of(raw, "", 0))
+            return chat_of(raw)
+
+        with gateway.bodies.hold() as held:
+            parsed = await state.parse("chat", request, held, translate)
+            core = parsed.request
+            base = asked | {
+                "id": core.id, "created_at": int(clock.shown(core.arrival)),
+                "model": core.adapter or core.model,
+            }  # fmt: skip
+            if parsed.background:
+                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
+                if (earlier := await gateway.background.accept(parsed, held)) is not None:
+                    kept = response_to(earlier)
+                    return JSONResponse(base | {name: kept[name] for name in _KEPT})
+                return JSONResponse(base | {"status": "queued"} | waiting_for(obstacle))
+            in_flight = await gateway.path.accept(parsed, held)
+            inner = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+            return TranslatedResponse(inner, ResponseEvents(base), partial(_translated, base))
+
+
+def _translated(base: Mapping[str, Any], status: int, data: bytes) -> bytes:
+    return json.dumps(response_of(base, json.loads(data))).encode() if status == 200 else data
+
+
+# ---- background
+
+
+async def _find(state: AppState, request: Request, id: str) -> Job:
+    """Return a response of the request's tenant; the operator's key finds those of all."""
+    tenant = None if state.is_operator(request) else state.tenant(request)
+    job = await state.gateway.broker.get(id)
+    if job is None or (tenant is not None and job.tenant != tenant) or not job.background:
+        raise RequestError(
+            f"There is no background response {id[:64]!r}.",
+            "Only those with \"background\": true are kept, for some time (broker.keep_hours).",
+            status=404, code="not_found",
+        )  # fmt: skip
+    return job
+
+
+def _kept(app: FastAPI, state: AppState) -> None:
+    broker = state.gateway.broker
+
+    @app.get("/v1/responses/{id}", responses=error_docs(401, 404))
+    async def retrieve(id: str, request: Request) -> Response:
+        """Return a background response: its status, and the answer once it is complete."""
+        job = await _find(state, request, id)
+        body = response_to(job)
+        if job.state == "open":
+            body |= waiting_for(state.gateway.dispatcher.state(job.id))
+        result = job.result
+        return await offload(len(result or b""), partial(_with_result, body, job.path, result))
+
+    @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
+    async def cancel(id: str, request: Request) -> Response:
+        """Cancel a background response that is not complete yet, whichever gateway runs it."""
+        job = await _find(state, request, id)
+        if not await state.gateway.background.cancel(job.id):
+            job = await _find(state, request, id)  # it may have ended in between
+            raise RequestError(
+                f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
+            )
+        return JSONResponse(background_response(job.id, "cancelled", job.arrival))
+
+    @app.delete("/v1/responses/{id}", responses=error_docs(401, 404, 409))
+    async def delete(id: str, request: Request) -> Response:
+        """Delete a background response that has ended."""
+        job = await _find(state, request, id)
+        if not await broker.delete(job.id) and await broker.get(job.id) is not None:
+            raise RequestError(f"{id} has not ended yet.", "Cancel it first.", status=409)
+        return JSONResponse({"id": job.id, "object": "response", "deleted": True})
+
+
+def background_response(id: str, status: str, arrival: float, reason: str | None = None) -> dict[str, Any]:
+    """Return what a background response is, without its answer."""
+    if reason == "cancelled":
+        status, reason = "cancelled", None
+    code = "rate_limit_exceeded" if reason and reason.startswith("dropped:") else "server_error"
+    error = {"code": code, "message": reason} if reason else None
+    given = {"background": True, "model": None}
+    return base_of(given, id, int(clock.shown(arrival))) | {"status": status, "error": error}
+
+
+def response_to(job: Job) -> dict[str, Any]:
+    """Return what a job's response is, without its answer."""
+    return background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
+
+
+def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Response:
+    """Return a background response with its answer, as it was stored; that of a chat in `output`, too."""
+    if result is None:
+        return JSONResponse(body)
+    if path == PATHS["chat"]:
+        # One that was cut at its most tokens is completed, too: clients poll for that word.
+        body = response_of(body, json.loads(result)) | {"status": body["status"]}
+    whole = bytes(JSONResponse(body).body)[:-1] + b',"response":' + result + b"}"
+    return Response(whole, media_type="application/json")
+
+
+def waiting_for(obstacle: str | None) -> dict[str, str]:
+    """Return what a queued response waits for, as a field of its body."""
+    return {} if obstacle is None else {"waiting_for": obstacle}

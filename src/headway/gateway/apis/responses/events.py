@@ -1,0 +1,171 @@
+"""The stream of a chat as that of a response: typed events, numbered without gaps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
+from headway.gateway.apis.responses.translate import (
+    call_item,
+    end_of,
+    message_item,
+    reasoning_item,
+    text_part,
+    usage_of,
+)
+
+_DELTA = {
+    "message": "response.output_text.delta", "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item of the output, with the parts of its text that have come.
+
+    at: its place in the output. call: id and name, of a tool call. place: which part of the response it is.
+    """
+
+    kind: str
+    id: str
+    at: int
+    call: tuple[Any, Any]
+    parts: list[str] = field(default_factory=list)
+    done: bool = False
+    place: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = {"item_id": self.told("")["id"], "output_index": self.at}
+        if self.kind != "function_call":
+            self.place["content_index"] = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def told(self, status: str) -> dict[str, Any]:
+        """Return it as it is."""
+        if self.kind == "message":
+            return message_item(self.id, self.text, status)
+        if self.kind == "reasoning":
+            return reasoning_item(self.id, self.text, status)
+        return call_item(self.id, *self.call, self.text, status)
+
+
+class ResponseEvents(ChatStream):
+    """Translates the bytes of a chat's stream, however they are cut.
+
+    A chat may write several tool calls at once: each is an item that is open until its arguments are whole.
+
+    base: the response as it is before it has begun.
+    """
+
+    def __init__(self, base: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._response = dict(base)
+        self._begun = False
+        self._number = 0
+        self._items: list[_Item] = []
+        self._latest: dict[tuple[str, int], _Item] = {}  # by type and number of the tool call
+        self._end: dict[str, Any] = end_of("stop")
+        self._usage: Mapping[str, Any] = {}
+
+    def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
+        yield from self._begin()
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            yield from self._delta(choice.get("delta") or {})
+            if choice.get("finish_reason"):
+                self._end = end_of(choice["finish_reason"])
+
+    def _begin(self) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield self._sent("response.created", {"response": self._response})
+            yield self._sent("response.in_progress", {"response": self._response})
+
+    def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        if thought := thought_of(delta):
+            yield from self._grow("reasoning", 0, thought)
+        if delta.get("content"):
+            yield from self._grow("message", 0, delta["content"])
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            head = call.get("id"), function.get("name")
+            number, text = int(call.get("index", 0)), function.get("arguments") or ""
+            yield from self._grow("function_call", number, text, head)
+
+    def _grow(
+        self, kind: str, number: int, text: str, call: tuple[Any, Any] = (None, None)
+    ) -> Iterator[bytes]:
+        """Add to the item that is open, or to a new one."""
+        item = self._latest.get((kind, number))
+        if item is None or (item.done and kind != "function_call"):
+            yield from self._close()
+            item = self._latest[kind, number] = self._new(kind, call)
+            yield from self._open(item)
+        if text and not item.done:
+            item.parts.append(text)
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._sent(_DELTA[kind], item.place | {"delta": text} | more)
+
+    def _new(self, kind: str, call: tuple[Any, Any]) -> _Item:
+        id, at = self._response["id"], len(self._items)
+        alike = sum(item.kind == kind for item in self._items)
+        if kind == "function_call":
+            id = f"{id}_{alike}"
+        elif alike:  # ids differ
+            id = f"{id}_{at}"
+        self._items.append(_Item(kind, id, at, call))
+        return self._items[-1]
+
+    def _open(self, item: _Item) -> Iterator[bytes]:
+        told = item.told("in_progress")
+        if item.kind != "function_call":
+            told["content"] = []
+        yield self._sent("response.output_item.added", {"output_index": item.at, "item": told})
+        if item.kind == "message":
+            yield self._sent("response.content_part.added", item.place | {"part": text_part("")})
+
+    def _close(self, *, end: bool = False) -> Iterator[bytes]:
+        """End the items to which nothing can come once another has begun. end: end all."""
+        for item in self._items:
+            if item.done or not (end or item.kind != "function_call" or complete(item.parts)):
+                continue
+            item.done, text = True, item.text
+            if item.kind == "message":
+                yield self._sent("response.output_text.done", item.place | {"text": text, "logprobs": []})
+                yield self._sent("response.content_part.done", item.place | {"part": text_part(text)})
+            elif item.kind == "reasoning":
+                yield self._sent("response.reasoning_text.done", item.place | {"text": text})
+            else:
+                named = {"arguments": text, "name": item.call[1]}
+                yield self._sent("response.function_call_arguments.done", item.place | named)
+            told = {"output_index": item.at, "item": item.told("completed")}
+            yield self._sent("response.output_item.done", told)
+
+    def _finish(self) -> Iterator[bytes]:
+        yield from self._begin()
+        yield from self._close(end=True)
+        output = [item.told("completed") for item in self._items]
+        if not any(item.kind != "reasoning" for item in self._items):
+            output.append(message_item(self._response["id"], ""))
+        self._response |= self._end | {"output": output, "usage": usage_of(self._usage)}
+        yield self._sent(f"response.{self._response['status']}", {"response": self._response})
+
+    def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
+        yield from self._begin()
+        code = "rate_limit_exceeded" if error.get("type") == "rate_limit_error" else "server_error"
+        told = {"code": code, "message": str(error.get("message"))}
+        output = [item.told("completed") for item in self._items if item.done]
+        self._response |= {"status": "failed", "error": told, "output": output}
+        yield self._sent("response.failed", {"response": self._response})
+
+    def _sent(self, kind: str, body: Mapping[str, Any]) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **body}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()

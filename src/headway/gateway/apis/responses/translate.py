@@ -1,0 +1,248 @@
+"""Requests and answers of OpenAI's Responses API as chat completions, and back. A pure translation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headway.errors import RequestError
+from headway.gateway.apis.chat_stream import thought_of
+from headway.gateway.parsing.fields import list_in, object_in
+from headway.gateway.parsing.unsupported import RESPONSES, refusal, refuse
+
+_SAME = (
+    "model", "temperature", "top_p", "stream", "background", "user", "parallel_tool_calls", "service_tier",
+    "metadata",
+)  # fmt: skip
+_TAKEN = {
+    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning",
+    "store", "include", "truncation", "prompt_cache_key",
+    "safety_identifier", "stream_options", *RESPONSES,
+}  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+# What a response says of the request that it answers, where that says nothing.
+_ECHO: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "temperature": 1.0, "top_p": 1.0, "tools": [],
+    "tool_choice": "auto", "parallel_tool_calls": True, "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None}, "truncation": "disabled", "metadata": {}, "user": None,
+}  # fmt: skip
+
+
+def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat for that of a response; Headway's own fields and vLLM's are kept.
+
+    RequestError for what the engine has no place for.
+    """
+    refuse(raw, RESPONSES)
+    if _LOGPROBS in list_in(raw.get("include") or [], "include"):
+        raise refusal("include", RESPONSES["top_logprobs"])
+    if raw.get("n") not in (None, 1):
+        raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
+    chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}
+    chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
+    chat["messages"] = [*_instructions(raw.get("instructions")), *_items(raw.get("input"))]
+    if raw.get("max_output_tokens") is not None:
+        chat["max_tokens"] = raw["max_output_tokens"]
+    if raw.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in list_in(raw["tools"], "tools")]
+        chat["tool_choice"] = _choice(raw.get("tool_choice"))
+    if (shape := _format(object_in(raw.get("text") or {}, "text").get("format"))) is not None:
+        chat["response_format"] = shape
+    effort = object_in(raw.get("reasoning") or {}, "reasoning").get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    if raw.get("truncation") == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    if raw.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def base_of(raw: Mapping[str, Any], id: str, created: int) -> dict[str, Any]:
+    """Return a response that has not begun: what it says of its request."""
+    echo = {name: raw[name] if raw.get(name) is not None else value for name, value in _ECHO.items()}
+    return {
+        "id": id, "object": "response", "created_at": created, "status": "in_progress", "error": None,
+        "incomplete_details": None, "model": raw.get("model"), "output": [], "usage": None,
+        "background": bool(raw.get("background")), "store": bool(raw.get("background")),
+        "previous_response_id": None, "service_tier": raw.get("service_tier") or "auto", **echo,
+    }  # fmt: skip
+
+
+def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response of a chat's answer."""
+    choice = answer["choices"][0]
+    told, id = choice["message"], base["id"]
+    output: list[dict[str, Any]] = []
+    thought = thought_of(told)
+    if thought:
+        output.append(reasoning_item(id, thought))
+    calls = told.get("tool_calls") or ()
+    if told.get("content") or not calls:
+        output.append(message_item(id, told.get("content") or ""))
+    for number, call in enumerate(calls):
+        function = call["function"]
+        output.append(call_item(f"{id}_{number}", call["id"], function["name"], function["arguments"]))
+    ended = end_of(choice.get("finish_reason"))
+    return {
+        **base, **ended, "model": answer.get("model", base["model"]), "output": output,
+        "usage": usage_of(answer.get("usage") or {}),
+    }  # fmt: skip
+
+
+def end_of(reason: Any) -> dict[str, Any]:
+    """Return status and details of a response whose chat ended for this reason."""
+    details = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(str(reason))
+    return {
+        "status": "incomplete" if details else "completed",
+        "incomplete_details": {"reason": details} if details else None,
+    }
+
+
+def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat's usage as that of a response."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    given, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    return {
+        "input_tokens": given, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": thought}, "total_tokens": given + made,
+    }  # fmt: skip
+
+
+def message_item(id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    """Return the item of a text."""
+    return {
+        "id": f"msg_{id}", "type": "message", "status": status, "role": "assistant",
+        "content": [text_part(text)],
+    }  # fmt: skip
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return the part of an item that is a text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def reasoning_item(id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    """Return the item of what a model has thought."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{id}", "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+def call_item(id: str, call_id: Any, name: Any, arguments: str, status: str = "completed") -> dict[str, Any]:
+    """Return the item of a tool call."""
+    return {
+        "id": f"fc_{id}", "type": "function_call", "status": status, "call_id": call_id, "name": name,
+        "arguments": arguments,
+    }  # fmt: skip
+
+
+# ---- requests
+
+
+def _instructions(text: Any) -> list[dict[str, Any]]:
+    if text is None:
+        return []
+    if not isinstance(text, str):
+        raise RequestError("instructions is not a text.", "Send a string.", param="instructions")
+    return [{"role": "system", "content": text}]
+
+
+def _items(given: Any) -> Iterator[dict[str, Any]]:
+    """Yield the messages of `input`; tool calls that follow each other are one message."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    calls: list[dict[str, Any]] = []
+    for number, item in enumerate(list_in(given or None, "input")):
+        where = f"input.{number}"
+        kind = object_in(item, where).get("type", "message")
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": str(item.get("arguments") or "{}")}
+            calls.append({"id": str(item.get("call_id")), "type": "function", "function": function})
+            continue
+        if calls:
+            yield {"role": "assistant", "content": None, "tool_calls": calls}
+            calls = []
+        if kind == "function_call_output":
+            told = _text(item.get("output") or "", where)
+            yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": told}
+        elif kind == "message":
+            yield _message(item, where)
+        elif kind != "reasoning":  # templates leave out earlier thoughts, too
+            raise _no_place(kind, where)
+    if calls:
+        yield {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise RequestError(
+            f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input"
+        )
+    return {"role": _ROLES[role], "content": _text(item.get("content"), where)}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the text of a string, or of parts that are text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in list_in(content, where):
+        kind = object_in(part, where).get("type")
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise _no_place(kind, where)
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _no_place(kind: Any, where: str) -> RequestError:
+    return RequestError(
+        f"{where} is of type {kind!r}.", "Send texts, function_call and function_call_output.", param="input",
+        code="unsupported_item",
+    )  # fmt: skip
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    kind = object_in(tool, "tools").get("type")
+    if kind != "function":
+        raise RequestError(
+            f"Tools of type {kind!r} are OpenAI's own.", "Send tools of type function.", param="tools",
+            code="unsupported_tool",
+        )  # fmt: skip
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict):
+        if choice.get("type") != "function":
+            raise RequestError(
+                "tool_choice names no function.",
+                "Use auto, none, required or a function.",
+                param="tool_choice",
+            )
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice or "auto"
+
+
+def _format(shape: Any) -> dict[str, Any] | None:
+    """Return the `response_format` of a chat for `text.format`."""
+    if shape is None:
+        return None
+    kind = object_in(shape, "text").get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind == "json_schema":
+        names = ("name", "schema", "strict", "description")
+        return {"type": kind, "json_schema": {n: shape[n] for n in names if shape.get(n) is not None}}
+    raise RequestError(
+        f"text.format is {kind!r}.", "Use text, json_object or json_schema.", param="text.format"
+    )

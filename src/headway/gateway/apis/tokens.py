@@ -1,0 +1,92 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM's, by the gateway's own tokenizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from headway.errors import RequestError
+from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.offload import offload
+from headway.gateway.parsing.requests import Kind, read_json
+from headway.gateway.parsing.tokens import Prompt, TokenCounter
+
+_MOST_IDS = 1_000_000
+_BYTES = 4  # of a token, about
+_TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string"}}
+_TOKENIZE = {
+    "type": "object",
+    "properties": {
+        **_TEXT, "messages": {"type": "array", "items": {"type": "object"}},
+        "return_token_strs": {"type": "boolean"},
+    },
+}  # fmt: skip
+_DETOKENIZE = {
+    "type": "object", "required": ["tokens"],
+    "properties": {"model": _TEXT["model"], "tokens": {"type": "array", "items": {"type": "integer"}}},
+}  # fmt: skip
+
+
+_ERRORS = error_docs(400, 401, 404, 413, 415, 429)
+
+
+def add_token_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints."""
+    _tokens(app, state)
+    _text(app, state)
+
+
+def _tokens(app: FastAPI, state: AppState) -> None:
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(_TOKENIZE))
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a prompt, or of the messages of a chat."""
+        state.tenant(request)
+        data = await state.body(request)
+        asked: dict[str, Any] = {"model": state.only_model()}
+        asked |= await offload(len(data), partial(read_json, data))
+        kind: Kind = "chat" if "messages" in asked else "completions"
+        prompt = await state.prompt(kind, data, lambda raw: {"model": asked["model"], **raw})
+        counter, longest = state.counter(asked["model"]), state.describe(asked["model"])["max_model_len"]
+        told = partial(_told, prompt, counter, longest, words=bool(asked.get("return_token_strs")))
+        return await offload(_BYTES * prompt.tokens, told)
+
+
+def _told(prompt: Prompt, counter: TokenCounter, longest: int, *, words: bool) -> Response:
+    """Return the answer with the tokens of a prompt; words: as the vocabulary writes them, too."""
+    ids = prompt.ids
+    if ids is None:
+        raise RequestError(
+            "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
+            param="prompt",
+        )  # fmt: skip
+    answer = {"count": prompt.tokens, "max_model_len": longest, "tokens": list(ids)}
+    return JSONResponse(answer | {"token_strs": counter.words(ids)} if words else answer)
+
+
+def _text(app: FastAPI, state: AppState) -> None:
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(_DETOKENIZE))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens."""
+        state.tenant(request)
+        raw = await state.json(request)
+        ids = raw.get("tokens")
+        counter = state.counter(raw.get("model", state.only_model()))
+        size = _BYTES * len(ids) if isinstance(ids, list) else 0
+        return await offload(size, partial(_text_of, ids, counter))
+
+
+def _text_of(ids: Any, counter: TokenCounter) -> Response:
+    if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
+        raise RequestError(
+            "tokens is not a list of token ids.",
+            f"Send a list of up to {_MOST_IDS:,} integers.",
+            param="tokens",
+        )
+    return JSONResponse({"prompt": counter.text(ids)})
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

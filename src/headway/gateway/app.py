@@ -1,0 +1,326 @@
+"""The HTTP endpoints: OpenAI's API and Headway's own, every error in OpenAI's shape with a hint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from headway import __version__
+from headway.config import Config
+from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.inside import inside_of
+from headway.engines.vllm.process.view import EngineView
+from headway.errors import EngineError, HeadwayError, RequestError
+from headway.gateway.apis.anthropic.endpoints import PATH as MESSAGES
+from headway.gateway.apis.anthropic.endpoints import add_message_endpoints, message_error
+from headway.gateway.apis.backends import add_backend_endpoints
+from headway.gateway.apis.batches.endpoints import add_batch_endpoints
+from headway.gateway.apis.dashboard.endpoints import add_dashboard_endpoints
+from headway.gateway.apis.responses.endpoints import (
+    add_response_endpoints,
+    background_response,
+    response_to,
+    waiting_for,
+)
+from headway.gateway.apis.runs import add_run_endpoints
+from headway.gateway.apis.state import AppState, error_docs, header_docs
+from headway.gateway.apis.tokens import add_token_endpoints
+from headway.gateway.errors import error_response
+from headway.gateway.gateway import Gateway
+from headway.gateway.offload import offload
+from headway.gateway.parsing.pooling import ENDPOINTS
+from headway.gateway.parsing.requests import (
+    ChatBody,
+    CompletionBody,
+    Kind,
+    PoolingBody,
+)
+from headway.gateway.requests.streaming import ResponseStream
+from headway.gateway.watch.metrics import Metrics, relabelled
+from headway.store.batches.sqlite_file import NAME
+from headway.store.queue.sqlite_health import log_bytes
+
+log = logging.getLogger("headway.gateway")
+_FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
+_ENGINE_S = 3.0  # for an engine's part of /metrics; Prometheus waits for 10 s
+_LOGGED = 300  # characters of an error's message; part of it may be the client's
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def new_app() -> FastAPI:
+    """Return an app without endpoints; `add_endpoints` adds them once the gateway is open."""
+    # A redirect would lead to plain HTTP at the host that the client names.
+    return FastAPI(
+        title="Headway", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None,
+        openapi_url=None,
+    )  # fmt: skip
+
+
+def add_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints of an open gateway."""
+    _errors(app, state.gateway.metrics)
+    _generation(app, state)  # what is asked for most comes first: paths are tried in this order
+    _status(app, state)
+    _documentation(app, state)
+    add_response_endpoints(app, state)
+    add_run_endpoints(app, state)
+    add_backend_endpoints(app, state)
+    add_batch_endpoints(app, state)
+    add_message_endpoints(app, state)
+    add_token_endpoints(app, state)
+    _operations(app, state)
+    add_dashboard_endpoints(app, state)
+
+
+def _errors(app: FastAPI, metrics: Metrics) -> None:
+    def answer(request: Request, error: HeadwayError) -> JSONResponse:
+        metrics.error(error.status, error.kind)
+        if error.status not in _FLOODS:
+            path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
+            log.info("%s %s: %d, %s", request.method, path, error.status, why)
+        messages = request.url.path.startswith(MESSAGES)
+        return message_error(error) if messages else error_response(error)
+
+    @app.exception_handler(HeadwayError)
+    async def ours(request: Request, error: HeadwayError) -> JSONResponse:
+        return answer(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def theirs(request: Request, error: HTTPException) -> JSONResponse:
+        what = f"{request.method} {request.url.path}: {error.detail}."
+        wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
+        wrapped.headers = dict(error.headers or {})
+        return answer(request, wrapped)
+
+    @app.exception_handler(ClientDisconnect)
+    async def aborted(request: Request, error: ClientDisconnect) -> Response:
+        log.info("%s %s: the client left before its body was complete", request.method, request.url.path)
+        return Response(status_code=400)  # which nobody reads
+
+    @app.exception_handler(RecursionError)
+    async def deep(request: Request, error: RecursionError) -> JSONResponse:
+        return answer(request, RequestError("The body is nested too deeply.", "Send a flatter one."))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        hint = "This is a bug; its trace is in the log."
+        return answer(request, EngineError(f"Headway failed: {error!r}.", hint, status=500))
+
+
+class _PlainRoute(APIRoute):
+    """A route in FastAPI's schema without FastAPI's handling, which takes as long as our parsing."""
+
+    def __init__(self, path: str, endpoint: Handler, **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await endpoint(Request(scope, receive)))(scope, receive, send)
+
+        self.app = app
+
+
+def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    parts = schema.pop("$defs", {})  # FastAPI would not put them where references find them
+    if model is PoolingBody:  # which fields have the texts depends on the endpoint
+        del schema["properties"]["prompt"]
+        schema["required"] = []
+    if "messages" in schema["properties"]:
+        schema["properties"]["messages"]["items"] = parts["Message"]
+    schema["properties"]["headway"] = parts["RunFields"]
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"requestBody": body, "parameters": header_docs()}
+
+
+# Of generation: FastAPI adds the type of its own default to 200, which is right.
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}},
+    202: {"description": "A background response, to be fetched from /v1/responses."},
+}
+
+
+def _generation(app: FastAPI, state: AppState) -> None:
+    gateway = state.gateway
+
+    def endpoint(kind: Kind) -> Handler:
+        async def handle(request: Request) -> Response:
+            with gateway.bodies.hold() as held:
+                parsed = await state.parse(kind, request, held)
+                if not parsed.background:
+                    in_flight = await gateway.path.accept(parsed, held)
+                    return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
+                if (earlier := await gateway.background.accept(parsed, held)) is not None:
+                    return JSONResponse(response_to(earlier), 202)
+                body = background_response(parsed.request.id, "queued", parsed.request.arrival)
+                return JSONResponse(body | waiting_for(obstacle), 202)
+
+        handle.__name__ = kind
+        return handle
+
+    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504)}
+    routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
+        ("/v1/chat/completions", "chat", ChatBody),
+        ("/v1/completions", "completions", CompletionBody),
+        *((path, kind, PoolingBody) for path, kind in ENDPOINTS.items()),
+    )
+    for path, kind, model in routes:
+        app.router.add_api_route(
+            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
+            response_model=None, route_class_override=_PlainRoute,
+        )  # fmt: skip
+
+
+def _documentation(app: FastAPI, state: AppState) -> None:
+    @app.get("/openapi.json", include_in_schema=False)
+    async def schema(request: Request) -> Response:
+        state.check_reader(request)
+        return JSONResponse(app.openapi())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        state.check_reader(request)
+        return get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
+
+
+def _status(app: FastAPI, state: AppState) -> None:
+    engines = state.gateway.dispatcher.engines
+
+    @app.get("/v1/models", responses=error_docs(401))
+    async def models(request: Request) -> Response:
+        """List the models served here."""
+        state.tenant(request)
+        data = [state.describe(name) for name in state.names]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{id:path}", responses=error_docs(401, 404))
+    async def model(request: Request, id: str) -> Response:
+        """Describe a model served here; without a name, as `/v1/models`."""
+        if not id:
+            return await models(request)
+        state.tenant(request)
+        return JSONResponse(state.describe(id))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Answer as long as this process lives."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", responses=error_docs(503))
+    async def ready(request: Request) -> Response:
+        """Return 200 when requests can be answered and their ends stored.
+
+        Every model has an instance that is up or can load it. Balancers have no key: why it is not ready is
+        for operators, where the gateway's state is theirs alone.
+        """
+        up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
+        waiting = len(state.gateway.path.closings)
+        problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
+        batches = None if state.gateway.batches is None else state.gateway.batches.problem()
+        good = up >= set(state.models) and not waiting and problem is None and batches is None
+        told: dict[str, Any] = {"ready": good}
+        if (operator := state.is_operator(request)) or not state.config.status_closed:
+            described = {id: _engine(engine, operator) for id, engine in engines.items()}
+            told |= {"ends_not_stored": waiting, "broker": problem, "batches": batches, "engines": described}
+        return JSONResponse(told, 200 if good else 503)
+
+
+def _operations(app: FastAPI, state: AppState) -> None:
+    gateway, engines = state.gateway, state.gateway.dispatcher.engines
+
+    @app.get("/metrics", responses=error_docs(401, 403), response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        """Return Prometheus metrics: Headway's, and each engine's with an instance label.
+
+        What an engine does not tell within three seconds is missing: headway_engine_scraped is 0.
+        """
+        state.check_status(request)
+        _gauge(gateway)
+        pages = dict(await asyncio.gather(*(_scrape(gateway, engine) for engine in engines.values())))
+        size = sum(len(page) for page in pages.values())
+        theirs = await offload(size, lambda: relabelled(pages))
+        return PlainTextResponse(gateway.metrics.render(theirs), media_type="text/plain; version=0.0.4")
+
+    @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
+    async def control(engine: str, request: Request) -> Response:
+        """Pass a message to a running scheduler (state, urgency, pause, resume) and return its state.
+
+        For operators: it concerns the requests of all tenants.
+        """
+        state.check_operator(request)
+        if engine not in engines:
+            known = ", ".join(engines)
+            raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
+        return JSONResponse(await engines[engine].control(await state.json(request)))
+
+
+def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
+    failure = engine.failure
+    error = str(failure) if failure else None  # with the end of a log, paths and addresses
+    if failure and not to_operator:
+        error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
+    return {"model": engine.models.current, "models": list(engine.models.names),
+            "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
+            "assumed": engine.instance.assumed, "error": error}  # fmt: skip
+
+
+def _sqlite_files(config: Config) -> dict[str, Path]:
+    """Return where accepted work is kept in SQLite, by what it is."""
+    files = {"queue": config.broker.sqlite.file} if config.broker.kind == "sqlite" else {}
+    if config.batches_dir is not None:
+        files["batches"] = config.batches_dir / NAME
+    return files
+
+
+def _gauge(gateway: Gateway) -> None:
+    """Bring the gauges up to date, but for what the engines know."""
+    metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
+    metrics.queued.set(controller.queued)
+    metrics.planned(controller.planner.gauges)
+    metrics.running.set(len(controller.requests) - controller.queued)
+    metrics.runs.count(gateway.dispatcher.runs)
+    for store, file in _sqlite_files(gateway.config).items():
+        metrics.logs.labels(store).set(log_bytes(str(file)))
+    engines, control = gateway.dispatcher.engines, gateway.dispatcher.control
+    serving = {id: engine.models.current for id, engine in engines.items() if engine.up.is_set()}
+    metrics.models(serving, {model: control.queued(model) for model in gateway.counters})
+
+
+async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
+    """Return an engine's id and its own page, which is empty when it is down or does not answer in time."""
+    metrics, up, page = gateway.metrics, engine.up.is_set(), ""
+    state: Mapping[str, Any] | None = None
+    if up:
+        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+    metrics.counted(engine.id, {"restarts": engine.restarts})
+    metrics.up.labels(engine.id).set(up)
+    metrics.scraped.labels(engine.id).set(state is not None and bool(page))
+    metrics.inside(engine.id, None if state is None else inside_of(state, page))
+    return engine.id, page
+
+
+async def _count(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
+    """Take over the counters of the scheduler inside an engine; return its state.
+
+    None when it does not answer in time; empty without Headway's scheduler, or when it says nonsense.
+    """
+    try:
+        state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
+        metrics.evictions.labels(engine.id).set(state["counters"]["evictions"])
+        metrics.counted(engine.id, state["counters"])
+    except EngineGone:
+        return None
+    except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):
+        return {}
+    return state

@@ -1,0 +1,1 @@
+"""The controller and the engines, in this process or in others (`remote/`)."""

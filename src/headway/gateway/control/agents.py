@@ -1,0 +1,143 @@
+"""The engines' side: starts them, carries out the controller's commands on them, reports what they learn.
+
+Only an engine knows how much of a prompt it has computed, and whether an answer that is not streamed has
+begun. So the controller asks (`inquire`) before it refuses what is overdue inside one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from headway import clock
+from headway.engines.vllm.process.client import VllmEngine
+from headway.errors import EngineError
+from headway.events import Event
+from headway.gateway.tasks import Loop
+from headway.types import Command, Progress, Rerank, Swap, Warm
+
+Tell = Callable[[Event], None]
+Progressed = Callable[[str, Mapping[str, Progress], float], None]
+_POLL = 1.0  # seconds between two looks at what engines have learned
+log = logging.getLogger("headway.gateway")
+
+
+class Agents:
+    """The engines of this process.
+
+    tell: receives what they learn. progressed: receives their answers to `inquire`.
+    """
+
+    def __init__(self, engines: Mapping[str, VllmEngine], tell: Tell, progressed: Progressed) -> None:
+        self.engines, self._tell, self._progressed = engines, tell, progressed
+        self._ranks = {id: RankUpdates(engine) for id, engine in engines.items()}
+        self._inquiries = {id: _Inquiry(engine) for id, engine in engines.items()}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start the engines, and stop them when the block ends."""
+        try:
+            for engine in self.engines.values():
+                await engine.start()
+            yield
+        finally:
+            await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+
+    def loops(self, *, follow_latency: bool) -> list[Loop]:
+        """Return what runs as long as the engines do. follow_latency: tell every second what they learn."""
+        loops: list[Loop] = [ranks.run for ranks in self._ranks.values()]
+        loops += (partial(self._ask, inquiry) for inquiry in self._inquiries.values())
+        return [*loops, self._follow_latency] if follow_latency else loops
+
+    def execute(self, command: Command) -> None:
+        """Carry out what a command means for an engine."""
+        match command:
+            case Rerank():
+                self._ranks[command.instance].put(command.ranks)
+            case Swap():
+                self.engines[command.instance].begin_swap(command.model)
+            case Warm():
+                self.engines[command.instance].begin_warm(command.model)
+
+    def inquire(self, instance: str, ids: Sequence[str]) -> None:
+        """Ask an engine soon how far it is with these requests."""
+        self._inquiries[instance].put(ids)
+
+    async def _follow_latency(self) -> None:
+        """Tell what the engines have learned, every second until cancelled.
+
+        An engine that does not answer, or without Headway's scheduler, tells nothing.
+        """
+        while True:
+            up = [engine for engine in self.engines.values() if engine.up.is_set()]
+            told = await asyncio.gather(*(engine.learned() for engine in up), return_exceptions=True)
+            for engine, learned in zip(up, told, strict=True):
+                if isinstance(learned, EngineError):
+                    log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
+                elif isinstance(learned, BaseException):
+                    log.error(
+                        "engine %s could not be asked for what it has learned", engine.id, exc_info=learned
+                    )
+                elif learned is not None and engine.up.is_set() and engine.loading is None:
+                    self._tell(learned)
+            await asyncio.sleep(_POLL)
+
+    async def _ask(self, inquiry: _Inquiry) -> None:
+        """Ask one engine, one message at a time; what it does not answer comes up again in a second."""
+        while True:
+            ids = await inquiry.take()
+            asked = clock.now()
+            try:
+                progress = await inquiry.engine.progress(ids)
+            except EngineError as error:
+                log.debug("engine %s does not say how far it is: %s", inquiry.engine.id, error)
+                continue
+            self._progressed(inquiry.engine.id, progress, asked)
+
+
+class _Inquiry:
+    """The requests that one engine is to be asked about."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self._ids: dict[str, None] = {}  # in order, each once
+        self._changed = asyncio.Event()
+
+    def put(self, ids: Sequence[str]) -> None:
+        self._ids.update(dict.fromkeys(ids))
+        self._changed.set()
+
+    async def take(self) -> list[str]:
+        """Wait for requests to ask about, and return all there are."""
+        await self._changed.wait()
+        self._changed.clear()
+        ids, self._ids = list(self._ids), {}
+        return ids
+
+
+class RankUpdates:
+    """Brings changed ranks to one engine, one message at a time; a newer rank replaces one not yet sent."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._ranks: dict[str, float] = {}
+        self._changed = asyncio.Event()
+
+    def put(self, ranks: Mapping[str, float]) -> None:
+        """Send these ranks soon."""
+        self._ranks.update(ranks)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Send ranks until cancelled; those that cannot be sent are logged and dropped."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            ranks, self._ranks = self._ranks, {}
+            try:
+                await self._engine.rerank(ranks)
+            except EngineError as error:
+                log.error("engine %s keeps its old ranks: %s", self._engine.id, error)

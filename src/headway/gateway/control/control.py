@@ -1,0 +1,159 @@
+"""The controller's side: events in, commands out, and timers.
+
+The gateway's side (`dispatcher.py`) and the engines' (`agents.py`) tell it events and carry out its commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from headway import clock
+from headway.events import Event, Tick
+from headway.gateway import tasks
+from headway.gateway.control.planning import Execute, Planning
+from headway.policy.core.controller import Controller
+from headway.policy.core.shares import Group
+from headway.types import Progress
+
+Inquire = Callable[[str, Sequence[str]], None]
+_TICK = 1.0  # seconds between ticks for planners that wait for time to pass
+
+
+class ControlView(ABC):
+    """The controller as the gateway's side sees it.
+
+    controller: what admits requests, and knows the queue and the fleet.
+    """
+
+    controller: Controller
+
+    @abstractmethod
+    def tell(self, event: Event) -> None:
+        """Tell the controller an event."""
+
+    def problem(self) -> str | None:
+        """Return why no request can be queued at the moment, None = it can."""
+        return None
+
+    @property
+    def elsewhere(self) -> Mapping[Group, int]:
+        """Requests that other gateways have accepted and that have not ended, by tenant and class."""
+        return {}
+
+    def queued(self, model: str) -> int:
+        """Return the number of requests for a model that are not inside an engine."""
+        cluster = self.controller.cluster
+        backlog, rows = cluster.backlog, cluster.backlog.rows()
+        return int(((backlog.model[rows] == cluster.code(model)) & ~backlog.sent[rows]).sum())
+
+    def obstacle(self, model: str) -> str | None:
+        """Say why a request for a model cannot be in an engine now; None when there is an instance for it."""
+        cluster = self.controller.cluster
+        if any(instance.model == model for instance in cluster.instances.values()):
+            return None
+        loading = [name for name, (_, wanted) in cluster.loading.items() if wanted == model]
+        if loading:
+            return f"{model} is being loaded by {', '.join(loading)}"
+        fleet = cluster.instances | {name: before for name, (before, _) in cluster.loading.items()}
+        if not fleet:
+            return "no instance is up"
+        able = [name for name, one in fleet.items() if model == one.model or one.can_load(model)]
+        if able:
+            return f"{model} is not loaded; {', '.join(able)} can load it"
+        return f"{model} is not loaded, and no instance can load it now"
+
+
+class Control(ControlView):
+    """The controller as a running process uses it.
+
+    execute: carries out commands, in their order.
+    inquire: asks an instance how far it is with requests, by id; `progressed` takes its answer.
+    drops: some class drops requests, so the controller wants to know what the engines learn (as for planners
+        that think, swap models or order application runs: they plan by it). swaps: some engine has models.
+    """
+
+    def __init__(
+        self, controller: Controller, execute: Execute, inquire: Inquire, *, drops: bool = False,
+        swaps: bool = False,
+    ) -> None:  # fmt: skip
+        self.controller, self.execute, self._inquire = controller, execute, inquire
+        self._planning = Planning(controller, execute)
+        planner = controller.planner
+        plans_by_it = planner.thinks or (planner.swaps and swaps) or planner.knowledge is not None
+        self.follows_latency = drops or plans_by_it
+        self._due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = math.inf
+
+    async def prepare(self) -> None:
+        """Compile what plans; to be awaited before the first event."""
+        await asyncio.to_thread(self.controller.planner.prepare)
+
+    def loops(self) -> list[tasks.Loop]:
+        """Return what runs as long as events come."""
+        return [self._tick, self._planning.run, self._check_overdue]
+
+    # ---- events
+
+    def tell(self, event: Event) -> None:
+        """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
+        self.tell_all(event)
+
+    def tell_all(self, *events: Event) -> None:
+        """Tell the controller events that became known together; it plans once after them."""
+        self._planning.note(*events)
+        self._arm()
+
+    def correct(self, events: Iterable[Event], placed: Mapping[str, str]) -> None:
+        """Take note of what happened while another controller led, then plan.
+
+        placed: queued requests, by id, with the instances that they were sent to.
+        """
+        now = clock.now()
+        for event in events:
+            self.controller.note(event, now)
+        for id, instance in placed.items():
+            self.controller.place(id, instance)
+        self._planning.plan()
+        self._arm()
+
+    def progressed(self, instance: str, progress: Mapping[str, Progress], asked: float) -> None:
+        """Take an instance's answer to `inquire`. asked: an instant before that of the answer."""
+        self.execute(self.controller.refuse(instance, progress, asked))
+        self._arm()
+
+    async def _tick(self) -> None:
+        """Let planners run that wait for nothing but time."""
+        while True:
+            await asyncio.sleep(_TICK)
+            if self.controller.queued:
+                self.tell(Tick())
+
+    # ---- requests that may be late
+
+    def _arm(self) -> None:
+        """Wake at the controller's next check; to be called whenever that may have become an earlier one."""
+        check = self.controller.next_check
+        if check >= self._armed_for:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_for = check
+        seconds = max(check - clock.now(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._due.set)
+
+    async def _check_overdue(self) -> None:
+        """Refuse what is overdue and queued, and ask the engines about what is inside them."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._armed_for, self._timer = math.inf, None
+            overdue = self.controller.overdue(clock.now())
+            self.execute(overdue.rejects)
+            for instance, ids in overdue.inside.items():
+                self._inquire(instance, ids)
+            self.execute(self.controller.decide(clock.now()))
+            self._arm()

@@ -1,0 +1,179 @@
+"""The gateway's side: its requests in flight, whose events go to the controller.
+
+`Send` resolves a request's `engine_future`; the request's own task (`request_path.py`) then talks to that
+engine itself, so tokens never pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from headway import clock
+from headway.engines.vllm.process.models import ModelUnavailable
+from headway.engines.vllm.process.view import EngineView
+from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Started
+from headway.gateway.control.control import ControlView
+from headway.gateway.control.prewarm import Warmups
+from headway.gateway.errors import refusal
+from headway.gateway.in_flight import InFlightRequest, ReturnReason
+from headway.gateway.watch.metrics import Metrics
+from headway.policy.apps.account import EndedRun, RunAccount
+from headway.policy.apps.run import within
+from headway.stages import Prewarm
+from headway.types import Command, Reject, Request, Rerank, Send, Swap
+
+_EXPIRE = 1.0  # seconds between two looks for runs that are silent
+
+
+class Dispatcher:
+    """Connects the controller to the requests in flight, and these to the engines.
+
+    runs: the account of application runs, which says when one has ended.
+    """
+
+    def __init__(
+        self, control: ControlView, engines: Mapping[str, EngineView], runs: RunAccount, metrics: Metrics
+    ) -> None:
+        self.control, self.engines, self.runs = control, engines, runs
+        self.in_flight: dict[str, InFlightRequest] = {}
+        self.warmups = Warmups(self.tell, metrics.prewarm)
+        self._metrics = metrics
+
+    # ---- events
+
+    def tell(self, event: Event) -> None:
+        """Tell the controller an event."""
+        ended = self.runs.note(event, clock.now())
+        if not isinstance(event, RunEnded):  # the account says when a run ends
+            self.control.tell(event)
+        self._end_runs(ended)
+        if isinstance(event, Started) and event.id in self.in_flight:
+            self.warmups.used(self.in_flight[event.id].request)
+
+    def hear(self, event: Event) -> None:
+        """Hear what an engine has told the controller."""
+        if isinstance(event, InstanceUp):  # a swap may have failed once too often
+            self._refuse_unavailable()
+
+    def add(self, in_flight: InFlightRequest) -> None:
+        """Queue a request that was stored."""
+        self.in_flight[in_flight.id] = in_flight
+        in_flight.queued = clock.now()
+        self.tell(Arrived(in_flight.request))
+        unavailable = self.unavailable(in_flight.request.model)
+        if unavailable is not None:  # given up while the request was stored, or before it was recovered
+            in_flight.refuse(unavailable)
+
+    def requeue(self, in_flight: InFlightRequest, reason: ReturnReason) -> None:
+        """Queue a request again whose engine died, or began to load another model, before it answered."""
+        in_flight.await_engine_again(reason)
+        self.tell(Returned(in_flight.id))
+
+    def remove(self, in_flight: InFlightRequest, event: Event) -> None:
+        """Let go of a request; event: Finished or Failed."""
+        self.in_flight.pop(in_flight.id, None)
+        self.tell(event)
+
+    # ---- application runs
+
+    def promised(self, request: Request) -> Request:
+        """Return a request with the SLO that the deadline of its run means for it."""
+        stage = request.stage
+        if stage is None:
+            return request
+        run = self.runs.live((request.tenant, stage.app, stage.run))
+        target, began = stage.target, request.arrival
+        if run is not None:
+            target, began = run.target if target is None else target, run.began
+        return replace(request, slo=within(request.slo, target, began, request.arrival))
+
+    def _end_runs(self, ended: Sequence[EndedRun]) -> None:
+        """Count runs that have ended, and tell the controller."""
+        for run in ended:
+            self._metrics.runs.ended(run)
+            self.control.tell(RunEnded(*run.key))
+
+    async def expire_runs(self) -> None:
+        """Let silent runs end until cancelled."""
+        while True:
+            await asyncio.sleep(_EXPIRE)
+            self._end_runs(self.runs.expire(clock.now()))
+
+    # ---- commands
+
+    def execute(self, command: Command) -> None:
+        """Carry out what a command means for requests in flight."""
+        match command:
+            case Send():
+                self._send(command)
+            case Rerank():
+                for id, rank in command.ranks.items():
+                    if id in self.in_flight:
+                        self.in_flight[id].rank = rank  # the request may not be on its way yet
+            case Reject():
+                self._reject(command)
+            case Swap():
+                self._take_back(self.engines[command.instance])
+            case Prewarm():
+                self.warmups.put(command)
+
+    def _send(self, send: Send) -> None:
+        in_flight = self.in_flight[send.id]
+        in_flight.rank, in_flight.soft = send.rank, send.soft
+        in_flight.sends += ((clock.now(), send.instance),)
+        if not in_flight.engine_future.done():
+            in_flight.engine_future.set_result(self.engines[send.instance])
+        if in_flight.returned is not None:
+            since, reason = in_flight.returned
+            self._metrics.requeued(reason, time.monotonic() - since)
+            in_flight.returned = None
+
+    def _reject(self, reject: Reject) -> None:
+        """Refuse a request that was accepted and has no token yet."""
+        if (refused := self.in_flight.get(reject.id)) is not None:
+            self._metrics.dropped(reject.reason, refused.request.tenant)
+            refused.refuse(refusal(reject))
+
+    def _take_back(self, engine: EngineView) -> None:
+        """Take back what an engine has not begun to answer, as it swaps models; it is queued again at once.
+
+        An answer that is not streamed has not begun before it is complete. Streams go on to their end.
+        """
+        for request in self.in_flight.values():
+            if request.inside(engine):
+                request.take_back()
+
+    # ---- models that are given up
+
+    def unavailable(self, model: str) -> ModelUnavailable | None:
+        """Return the error of a model that every engine which has it has given up, None = there is hope."""
+        having = [engine for engine in self.engines.values() if model in engine.models.names]
+        errors = [engine.models.unavailable(model) for engine in having]
+        if not having or None in errors:
+            return None
+        names = ", ".join(engine.id for engine in having)
+        return ModelUnavailable(
+            f"The model {model} could not be loaded by {names}: {errors[-1]}",
+            "Repair its directory and restart Headway; until then use another model.",
+            code="model_unavailable",
+        )
+
+    def _refuse_unavailable(self) -> None:
+        """End the queued requests of models that are given up."""
+        for request in self._waiting():
+            error = self.unavailable(request.request.model)
+            if error is not None:
+                request.refuse(error)
+
+    def _waiting(self) -> Iterable[InFlightRequest]:
+        return [request for request in self.in_flight.values() if not request.engine_future.done()]
+
+    def state(self, id: str) -> str | None:
+        """Say why a request is not in an engine; None when it is in one, or waits for its turn alone."""
+        request = self.in_flight.get(id)
+        if request is None or request.engine_future.done():
+            return None
+        return self.control.obstacle(request.request.model)

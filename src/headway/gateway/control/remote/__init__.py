@@ -1,0 +1,1 @@
+"""Controller and engines in other processes, as a gateway sees them."""

@@ -1,0 +1,228 @@
+"""The controller as a gateway in another process sees it.
+
+The gateway has a controller, too, which plans nothing: fed with its own requests and with what agents say of
+their engines it admits requests, and tells what is loaded, by the same rules. What waits at other gateways
+comes with `Standing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, get_args
+
+from headway import clock
+from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
+from headway.cluster.wire.port import Letter, Link
+from headway.events import Arrived, Event, Failed, Finished, Returned, Started
+from headway.gateway.control.control import ControlView
+from headway.policy.core.cluster import Cluster
+from headway.policy.core.controller import Controller
+from headway.policy.core.shares import Group
+from headway.ports import Planner
+from headway.stages import Prewarm
+from headway.types import Command, Plan, Reject, Request, Send, Swap
+
+EVERY_S = 0.5  # between two signs of life
+REPORT_S = 1.0  # between two reports to a controller that still does not know this gateway ...
+_REPORTED_PER_S = 10_000  # ... and more for what it has to take note of
+_CHUNK = 500  # requests or events in one message
+COMMANDS = get_args(Command)
+T = TypeVar("T")
+log = logging.getLogger("headway.gateway")
+
+
+class NoPlanner(Planner):
+    """Plans nothing: the controller that leads does."""
+
+    def plan(self, cluster: Cluster, now: float) -> Plan:
+        return Plan()
+
+
+@dataclass(slots=True)
+class Leader:
+    """What a gateway knows of the controller that leads.
+
+    epoch: its term, 0 = none was heard of. heard: instant of its last message.
+    knows: it has this gateway's requests. reported: instant when it was told all of them.
+    """
+
+    epoch: int = 0
+    heard: float = 0.0
+    knows: bool = False
+    reported: float = 0.0
+    elsewhere: Mapping[Group, int] = field(default_factory=dict)
+
+
+class RemoteControl(ControlView):
+    """Reports events to a controller in another process, and takes its commands.
+
+    execute: carries out a command for requests in flight; to be set before the first message.
+    """
+
+    execute: Callable[[Command], None]
+
+    def __init__(self, controller: Controller, link: Link) -> None:
+        self.controller, self._link = controller, link
+        self.leader = Leader()
+        self._started: set[str] = set()
+        self._since: dict[str, float] = {}  # request -> instant of its arrival here
+        self._at: dict[str, str] = {}  # request -> instance that it was sent to
+        self._waiting = Counter[Group]()
+        self._outbox: list[Event] = []
+        self._flushing = False
+
+    @property
+    def elsewhere(self) -> Mapping[Group, int]:
+        return self.leader.elsewhere
+
+    def problem(self) -> str | None:
+        return None if self._link.connected else "The wire to the controller is down."
+
+    # ---- events
+
+    def tell(self, event: Event) -> None:
+        self._follow(event)
+        self.controller.note(event, clock.now())
+        self._outbox.append(event)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _follow(self, event: Event) -> None:
+        """Keep up to date what is reported of requests; to be called before the controller forgets one."""
+        match event:
+            case Arrived(request):
+                self._waiting[_group(request)] += request.places
+                self._since[request.id] = clock.now()
+            case Started(id):
+                self._started.add(id)
+            case Returned(id):
+                if self._at.pop(id, None) is not None:
+                    request = self.controller.requests[id]
+                    self._waiting[_group(request)] += request.places
+            case Finished(id) | Failed(id):
+                if id in self.controller.requests and self._at.pop(id, None) is None:
+                    self._waits_no_longer(id)
+                self._started.discard(id)
+                self._since.pop(id, None)
+
+    def _waits_no_longer(self, id: str) -> None:
+        request = self.controller.requests[id]
+        group = _group(request)
+        self._waiting[group] -= request.places
+        if not self._waiting[group]:
+            del self._waiting[group]
+
+    def _flush(self) -> None:
+        """Send the events of this turn of the event loop in one message.
+
+        A controller that does not know this gateway learns them with its requests (`report`).
+        """
+        self._flushing = False
+        events, self._outbox = self._outbox, []
+        if self.leader.knows:
+            for part in _parts(events):
+                self._link.send("controller", *part)
+
+    def fleet_changed(self, event: Event) -> None:
+        """Take note of what an agent says of an engine; the controller hears it from the agent itself."""
+        self.controller.note(event, clock.now())
+
+    async def live(self) -> None:
+        """Report that this gateway lives, and what waits here, until cancelled."""
+        connections = self._link.connections
+        while True:
+            if self._link.connections != connections:  # commands may have been lost
+                connections = self._link.connections
+                self.report()
+            waiting = (Waiting(tenant, tier, count) for (tenant, tier), count in self._waiting.items())
+            self._flush()  # the counted requests are reported first
+            self._link.send("controller", Alive(tuple(waiting), len(self.controller.requests)))
+            await asyncio.sleep(EVERY_S)
+
+    # ---- what the controller says
+
+    def hear(self, letter: Letter) -> None:
+        """Take a message of a controller; those of one that leads no longer are ignored."""
+        if letter.epoch < self.leader.epoch:
+            log.debug("a message of %s, which leads no longer", letter.sender)
+            return
+        if letter.epoch > self.leader.epoch:
+            self.leader = Leader(letter.epoch)
+        self.leader.heard = clock.now()
+        for item in letter.items:
+            if isinstance(item, Standing):
+                self._hear_standing(item)
+            elif isinstance(item, COMMANDS):
+                self._obey(_shifted(item, letter.apart))
+
+    def _hear_standing(self, standing: Standing) -> None:
+        me = self._link.name
+        self.leader.elsewhere = {
+            (one.tenant, one.tier): one.count
+            for name, waiting in standing.waiting.items() if name != me
+            for one in waiting
+        }  # fmt: skip
+        known = me in standing.known
+        again = REPORT_S + len(self.controller.requests) / _REPORTED_PER_S
+        if not known and clock.now() - self.leader.reported > again:
+            self.leader.reported = clock.now()
+            self.report()
+        self.leader.knows = True
+
+    def report(self) -> None:
+        """Tell the controller all requests of this gateway."""
+        held = [
+            InFlight(request, self._at.get(id), id in self._started, self._since[id])
+            for id, request in self.controller.requests.items()
+        ]
+        self._outbox = []
+        parts = list(_parts(held)) or [[]]
+        for i, part in enumerate(parts):
+            self._link.send("controller", Present(tuple(part), last=i == len(parts) - 1))
+
+    def _obey(self, command: Command) -> None:
+        """Carry out a command, unless it came too late for what it is about."""
+        match command:
+            case Send():
+                self._send(command)
+            case Reject(id) if id not in self.controller.requests:
+                return
+            case Swap(instance, model):
+                if instance in self.controller.cluster.instances:
+                    self.controller.apply(Plan(swap={instance: model}), clock.now())
+                self.execute(command)
+            case _:
+                self.execute(command)
+
+    def _send(self, send: Send) -> None:
+        """Hand a request to an engine, once: the first command counts; the controller is notified."""
+        if send.id not in self.controller.requests:
+            return
+        if send.instance not in self.controller.cluster.instances:
+            self.tell(Returned(send.id))
+        elif send.id in self._at:
+            if self._at[send.id] != send.instance:
+                self.report()
+        else:
+            self.controller.apply(Plan(send=[send]), clock.now())
+            self._at[send.id] = send.instance
+            self._waits_no_longer(send.id)
+            self.execute(send)
+
+
+def _group(request: Request) -> Group:
+    return request.tenant, request.tier
+
+
+def _shifted(command: Command, apart: float) -> Command:
+    """Return a command with its instants by the clock of this machine."""
+    return replace(command, until=command.until + apart) if isinstance(command, Prewarm) else command
+
+
+def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    return (items[i : i + _CHUNK] for i in range(0, len(items), _CHUNK))

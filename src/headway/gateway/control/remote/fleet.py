@@ -1,0 +1,131 @@
+"""The engines as a gateway in another process sees them, by their agents' reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headway import clock
+from headway.cluster.wire.messages import EngineState, Gone
+from headway.cluster.wire.port import Letter
+from headway.config import Engine
+from headway.engines.vllm.fatal_fields import known
+from headway.engines.vllm.process.remote import RemoteEngine
+from headway.errors import EngineError
+from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.gateway.control.dispatcher import Dispatcher
+from headway.gateway.control.remote.control import RemoteControl
+
+UNKNOWN = "this configuration lacks it. Give all parts the same [[engines]], and restart them."
+log = logging.getLogger("headway.gateway")
+
+
+@dataclass(slots=True)
+class _Heard:
+    """The latest state of an engine. at: instant. agent: that reported it."""
+
+    at: float
+    agent: str
+    state: EngineState
+
+
+class Fleet:
+    """Keeps the gateway's engines as their agents report them.
+
+    lease_s: seconds of silence of its agent after which an engine is down.
+    """
+
+    def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
+        self.engines = {
+            f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)
+        }
+        self._control, self._lease_s = control, lease_s
+        self._heard: dict[str, _Heard] = {}
+        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that the log has told of
+        self.dispatcher: Dispatcher | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep connections to the engines until the block ends."""
+        for engine in self.engines.values():
+            engine.connect()
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(engine.disconnect() for engine in self.engines.values()))
+
+    def hear(self, letter: Letter) -> None:
+        """Take a message of an agent."""
+        for item in letter.items:
+            match item:
+                case EngineState(id) if id in self.engines:
+                    self._update(letter, item)
+                case EngineState(id) if (letter.sender, id) not in self._unknown:
+                    self._unknown.add((letter.sender, id))
+                    log.warning("%s has an engine %s, which gets no work: %s", letter.sender, id, UNKNOWN)
+                case Gone():
+                    self._unknown = {(agent, id) for agent, id in self._unknown if agent != letter.sender}
+                    for id in [id for id, one in self._heard.items() if one.agent == letter.sender]:
+                        self._silent(id)
+                case Learned():
+                    self._control.fleet_changed(item)
+
+    def _update(self, letter: Letter, state: EngineState) -> None:
+        engine, before = self.engines[state.id], self._heard.get(state.id)
+        self._heard[state.id] = _Heard(clock.now(), letter.sender, state)
+        engine.ahead, engine.loading = -letter.apart, state.loading
+        engine.models.current, engine.models.given_up = state.current, state.given_up
+        engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
+        engine.fatal = known(state.fatal)
+        engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
+        if engine.url != state.url.rstrip("/") or before is None:
+            engine.moved(state.url, state.key)
+        if state.instance is not None:
+            engine.instance = state.instance
+        self._tell(engine, state, None if before is None else before.state)
+
+    def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
+        """Update admission with a state of an engine."""
+        event = _event(state, before, up=engine.up.is_set())
+        if state.instance is None:
+            engine.up.clear()
+        else:
+            engine.up.set()
+        if event is not None:
+            self._control.fleet_changed(event)
+            if self.dispatcher is not None:
+                self.dispatcher.hear(event)
+
+    def _lost(self, id: str) -> None:
+        """Take an engine that does not answer for down, until its agent says that it is up."""
+        self._control.fleet_changed(InstanceDown(id))
+        self._control.tell(InstanceDown(id))
+
+    async def expire(self) -> None:
+        """Take engines for down whose agents are silent, until cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            before = clock.now() - self._lease_s
+            for id, heard in [(id, one) for id, one in self._heard.items() if one.at < before]:
+                log.warning("%s is silent; %s is taken for down", heard.agent, id)
+                self._silent(id)
+
+    def _silent(self, id: str) -> None:
+        del self._heard[id]
+        self.engines[id].up.clear()
+        self._control.fleet_changed(InstanceDown(id))
+
+
+def _event(state: EngineState, before: EngineState | None, *, up: bool) -> Event | None:
+    """Return what has happened between two states of an engine, None = nothing that counts here."""
+    now = state.instance
+    if now is None:
+        return InstanceDown(state.id) if up else None
+    if not up or before is None:
+        return InstanceUp(now)
+    if before.loading is not None and state.loading is None:
+        return Swapped(now) if state.current != before.current else InstanceUp(now)
+    return Warmed(now) if now != before.instance else None

@@ -1,0 +1,74 @@
+"""Controller, engines and gateway in one process, connected by plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headway.config import Config
+from headway.engines.vllm.process.client import VllmEngine
+from headway.events import Event
+from headway.gateway import tasks
+from headway.gateway.control.agents import Agents
+from headway.gateway.control.control import Control
+from headway.gateway.control.dispatcher import Dispatcher
+from headway.gateway.control.setup import Listener, drops
+from headway.gateway.watch.metrics import Metrics
+from headway.policy.apps.account import RunAccount
+from headway.policy.core.controller import Controller
+from headway.types import Command
+
+Engines = Callable[[Listener], Mapping[str, VllmEngine]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The three sides of a gateway that is all in one process."""
+
+    control: Control
+    agents: Agents
+    dispatcher: Dispatcher
+    metrics: Metrics
+
+    @classmethod
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, engines: Engines) -> Sides:
+        """Connect a controller with engines and requests in flight.
+
+        engines: makes the engines, given the listener for what happens to them.
+        """
+
+        def execute(commands: Sequence[Command]) -> None:
+            for command in commands:
+                agents.execute(command)
+                dispatcher.execute(command)
+
+        def tell(event: Event) -> None:
+            control.tell(event)
+            dispatcher.hear(event)
+
+        def inquire(instance: str, ids: Sequence[str]) -> None:
+            agents.inquire(instance, ids)
+
+        made = engines(tell)
+        control = Control(
+            controller, execute, inquire,
+            drops=drops(config),
+            swaps=any(engine.models.swaps for engine in made.values()),
+        )  # fmt: skip
+        agents = Agents(made, tell, control.progressed)
+        dispatcher = Dispatcher(control, made, RunAccount(config.apps.run_timeout_s), metrics)
+        return cls(control, agents, dispatcher, metrics)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engines and the planner until the block ends; the engines stop last."""
+        await self.control.prepare()
+        loops = [*self.control.loops(), self.dispatcher.expire_runs]
+        loops += self.agents.loops(follow_latency=self.control.follows_latency)
+        async with self.agents.running():
+            try:
+                async with tasks.running(*loops, failed=self.metrics.loop_failed):
+                    yield
+            finally:
+                await self.dispatcher.warmups.close()

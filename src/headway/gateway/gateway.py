@@ -1,0 +1,166 @@
+"""The gateway: everything behind the HTTP endpoints, open as long as `serving` runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headway import clock
+from headway.cluster.backends.port import Backend
+from headway.cluster.backends.registry import opened
+from headway.cluster.wire.port import Link
+from headway.config import Broker as BrokerSettings
+from headway.config import Config
+from headway.gateway import tasks
+from headway.gateway.budget import ByteBudget
+from headway.gateway.control.adapters import AdapterWarmer
+from headway.gateway.control.dispatcher import Dispatcher
+from headway.gateway.control.graph_files import kept_graphs
+from headway.gateway.control.lengths.service import LengthService, open_lengths
+from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
+from headway.gateway.control.prewarm import BackendWarmer
+from headway.gateway.control.remote.control import NoPlanner
+from headway.gateway.control.remote.gateway import Apart
+from headway.gateway.control.setup import be_ready, controller_of, engines_of
+from headway.gateway.control.targets import Paces, measures
+from headway.gateway.control.together import Sides
+from headway.gateway.parsing.tokens import TokenCounter
+from headway.gateway.requests.background import BackgroundWork
+from headway.gateway.requests.path import RequestPath
+from headway.gateway.requests.recovery import Recovery, forget_old_jobs
+from headway.gateway.watch.journal import JournalKeeper
+from headway.gateway.watch.metrics import Metrics
+from headway.gateway.watch.tracing import Tracing
+from headway.gateway.watch.usage import Usage
+from headway.policy.recipes.registry import find
+from headway.ports import Lengths
+from headway.store.batches.opening import opened as opened_batches
+from headway.store.batches.port import BatchStore
+from headway.store.queue import open_broker
+from headway.store.queue.port import Broker
+
+
+@dataclass(slots=True)
+class Gateway:
+    """An open gateway.
+
+    config: as it was started with; classes and keys as they were read last.
+    counters: model name -> what counts its prompts' tokens.
+    bodies: the memory that bodies may take.
+    batches: files and batches; None = no queue on disk would run them.
+    paces: of its engines, as far as they were measured.
+    backends: those outside the LLM, by name.
+    prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
+    """
+
+    config: Config
+    metrics: Metrics
+    lengths: LengthService
+    counters: Mapping[str, TokenCounter]
+    broker: Broker
+    dispatcher: Dispatcher
+    path: RequestPath
+    background: BackgroundWork
+    bodies: ByteBudget
+    backends: Mapping[str, Backend]
+    prefixes: PrefixBook | None
+    batches: BatchStore | None
+    paces: Paces
+
+    def adopt(self, config: Config) -> None:
+        """Take over classes and keys of a configuration."""
+        self.config = config
+        self.path.usage.adopt(config.keys)
+        self.metrics.targets(config.classes)
+        be_ready(self.dispatcher.control.controller.planner, config)
+
+
+@asynccontextmanager
+async def serving(
+    config: Config, *, log_dir: Path | None = None, link: Link | None = None
+) -> AsyncIterator[Gateway]:
+    """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
+
+    At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
+    requests that are still open fail; the broker closes last. HeadwayError when something cannot be opened.
+
+    link: to a controller and to agents in other processes, None = all is in this one.
+    """
+    recipe, metrics, paces = find(config.recipe), Metrics(), Paces()
+    journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
+    counters = await _counters(config)
+    async with (
+        open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
+        _opened(config.broker) as broker,
+        opened(config.backends, config.tenant_share) as backends,
+        opened_batches(config) as batches,
+    ):
+        sides = _sides(config, lengths.lengths, metrics, log_dir, link, paces)
+        dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
+        prefixes = _add_warmers(dispatcher, backends, config)
+        usage, tracing = Usage(config.keys), Tracing(config.tracing)
+        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
+        background = BackgroundWork(path, dispatcher)
+        recovery = Recovery(broker, path.closings, background, counters, config)
+        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
+        journals = journal.loops(dispatcher.engines if link is None else {}, config.recipe)
+        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
+        try:
+            graphs = kept_graphs(knowledge, config.apps_dir)
+            async with graphs, sides.running(), background.running():
+                await recovery.renew()
+                async with tasks.running(*loops, failed=metrics.loop_failed):
+                    yield Gateway(
+                        config, metrics, lengths, counters, broker, dispatcher, path, background,
+                        _bodies(config), backends, prefixes, batches, paces,
+                    )  # fmt: skip
+        finally:
+            await path.close()
+
+
+async def _counters(config: Config) -> dict[str, TokenCounter]:
+    models = {name: model for engine in config.engines for name, model in engine.served.items()}
+    return {name: await TokenCounter.load(model) for name, model in models.items()}
+
+
+def _sides(
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None, paces: Paces
+) -> Sides | Apart:
+    if link is not None:
+        return Apart.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
+    controller = controller_of(config, find(config.recipe).planner(), lengths)
+    add = paces.add if measures(config) else None
+    return Sides.of(
+        config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics, on_pace=add)
+    )
+
+
+def _bodies(config: Config) -> ByteBudget:
+    return ByteBudget(config.server.max_queued_mib * 2**20, config.tenant_share)
+
+
+def _add_warmers(
+    dispatcher: Dispatcher, backends: Mapping[str, Backend], config: Config
+) -> PrefixBook | None:
+    """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
+    warmers = dispatcher.warmups.warmers
+    warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)
+    if find(config.recipe).planner().knowledge is None:
+        return None
+    prefixes = PrefixBook()
+    warmers["prefix"] = PrefixWarmer(dispatcher.engines, prefixes)
+    return prefixes
+
+
+@asynccontextmanager
+async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
+    """Open the broker and begin its lease, which ends when it closes: others can take open jobs at once."""
+    broker = open_broker(settings)
+    try:
+        await broker.renew(clock.now() + settings.lease_seconds)
+        yield broker
+    finally:
+        await broker.close()

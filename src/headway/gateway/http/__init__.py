@@ -1,0 +1,1 @@
+"""Connections: limits of number, size and time, below the endpoints."""

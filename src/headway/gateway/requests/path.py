@@ -1,0 +1,374 @@
+"""The path of one request: admitted, stored, queued, opened on an engine, finished or failed.
+
+Whatever happens, an accepted request ends exactly once, in the core and in the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from headway import clock
+from headway.config import Key, Server
+from headway.engines.vllm.fatal_fields import check_fields
+from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
+from headway.engines.vllm.process.view import EngineView
+from headway.engines.vllm.request_metadata import as_header, write_metadata
+from headway.errors import EngineError, HeadwayError, RequestError
+from headway.events import Failed, Finished, Started
+from headway.gateway import tasks
+from headway.gateway.budget import AnswerBudget, Held
+from headway.gateway.control.dispatcher import Dispatcher
+from headway.gateway.control.lengths.service import LengthService
+from headway.gateway.errors import refusal
+from headway.gateway.http.turns import Turns
+from headway.gateway.in_flight import ERROR_EVENT, EngineKilled, EngineResponse, InFlightRequest, TakenBack
+from headway.gateway.offload import offload
+from headway.gateway.parsing.engine_body import EngineBody
+from headway.gateway.parsing.idempotency import check_same
+from headway.gateway.parsing.pooling import PATHS as POOLING
+from headway.gateway.parsing.requests import PATHS, ParsedRequest
+from headway.gateway.requests.closing import Closings
+from headway.gateway.watch.journal import JournalKeeper
+from headway.gateway.watch.late import LateRequests
+from headway.gateway.watch.metrics import Metrics
+from headway.gateway.watch.tracing import Tracing
+from headway.gateway.watch.usage import Usage
+from headway.policy.core.shares import Group
+from headway.store.queue.port import Broker, takes_nothing
+from headway.types import Reject, Request
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
+_AT_A_TIME = 8  # streams that begin or end in one iteration of the event loop: about two milliseconds
+T = TypeVar("T")
+log = logging.getLogger("headway.gateway")
+
+
+class RequestPath:
+    """Takes requests from acceptance to their end."""
+
+    def __init__(
+        self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
+        metrics: Metrics, usage: Usage, journal: JournalKeeper, tracing: Tracing,
+    ) -> None:  # fmt: skip
+        self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
+        self._lengths, self._metrics, self._journal = lengths, metrics, journal
+        self._tracing = tracing
+        self.closings = Closings(broker)
+        self.late, self.usage = LateRequests(metrics.history.pair), usage
+        self.large_chunk = asyncio.Lock()  # held by the stream that brings one
+        self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
+        self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
+        self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
+
+    # ---- in
+
+    def check_limits(self, key: Key, now: float) -> None:
+        """Refuse a request before its body is read (429): its tenant has used up its minute, or its room."""
+        self.check_rate(key, now)
+        self.check_room(key.tenant, key.max_queued)
+
+    def check_rate(self, key: Key, now: float) -> None:
+        """Refuse what counts as a request of a tenant that has used up its minute (429)."""
+        try:
+            self.usage.check(key, now)
+        except RequestError:
+            self._metrics.dropped("rate_limit", key.tenant)
+            raise
+
+    def check_room(self, tenant: str, most: int | None = None) -> None:
+        """Refuse a request before its body is read (429), if its tenant may not have more of any class.
+
+        most: places of its tenant that may wait, as far as its key is concerned.
+        """
+        control = self._dispatcher.control
+        reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
+        if reject is not None:
+            self._metrics.dropped(reject.reason, tenant)
+            self._journal.refused(reject.reason, tenant)
+            raise refusal(reject)
+
+    def check_queue(self) -> None:
+        """Refuse what the broker would not keep. HeadwayError (503)."""
+        if (problem := self._broker.problem()) is not None:
+            raise takes_nothing(problem)
+
+    def check_capacity(self, request: Request, most: int | None = None) -> None:
+        """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
+
+        Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up,
+        HeadwayError (503) while the controller cannot be reached. most: as in `check_room`.
+        """
+        if (problem := self._dispatcher.control.problem()) is not None:
+            raise HeadwayError(
+                problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable"
+            )
+        unavailable = self._dispatcher.unavailable(request.model)
+        if unavailable is not None:
+            raise unavailable
+        reject = self.admission(request, most)
+        if reject is None:
+            return
+        self._metrics.dropped(reject.reason, request.tenant)
+        if reject.reason == "infeasible":
+            self._metrics.failed(request, "refused")
+            self._journal.infeasible(request)
+        else:
+            self._journal.refused(reject.reason, request.tenant, request)
+        raise refusal(reject)
+
+    def admission(self, request: Request, most: int | None = None) -> Reject | None:
+        """Return why a request would be refused now, None = it would not be. Nothing is counted."""
+        control = self._dispatcher.control
+        return control.controller.admit(request, clock.now(), self._coming(), most)
+
+    def _coming(self) -> Mapping[Group, int]:
+        """Return the places that the controller does not count: of what is being stored, or elsewhere."""
+        elsewhere = self._dispatcher.control.elsewhere
+        return self._storing + Counter(elsewhere) if elsewhere else self._storing
+
+    @property
+    def keepalive_s(self) -> float:
+        """Return how often streams that wait get a comment, 0 = never."""
+        return self._limits.keepalive_s
+
+    @property
+    def on_disk(self) -> bool:
+        """Tell whether the broker keeps bodies on disk."""
+        return self._broker.on_disk
+
+    async def with_earlier(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Return a request with the job accepted under its idempotency key; 422 if that is another's."""
+        if parsed.digest is None:
+            return parsed
+        job = await self._broker.get(parsed.request.id)
+        if job is not None:
+            check_same(job, parsed.digest)
+        return replace(parsed, earlier=job)
+
+    async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
+        """Store a request durably and queue it. From here on it is owed an end."""
+        in_flight = await self.store(parsed, held)
+        self._dispatcher.add(in_flight)
+        return in_flight
+
+    async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
+        """Store a request durably; it keeps what its body holds of the memory."""
+        in_flight = InFlightRequest.of(parsed)
+        self._tracing.begin(in_flight, parsed.trace_parent)
+        in_flight.waited = self._dispatcher.control.obstacle(parsed.request.model)
+        group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
+        self._storing[group] += places
+        try:
+            await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
+            await self._put(in_flight)
+        except BaseException:
+            self._tracing.end(in_flight, clock.now(), "failed")
+            raise
+        finally:
+            self._stored(group, places)
+        in_flight.held = held.keep()
+        self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
+        return in_flight
+
+    def _stored(self, group: Group, places: int) -> None:
+        self._storing[group] -= places
+        if not self._storing[group]:
+            del self._storing[group]
+
+    async def _put(self, in_flight: InFlightRequest) -> None:
+        try:
+            await self._broker.put(in_flight.to_job())
+        except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
+            reason = "client_gone: disconnected while it was stored"
+            await self.closings.fail(in_flight.id, reason, clock.now())
+            raise
+
+    # ---- through the engine
+
+    async def open(self, in_flight: InFlightRequest) -> EngineResponse:
+        """Wait for an engine and return its response, begun.
+
+        An engine that dies before its response begins costs an attempt and the request queues again, up to
+        server.max_attempts; then EngineKilled. One that begins to load another model costs none. HeadwayError
+        when it is refused before its first token, EngineError when its engine answers too late or nonsense.
+        """
+        while True:
+            engine = await in_flight.engine_future
+            try:
+                if not engine.takes(in_flight.request.model):  # a swap began while this task was waking up
+                    raise TakenBack
+                response = await self._open_unless_refused(engine, in_flight)
+            except TakenBack:
+                self._dispatcher.requeue(in_flight, "model_swap")
+            except EngineGone as error:
+                log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
+                lives = engine.up.is_set() and await engine.lives()
+                if engine.up.is_set() and not lives:
+                    engine.lost()
+                attempts = await self._count_attempt(in_flight)
+                in_flight.raise_if_refused()
+                if attempts >= self._limits.max_attempts:
+                    if lives:
+                        raise
+                    raise EngineKilled(engine.id, attempts) from error
+                self._dispatcher.requeue(in_flight, "engine_gone")
+            else:
+                in_flight.first_token = clock.now()
+                in_flight.drop_body()
+                self._dispatcher.tell(Started(in_flight.id))
+                return response
+
+    async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
+        """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
+
+        TakenBack when a swap does.
+        """
+        in_flight.raise_if_refused()
+        if not (in_flight.request.drop or engine.models.swaps):
+            return await self._open_on(engine, in_flight)
+        in_flight.opening = asyncio.create_task(self._open_on(engine, in_flight))
+        try:
+            response = await in_flight.opening
+        except asyncio.CancelledError:
+            await tasks.cancel(in_flight.opening)
+            in_flight.raise_if_refused()
+            this = asyncio.current_task()
+            if in_flight.taken_back and this is not None and not this.cancelling():
+                raise TakenBack from None
+            raise
+        finally:
+            in_flight.opening = None
+        if in_flight.refusal is not None:  # while the first token was on its way
+            await response.close()
+            raise in_flight.refusal
+        return response
+
+    async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
+        streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
+        try:
+            response = await EngineResponse.open(
+                engine.id, request, self._answers, stream=streams, pooled=pooled
+            )
+        except MalformedAnswer as error:
+            log.error("request %s: %s", in_flight.id, error)
+            if not await engine.lives():
+                raise EngineGone(engine.id, error) from error
+            raise
+        # A live engine's error is this request's fault, and the client gets it.
+        broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
+        if broken and not await engine.lives():
+            await response.close()
+            raise EngineGone(engine.id, response.head[:300])
+        return response
+
+    async def _upstream(
+        self, engine: EngineView, in_flight: InFlightRequest
+    ) -> tuple[Sequence[Part], Mapping[str, str]]:
+        """Return body, in parts, and headers for an engine."""
+        forecast = self._lengths.lengths.forecast(in_flight.request)
+        in_flight.forecast = forecast.mean * in_flight.request.places
+        upstream = in_flight.upstream or await self._stored_body(in_flight.id)
+        if engine.fatal:  # it may have said so after the request was accepted
+            raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
+            check_fields(raw, engine.fatal)
+        metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft)
+        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
+        if in_flight.kind in POOLING:
+            return [upstream.content], headers | as_header(metadata)
+        return upstream.parts(metadata), headers
+
+    async def _stored_body(self, id: str) -> EngineBody:
+        job = await self._patiently(lambda: self._broker.get(id))
+        if job is None or not job.body:
+            raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
+        return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
+
+    async def _count_attempt(self, in_flight: InFlightRequest) -> int:
+        """Return how many engines died over this request; for background work restarts do not reset it."""
+        in_flight.attempts += 1
+        if not in_flight.background:
+            return in_flight.attempts
+        return await self._patiently(lambda: self._broker.attempt(in_flight.id))
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what the broker answers, once it does: while it is out, what it holds is not lost for that.
+
+        Until cancelled, as it is when another gateway has taken the request over meanwhile.
+        """
+        pause = _PAUSE_S
+        while True:
+            try:
+                return await ask()
+            except HeadwayError as error:
+                if error.status != 503:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    # ---- out
+
+    async def finish(
+        self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
+    ) -> bool:
+        """Close a request as answered, first in the core, then in the broker. False when it was closed."""
+        if in_flight.closed:
+            return False
+        in_flight.closed = True
+        in_flight.drop_body()
+        now, request = clock.now(), in_flight.request
+        self._lengths.answered(request, request.per_answer(output_tokens))
+        self.usage.answered(request.tenant, output_tokens, now)
+        self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
+        self._lengths.ended(request.id)
+        done = await self.closings.done(request.id, result, now)
+        if done:
+            first, streamed = in_flight.first_token, in_flight.streams
+            ttft = (first if streamed and first is not None else now) - request.arrival
+            self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
+            self._journal.finished(in_flight, ttft, now, output_tokens)
+            self.late.note(in_flight, now, output_tokens, "finished")
+        self._tracing.end(in_flight, now, "finished", output_tokens)
+        return done
+
+    def streamed(self, request: Request, silence: float) -> None:
+        """Take note of the longest silence in a stream that is over, in seconds."""
+        self._metrics.streamed(request, silence)
+
+    async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
+        """Close a request as failed, with the reason that the broker keeps."""
+        if in_flight.closed:
+            return
+        self._tracing.end(in_flight, clock.now(), outcome)
+        self.abandon(in_flight, reason)
+        self._metrics.failed(in_flight.request, outcome)
+        self._journal.failed(in_flight, reason, outcome)
+        if outcome != "cancelled":
+            self.late.note(in_flight, clock.now(), 0, outcome)
+        await self.closings.fail(in_flight.id, reason, clock.now())
+
+    def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
+        """Close a request here without an end in the broker."""
+        in_flight.closed = True
+        in_flight.drop_body()
+        self._tracing.end(in_flight, clock.now(), "abandoned")
+        self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
+        self._lengths.ended(in_flight.id)
+
+    async def close(self) -> None:
+        """Fail what is still open, store its end, and write what has been noted of all requests."""
+        await self.fail_foreground("gateway_stopped")
+        await self.closings.retry()
+        await self._journal.close()
+        await asyncio.to_thread(self._tracing.close)
+
+    async def fail_foreground(self, reason: str) -> None:
+        """Fail every request whose client waits on a connection; background work stays open in the broker."""
+        for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
+            await self.fail(in_flight, reason)

@@ -1,0 +1,352 @@
+"""Streaming: the bytes of an engine's response go to the client as they come.
+
+`ResponseStream` is an ASGI response that waits for an engine, opens its response and passes the bytes on. It
+parses them only as far as needed to know when the response is complete and how many tokens it had. A client
+that disconnects ends the request in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
+from headway.errors import EngineError, HeadwayError
+from headway.gateway.errors import error_response, stopped
+from headway.gateway.http.connections import CONNECTION, TENANT
+from headway.gateway.in_flight import CHUNK, EngineResponse, InFlightRequest, reason_of
+from headway.gateway.offload import INLINE, offload
+from headway.gateway.requests.path import RequestPath
+
+log = logging.getLogger("headway.gateway")
+_LATE = "headway.late"  # in the scope of a request
+_END = b"\n\n"
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+# Proxies pass events on as they come; nginx would collect them.
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
+_DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
+
+
+class LateResponse(Response):
+    """A response that `Unwound` serves once routing is over, without its memory and its calls per chunk."""
+
+    def __init__(self) -> None:
+        """Leave out what Starlette prepares: status and headers are not known yet."""
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Leave it to `Unwound`."""
+        scope[_LATE] = self
+
+    @abstractmethod
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the response is complete or the client has disconnected."""
+
+
+class Unwound:
+    """ASGI middleware around all others: serves a `LateResponse` after they have returned.
+
+    A HEAD is served as the GET that it asks about; uvicorn leaves out the body.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        routed = {**scope}  # with what routing adds, which is not kept
+        if scope.get("method") == "HEAD":
+            routed["method"] = "GET"
+        await self._app(routed, receive, send)
+        if TENANT in routed:
+            scope[TENANT] = routed[TENANT]
+        late: LateResponse | None = routed.get(_LATE)
+        del routed
+        if late is not None:
+            await late.serve(scope, receive, send)
+
+
+class ResponseStream(LateResponse):
+    """The response to one accepted request."""
+
+    def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
+        super().__init__()
+        self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
+        self._started = self._complete = False
+        self._left = False  # the client has disconnected before the end
+        self._task: asyncio.Task[object] | None = None
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the response is complete or the client has disconnected, whichever is first.
+
+        When the gateway stops it is cancelled: then the client gets an error.
+        """
+        self._task = this = asyncio.current_task()
+        assert this is not None, "it is served by a task"
+        if (connection := scope.get(CONNECTION)) is not None:
+            connection.watch(self)
+        try:
+            await self._serve(scope, receive, send)
+        except asyncio.CancelledError:
+            if self._left and this.uncancel() == 0:
+                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+            else:
+                await self._path.fail(self._in_flight, "gateway_stopped")
+                await self._send_error(stopped(), scope, receive, send)
+
+    def client_left(self) -> None:
+        """End the work on a request whose client has disconnected, unless it has the whole response."""
+        if self._task is not None and not (self._complete or self._in_flight.closed):
+            self._left = self._task.cancel()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._commenting(scope, send):
+                response = await self._path.open(self._in_flight)
+            try:
+                if response.streams:
+                    await self._stream(response, scope, send)
+                else:
+                    await self._whole(response, scope, send)
+            finally:
+                await response.close()
+        except HeadwayError as error:
+            await self._path.fail(self._in_flight, *reason_of(error))
+            await self._send_error(error, scope, receive, send)
+        except Exception as error:  # whatever it was, the request ends and the client gets an error
+            log.exception("request %s failed", self._in_flight.id)
+            await self._path.fail(self._in_flight, f"internal: {error!r}")
+            wrapped = EngineError(
+                f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500
+            )
+            await self._send_error(wrapped, scope, receive, send)
+
+    @contextmanager
+    def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
+        """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
+        every, loop, begun = self._path.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        if not (every and self._in_flight.streams):
+            yield
+            return
+        timer = loop.call_later(
+            every, lambda: begun.append(loop.create_task(self._comment(every, scope, send)))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+            for comments in begun:
+                comments.cancel()
+
+    async def _comment(self, every: float, scope: Scope, send: Send) -> None:
+        while True:
+            if not self._started:
+                await self._start(None, scope, send)
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await asyncio.sleep(every)
+
+    async def _send_error(self, error: HeadwayError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send an error: with its status when nothing was sent yet, else as the stream's last event."""
+        if not self._started:
+            await error_response(error)(scope, receive, send)
+        elif not self._complete:
+            await send({"type": "http.response.body", "body": _last(error.body()), "more_body": False})
+        else:
+            log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
+
+    async def _start(self, response: EngineResponse | None, scope: Scope, send: Send) -> None:
+        """Send the head, with the body that comes next; only status and Retry-After are the engine's.
+
+        response: None = a stream's that has not begun.
+        """
+        streams = response is None or response.streams
+        kind = b"text/event-stream; charset=utf-8" if streams else b"application/json"
+        headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
+        headers += _UNBUFFERED if streams else []
+        headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
+        if self._in_flight.waited is not None:
+            headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
+        if response is not None and response.retry_after is not None:
+            headers.append((b"retry-after", response.retry_after.encode()))
+        if response is not None and not streams:
+            headers.append((b"content-length", b"%d" % len(response.head)))
+        if response is not None and (connection := scope.get(CONNECTION)) is not None:
+            connection.join_head()
+        status = 200 if response is None else response.status
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        self._started = True
+
+    async def _whole(self, response: EngineResponse, scope: Scope, send: Send) -> None:
+        if self._started:  # with comments, so this is an engine's error
+            await self._end(_last(json.loads(response.head)), send)
+        else:
+            await self._start(response, scope, send)
+            await self._end(response.head, send)
+        if response.status == 200:
+            await self._path.finish(self._in_flight, response.output_tokens)
+        else:
+            reason = response.head.decode(errors="replace")[:500]
+            await self._path.fail(self._in_flight, f"engine_refused: {reason}", "refused")
+
+    async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
+        """Pass events on; the response begins with the first one that is whole and valid."""
+        reader = EventReader(self._wants_usage)
+        try:
+            await self._pass_on(reader, response, scope, send)
+        finally:
+            if reader.tokens > 1 or not reader.complete:
+                self._path.streamed(self._in_flight.request, response.silence)
+        if reader.complete:
+            await _drain(response)
+
+    async def _pass_on(self, reader: EventReader, response: EngineResponse, scope: Scope, send: Send) -> None:
+        """Send what comes until the stream is complete, and close the request."""
+        chunk = response.head
+        await self._path.turns.take()
+        while chunk:
+            data = await self._fed(reader, chunk)
+            if data and not self._started:
+                await self._start(response, scope, send)
+            if reader.complete:
+                await self._path.turns.take()
+                await self._end(data, send)
+                await self._path.finish(self._in_flight, reader.tokens)
+                return
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if reader.fault is not None:
+                raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
+            response.memory.hold(reader.kept, _LONGEST_EVENT)
+            chunk = b"" if reader.closed else await response.read()
+        if not reader.broken:
+            raise EngineGone(response.engine, "its stream ended early")
+        await self._end(b"" if reader.closed else _DONE, send)
+        await self._path.fail(self._in_flight, "engine_failed: it said so in the stream")
+
+    async def _fed(self, reader: EventReader, chunk: bytes) -> bytes:
+        """Return what of a chunk may be passed on.
+
+        Of streams that bring much, one at a time has its turn, so that all others' requests come in between.
+        """
+        if len(chunk) < CHUNK and reader.kept <= INLINE:
+            return reader.feed(chunk)
+        async with self._path.large_chunk:
+            await asyncio.sleep(0)
+            return await offload(reader.kept, partial(reader.feed, chunk))
+
+    async def _end(self, last: bytes, send: Send) -> None:
+        """Send the end of the response, before the broker stores it, so that no client waits for the disk.
+
+        A crash in between leaves an answered request open; the next start fails it as `client_gone`.
+        """
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        self._complete = True
+
+
+class EventReader:
+    """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
+
+    __slots__ = ("_counted", "_events", "_unfinished", "_wants_usage", "broken", "closed", "fault")
+
+    def __init__(self, wants_usage: bool) -> None:
+        self._wants_usage = wants_usage
+        self._unfinished = bytearray()
+        self._counted: int | None = None  # the engine's own count, None before its usage event
+        self._events = 0
+        self.closed = False  # [DONE] has come
+        self.broken = False  # an error event has come
+        self.fault: str | None = None  # what is wrong with the event that has come last
+
+    @property
+    def tokens(self) -> int:
+        return self._events if self._counted is None else self._counted
+
+    @property
+    def complete(self) -> bool:
+        return self.closed and not self.broken
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes of the event that is not finished."""
+        return len(self._unfinished)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the bytes to pass on; an unfinished event is kept until its end comes.
+
+        What follows [DONE] is dropped, and what follows an event that is not one of OpenAI's API (`fault`).
+        """
+        kept = self._unfinished
+        searched = max(len(kept) - 1, 0)  # an end may begin with the last byte that was kept
+        kept += chunk
+        end = kept.rfind(_END, searched) + 2
+        if end < 2:
+            return b""
+        whole = bytes(kept[:end])
+        del kept[:end]
+        passed = list[bytes]()
+        for event in whole.split(_END)[:-1]:
+            if self.closed:
+                break
+            try:
+                passed.append(self._look(event + _END))
+            except ValueError as error:
+                self.fault = str(error)
+                break
+        return b"".join(passed)
+
+    def _look(self, event: bytes) -> bytes:
+        data = _data(event)
+        if not data:
+            return event
+        if data == b"[DONE]":
+            self.closed = True
+            return event
+        answer = read_answer(data)
+        self.broken = self.broken or answer.failed
+        if answer.usage_only and answer.output_tokens is not None:
+            self._counted = answer.output_tokens
+            return event if self._wants_usage else b""
+        self._events += 1
+        return event
+
+
+def _data(event: bytes) -> bytes:
+    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
+    if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
+        return event[6:-2]
+    found = list[bytes]()
+    for line in event.splitlines():
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            found.append(value.removeprefix(b" "))
+        elif name not in (b"", b"event", b"id", b"retry"):
+            raise ValueError("it has a line that is no part of an event")
+    return b"\n".join(found)
+
+
+def _last(error: dict[str, Any]) -> bytes:
+    """Return the end of a stream that fails, for an error in OpenAI's shape."""
+    return b"data: " + json.dumps(error).encode() + _END + _DONE
+
+
+async def _drain(response: EngineResponse) -> None:
+    """Read to the very end, so that the connection to the engine can be used again, if that is near."""
+    if response.at_end:
+        return
+    left = _DRAINED
+    with suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while left > 0 and (chunk := await response.read()):
+                left -= len(chunk)

@@ -1,0 +1,48 @@
+"""Tasks that run beside a block and end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+_PAUSE_S = 1.0  # before a loop that has failed begins again
+log = logging.getLogger("headway.gateway")
+
+
+@asynccontextmanager
+async def running(*loops: Loop, failed: Callable[[str], None] = lambda name: None) -> AsyncIterator[None]:
+    """Run endless loops until the block ends, then cancel them and wait for their end.
+
+    A loop that raises is logged and begun again; one that returns is done.
+
+    failed: told the name of a loop that has raised.
+    """
+    tasks = [asyncio.create_task(_supervised(loop, failed)) for loop in loops]
+    try:
+        yield
+    finally:
+        await cancel(*tasks)
+
+
+async def _supervised(loop: Loop, failed: Callable[[str], None]) -> None:
+    name = (loop.func if isinstance(loop, partial) else loop).__qualname__
+    while True:
+        try:
+            await loop()
+            return
+        except Exception:  # whatever it was, the others rely on this loop
+            log.exception("%s failed and begins again", name)
+            failed(name)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and return when all have ended; their errors are theirs to report."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

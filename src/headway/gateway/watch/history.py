@@ -1,0 +1,192 @@
+"""Counts of what ended in the last 24 hours, by class, tenant and bucket of time.
+
+Memory is bounded by construction: for each window a ring of buckets, coarser for longer windows, and in each
+bucket a row of counts and latency histograms for each pair of class and tenant that was seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headway import clock
+from headway.gateway.watch.label_values import OTHER, FewValues
+from headway.types import Floats
+
+# Windows by name: (seconds, seconds of a bucket).
+WINDOWS = {"10m": (600, 10), "1h": (3600, 60), "6h": (21_600, 300), "24h": (86_400, 1200)}
+FINEST = "10m"
+MOST_PAIRS = 128  # of class and tenant; further ones share a row
+RATIO = 1.25  # of a histogram's neighbouring bounds: quantiles are off by 12 % at most
+_LOG_RATIO = math.log(RATIO)
+ANSWERED, FAILED, IN, OUT, OWED, KEPT, _COUNTS = range(7)  # fields of a row of counts
+# Histograms: the lowest bound in seconds, and the fields of their bins (to 268 s, to 3.8 s).
+TTFT = 0.001, range(_COUNTS, _COUNTS + 56)
+TPOT = 0.0005, range(TTFT[1].stop, TTFT[1].stop + 40)
+_FIELDS = TPOT[1].stop
+
+Counts = npt.NDArray[np.uint32]
+
+
+class Pair(NamedTuple):
+    """A class and a tenant, whose requests are counted together. tenant: its label in `/metrics`."""
+
+    tier: str
+    tenant: str
+
+
+_OTHERS = Pair(OTHER, OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A viewer's choice of a window (of `WINDOWS`), a class and a tenant; None = all."""
+
+    window: str = FINEST
+    tier: str | None = None
+    tenant: str | None = None
+
+    @property
+    def seconds(self) -> int:
+        """Return how long the window is."""
+        return WINDOWS[self.window][0]
+
+    def shows(self, pair: Pair) -> bool:
+        """Tell whether requests of a pair belong to it."""
+        return self.tier in (None, pair.tier) and self.tenant in (None, pair.tenant)
+
+
+class Table(NamedTuple):
+    """Counts (pair, bucket, field), the oldest bucket first, and when each bucket begins and ends."""
+
+    counts: npt.NDArray[np.int64]
+    begins: Floats
+    ends: Floats
+
+
+class _Ring:
+    """The buckets of a window; the newest is not over yet."""
+
+    def __init__(self, seconds: int, step: int, now: float) -> None:
+        self.step, self.size, self.newest = step, seconds // step, int(now // step)
+        # Pages of memory that no pair has written to are not taken from the machine.
+        self.counts: Counts = np.zeros((MOST_PAIRS + 1, self.size, _FIELDS), np.uint32)
+
+    def add(self, row: int, counts: Counts) -> None:
+        self.counts[row, self.newest % self.size] += counts
+
+    def advance(self, now: float, rows: int) -> None:
+        """Begin the bucket of this instant; the oldest ones are emptied for it."""
+        newest = max(int(now // self.step), self.newest)
+        for bucket in range(max(self.newest, newest - self.size) + 1, newest + 1):
+            self.counts[:rows, bucket % self.size] = 0
+        self.newest = newest
+
+    def table(self, rows: Sequence[int], began: float, now: float) -> Table:
+        """Return the counts of rows.
+
+        Buckets that were over before the history began are left out. The newest is part of the one before it
+        until it is old enough to tell a rate.
+        """
+        first = max(self.newest - self.size + 1, int(began // self.step))
+        buckets = np.arange(first, self.newest + 1)
+        counts = self.counts[np.ix_(np.array(rows, np.intp), buckets % self.size)].astype(np.int64)
+        begins = np.maximum(buckets * self.step, began)
+        if len(begins) > 1 and now - begins[-1] < self.step / 2:
+            counts[:, -2] += counts[:, -1]
+            counts, begins = counts[:, :-1], begins[:-1]
+        return Table(counts, begins, np.append(begins[1:], now))
+
+
+class History:
+    """Counts what ends; `note` moves the counts into the buckets."""
+
+    def __init__(self, now: float | None = None) -> None:
+        self._began = clock.now() if now is None else now
+        self.tenant = FewValues().of
+        self._rows: dict[Pair, int] = {}
+        self._open: dict[Pair, list[int]] = {}  # since the last `note`
+        self._rings = {name: _Ring(*sizes, self._began) for name, sizes in WINDOWS.items()}
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all buckets, which is the most that they take."""
+        return sum(ring.counts.nbytes for ring in self._rings.values())
+
+    async def run(self) -> None:
+        """Move the counts into their buckets until cancelled, whenever the finest bucket is over."""
+        step = WINDOWS[FINEST][1]
+        while True:
+            await asyncio.sleep(step - clock.now() % step)
+            self.note(clock.now())
+
+    # ---- what the request path tells
+
+    def pair(self, tier: str, tenant: str) -> Pair:
+        """Return the pair that a request of a class and a tenant counts for."""
+        pair = Pair(tier, self.tenant(tenant))
+        if pair not in self._rows:
+            if len(self._rows) >= MOST_PAIRS:
+                pair = _OTHERS
+            self._rows.setdefault(pair, len(self._rows))
+        return pair
+
+    def answered(self, pair: Pair, ttft: float, tpot: float, prompt: int, output: int) -> None:
+        """Count a complete answer. tpot: 0 where there was but one token."""
+        counts = self._counts(pair)
+        counts[ANSWERED] += 1
+        counts[IN] += prompt
+        counts[OUT] += output
+        counts[_bin(ttft, *TTFT)] += 1
+        if tpot > 0:
+            counts[_bin(tpot, *TPOT)] += 1
+
+    def failed(self, pair: Pair) -> None:
+        """Count a request that was refused or failed."""
+        self._counts(pair)[FAILED] += 1
+
+    def judged(self, pair: Pair, kept: bool) -> None:
+        """Count a promise."""
+        counts = self._counts(pair)
+        counts[OWED] += 1
+        counts[KEPT] += kept
+
+    def _counts(self, pair: Pair) -> list[int]:
+        counts = self._open.get(pair)
+        if counts is None:
+            counts = self._open[pair] = [0] * _FIELDS
+        return counts
+
+    def note(self, now: float) -> None:
+        """Add what ended since the last time to the buckets of that time, and begin those of now."""
+        ready = [(self._rows[pair], np.array(counts, np.uint32)) for pair, counts in self._open.items()]
+        self._open.clear()
+        for ring in self._rings.values():
+            for row, counts in ready:
+                ring.add(row, counts)
+            ring.advance(now, len(self._rows))
+
+    # ---- what the dashboard asks
+
+    @property
+    def tenants(self) -> list[str]:
+        """Return the tenants that were seen."""
+        return sorted({pair.tenant for pair in self._rows})
+
+    def table(self, view: View, now: float) -> tuple[list[Pair], Table]:
+        """Return the pairs that a view shows and their counts, up to the last `note`."""
+        rows = {pair: row for pair, row in self._rows.items() if view.shows(pair)}
+        return list(rows), self._rings[view.window].table(list(rows.values()), self._began, now)
+
+
+def _bin(seconds: float, lowest: float, bins: range) -> int:
+    """Return the field of the bin that a latency falls into."""
+    if seconds <= lowest:
+        return bins.start
+    return min(bins.start + int(math.log(seconds / lowest) / _LOG_RATIO), bins.stop - 1)

@@ -1,0 +1,356 @@
+"""Prometheus metrics: Headway's as `headway_*`, each engine's own with an instance label."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter as Counts
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from headway.config import Tier
+from headway.engines.vllm.process.inside import Inside
+from headway.engines.vllm.process.models import SwapReport
+from headway.gateway.watch.history import History, Pair
+from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
+from headway.gateway.watch.run_metrics import RunMetrics
+from headway.store.batches.records import Batch
+from headway.types import Request
+
+log = logging.getLogger("headway.gateway")
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
+_TPOT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_GAP = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_SWAP = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_MOST_LINES, _LONGEST_LINE = 20_000, 2**14  # of an engine's page; its parser takes 20 us and more for a line
+
+
+class _Answers(NamedTuple):
+    """Metrics of the complete answers of a model and a class to a tenant.
+
+    To look these up costs more than to count.
+    """
+
+    ended: Counter
+    ttft: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    prompt: Counter
+    output: Counter
+    pair: Pair
+
+
+class Metrics:
+    """Headway's own metrics; `render` adds the engines'.
+
+    history: what the dashboard shows of what ended.
+    """
+
+    def __init__(self) -> None:
+        self.registry, self.history = CollectorRegistry(), History()
+        r, by = self.registry, ["model", "class"]
+        self._add_counts(r, [*by, "tenant"])
+        self._attainment = Gauge(
+            "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
+        )
+        self._add_latencies(r, by)
+        self._errors = Counter(
+            "headway_http_errors", "HTTP errors (400 and up), except those of accepted requests.",
+            ["status", "type"], registry=r,
+        )  # fmt: skip
+        self._failures = Counter("headway_loop_failures", "Errors of background tasks.", ["loop"], registry=r)
+        self._ended = Counter(
+            "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
+        )
+        self.queued = Gauge(
+            "headway_queue_length", "Requests accepted and not sent to an engine.", registry=r
+        )
+        told = "Requests sent to engines, whether these compute them already or not."
+        self.running = Gauge("headway_inside_engines", told, registry=r)
+        self._add_engines(r)
+        self.logs = Gauge(
+            "headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r
+        )
+        self._add_swaps(r)
+        self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
+        self._by_class: dict[tuple[str, str], list[int]] = {}
+        self._answers: dict[tuple[str, str, str], _Answers] = {}
+        self._counted = _Counted()
+        r.register(self._counted)
+        self._planned = _Planned()
+        r.register(self._planned)
+
+    def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
+        """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
+        self._label = self.history.tenant
+        self._ends = Counter(
+            "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
+        )
+        self._met = Counter("headway_slo_met", "Requests that met every SLO target.", each, registry=r)
+        self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
+        self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
+        self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
+
+    def _add_engines(self, r: CollectorRegistry) -> None:
+        self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
+        told = "1 when this page has the instance's own metrics: it was up and answered in time."
+        self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
+        told = "Requests inside an instance, of all its clients, by state; missing where it does not tell."
+        self._inside = Gauge("headway_engine_requests", told, ["instance", "state"], registry=r)
+        self.evictions = Gauge(
+            "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
+        )
+
+    def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
+        """Add the metrics of answers in seconds, and the targets that they are held against."""
+        self._ttft = Histogram(
+            "headway_ttft_seconds", "From arrival to first token.", by, buckets=_TTFT, registry=r
+        )
+        self._tpot = Histogram(
+            "headway_tpot_seconds", "Per token after the first.", by, buckets=_TPOT, registry=r
+        )
+        self._e2e = Histogram(
+            "headway_e2e_seconds", "From arrival to last token.", by, buckets=_E2E, registry=r
+        )
+        self._gap = Histogram(
+            "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
+            by, buckets=_GAP, registry=r,
+        )  # fmt: skip
+        self._targets = Gauge(
+            "headway_slo_target_seconds",
+            "Targets of a class: ttft, tpot and e2e are promised, soft_ttft orders its requests only.",
+            ["class", "target"], registry=r,
+        )  # fmt: skip
+
+    def _add_swaps(self, r: CollectorRegistry) -> None:
+        """Add the metrics of models, their swaps, what goes back to the queue, and batches."""
+        self._swaps = Counter(
+            "headway_model_swaps", "Model swaps ended, by way and outcome.",
+            ["instance", "model", "kind", "outcome"], registry=r,
+        )  # fmt: skip
+        self._swap_seconds = Histogram(
+            "headway_model_swap_seconds", "Loads of swaps, by way and where the weights were.",
+            ["instance", "model", "kind", "weights"], buckets=_SWAP, registry=r,
+        )  # fmt: skip
+        self._requeue = Histogram(
+            "headway_requeue_seconds", "From a return to the queue, by reason, until it is sent again.",
+            ["reason"], buckets=_SWAP, registry=r,
+        )  # fmt: skip
+        self._models = Gauge(
+            "headway_engine_model",
+            "1 for the model that an instance serves.",
+            ["instance", "model"],
+            registry=r,
+        )
+        self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
+        told = "Batches that have not ended, by state."
+        self._batches = Gauge("headway_batches", told, ["state"], registry=r)
+        self._lines = Gauge("headway_batch_lines", "Lines of open batches that have not ended.", registry=r)
+
+    def targets(self, classes: Mapping[str, Tier]) -> None:
+        """Set the targets of the classes."""
+        self._targets.clear()
+        for name, tier in classes.items():
+            slo = tier.slo
+            for target, seconds in (
+                ("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("soft_ttft", slo.soft),
+            ):  # fmt: skip
+                if seconds is not None:
+                    self._targets.labels(name, target).set(seconds)
+
+    def counted(self, instance: str, counters: Mapping[str, float]) -> None:
+        """Store totals of an instance: its restarts, or what its scheduler has counted since it started."""
+        self._counted.engines[instance] = self._counted.engines.get(instance, {}) | {
+            name: value
+            for name, value in counters.items()
+            if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
+        }
+
+    def inside(self, instance: str, inside: Inside | None) -> None:
+        """Set what is inside an instance, None = it does not tell."""
+        self._inside.remove_by_labels({"instance": instance})
+        for state, count in {} if inside is None else asdict(inside).items():
+            self._inside.labels(instance, state).set(count)
+
+    def swapped(self, instance: str, report: SwapReport) -> None:
+        """Count a swap."""
+        outcome = "loaded" if report.error is None else "failed"
+        self._swaps.labels(instance, report.model, report.way, outcome).inc()
+        if report.error is None:
+            weights = "warm" if report.warm else "cold"
+            labels = self._swap_seconds.labels(instance, report.model, report.way, weights)
+            labels.observe(report.seconds)
+
+    def requeued(self, reason: str, seconds: float) -> None:
+        """Count a request that went back to the queue from an engine, when it is sent again."""
+        self._requeue.labels(reason).observe(seconds)
+
+    def models(self, serving: Mapping[str, str], queued: Mapping[str, int]) -> None:
+        """Set what each instance that is up serves (instance -> model), and how many wait for each model."""
+        self._models.clear()
+        for instance, model in serving.items():
+            self._models.labels(instance, model).set(1)
+        for model, count in queued.items():
+            self._queued_by_model.labels(model).set(count)
+
+    def planned(self, gauges: Mapping[str, float]) -> None:
+        """Store what the planner sees at the moment (`Planner.gauges`)."""
+        self._planned.gauges = gauges
+
+    def batches(self, batches: Sequence[Batch]) -> None:
+        """Set what the batches are that have not ended, in the gateway that runs them."""
+        self._batches.clear()
+        for state, count in Counts(batch.state for batch in batches).items():
+            self._batches.labels(state).set(count)
+        self._lines.set(sum(batch.total - batch.completed - batch.failed for batch in batches))
+
+    def loop_failed(self, name: str) -> None:
+        """Count an error of a loop beside the requests, which has begun again."""
+        self._failures.labels(name).inc()
+
+    def connection_ended(self, limit: str) -> None:
+        """Count a connection that a limit ended."""
+        self._ended.labels(limit).inc()
+
+    def error(self, status: int, kind: str) -> None:
+        """Count an answer that is an error, by OpenAI's error type."""
+        self._errors.labels(status, kind).inc()
+
+    def dropped(self, reason: str, tenant: str) -> None:
+        """Count a refusal."""
+        self._drops.labels(reason, self._label(tenant)).inc()
+
+    def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
+        """Count a complete response: seconds from arrival, and its tokens."""
+        by = self._each(request)
+        tpot = request.tpot(ttft, e2e, output_tokens)
+        answers = self._answers.get(by) or self._answers_of(by)
+        answers.ended.inc()
+        answers.ttft.observe(ttft)
+        answers.tpot.observe(tpot)
+        answers.e2e.observe(e2e)
+        answers.prompt.inc(request.prompt_tokens)
+        answers.output.inc(output_tokens)
+        self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, output_tokens)
+        self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e))
+
+    def streamed(self, request: Request, silence: float) -> None:
+        """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
+        self._gap.labels(request.model, request.tier).observe(silence)
+
+    def _each(self, request: Request) -> tuple[str, str, str]:
+        """Return the labels of what counts requests: model, class, tenant."""
+        return request.model, request.tier, self._label(request.tenant)
+
+    def _answers_of(self, by: tuple[str, str, str]) -> _Answers:
+        model, tier, tenant = by
+        made = self._answers[by] = _Answers(
+            self._ends.labels(*by, "finished"),
+            self._ttft.labels(model, tier),
+            self._tpot.labels(model, tier),
+            self._e2e.labels(model, tier),
+            self._tokens.labels(model, "prompt", tenant),
+            self._tokens.labels(model, "output", tenant),
+            self.history.pair(tier, tenant),
+        )
+        return made
+
+    def failed(self, request: Request, outcome: str) -> None:
+        """Count a request without a complete response; a client that left does not count against the SLO."""
+        self._ends.labels(*self._each(request), outcome).inc()
+        if outcome != "cancelled":
+            pair = self.history.pair(request.tier, request.tenant)
+            self.history.failed(pair)
+            self._judge(request, pair, False)
+
+    def _judge(self, request: Request, pair: Pair, met: bool) -> None:
+        if request.slo.objective == "best_effort":
+            return
+        by = (request.model, request.tier)
+        kept = self._by_class.setdefault(by, [0, 0])
+        kept[0], kept[1] = kept[0] + met, kept[1] + 1
+        self.history.judged(pair, met)
+        each = self._each(request)
+        self._owed.labels(*each).inc()
+        self._met.labels(*each).inc(met)
+        self._attainment.labels(*by).set(kept[0] / kept[1])
+
+    def render(self, engines: Sequence[Metric]) -> bytes:
+        """Return the page: ours, then the engines' own families (`relabelled`)."""
+        page = generate_latest(self.registry)
+        merged = CollectorRegistry()
+        merged.register(_Families(engines))
+        return page + generate_latest(merged)
+
+
+class _Counted(Collector):
+    """Totals of instances and their schedulers, as `headway_engine_NAME_total` with an `instance` label."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, dict[str, float]] = {}
+
+    def collect(self) -> list[CounterMetricFamily]:
+        families: dict[str, CounterMetricFamily] = {}
+        for instance, counters in self.engines.items():
+            for name, value in counters.items():
+                fresh = CounterMetricFamily(
+                    f"headway_engine_{name}", f"Total of {name}.", labels=["instance"]
+                )
+                families.setdefault(name, fresh).add_metric([instance], value)
+        return list(families.values())
+
+
+class _Planned(Collector):
+    """What the planner sees, as `headway_plan_NAME`."""
+
+    def __init__(self) -> None:
+        self.gauges: Mapping[str, float] = {}
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [
+            GaugeMetricFamily(f"headway_plan_{name}", f"The planner's {name}.", value=value)
+            for name, value in self.gauges.items()
+        ]
+
+
+class _Families(Collector):
+    """Families as they are given."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def relabelled(pages: Mapping[str, str]) -> list[Metric]:
+    """Return the engines' own families, each sample with an `instance` label; pages: instance -> its page."""
+    families: dict[str, Metric] = {}
+    for instance, page in pages.items():
+        for family in _parse(instance, page):
+            # Process metrics of the API server would collide with those of other exporters.
+            if not family.name.startswith("vllm:"):
+                continue
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [
+                sample._replace(labels={**sample.labels, "instance": instance}) for sample in family.samples
+            ]
+    return list(families.values())
+
+
+def _parse(instance: str, page: str) -> list[Metric]:
+    """Return an engine's families; none when it serves no metrics but something else."""
+    try:
+        lines = page.splitlines()
+        if len(lines) > _MOST_LINES or max(map(len, lines), default=0) > _LONGEST_LINE:
+            raise ValueError(f"more than {_MOST_LINES:,} lines, or one of {_LONGEST_LINE:,} characters")
+        return list(text_string_to_metric_families(page))
+    except ValueError as error:
+        log.warning("the metrics of engine %s cannot be read: %s", instance, error)
+        return []

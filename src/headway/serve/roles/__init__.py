@@ -1,1 +1,0 @@
-"""The three sides of Headway in processes of their own: gateways, controllers, agents."""

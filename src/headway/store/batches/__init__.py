@@ -1,0 +1,1 @@
+"""Stores of files, batches and their lines: a directory, or PostgreSQL."""

@@ -1,0 +1,37 @@
+"""Opens the store of files and batches that the configuration names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headway.config import Broker, Config
+from headway.store.batches.directory import DirectoryStore
+from headway.store.batches.port import BatchStore
+
+
+@asynccontextmanager
+async def opened(config: Config) -> AsyncIterator[BatchStore | None]:
+    """Open the place of files and batches until the block ends; None = there are no batches."""
+    store = await asyncio.to_thread(_open, config)
+    try:
+        yield store
+    finally:
+        if store is not None:
+            await store.close()
+
+
+def _open(config: Config) -> BatchStore | None:
+    if config.batches_dir is not None:
+        return DirectoryStore(config.batches_dir)
+    if config.batches_in_postgres:
+        return _postgres(config.broker)
+    return None
+
+
+def _postgres(broker: Broker) -> BatchStore:
+    from headway.store.batches.postgres import PostgresStore
+    from headway.store.queue.postgres_link import address_of  # asyncpg is loaded where it is needed
+
+    return PostgresStore(address_of(broker.postgres), broker.lease_seconds)

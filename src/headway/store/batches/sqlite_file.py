@@ -1,0 +1,216 @@
+"""The SQLite file of a directory of batches: its tables, and transactions in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from headway import private
+from headway.store.batches.port import out
+from headway.store.batches.records import Batch, StoredFile
+from headway.store.queue.sqlite_file import leave_open
+from headway.store.queue.sqlite_health import Watch, limit_log, means_damage
+from headway.store.queue.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
+
+T = TypeVar("T")
+P = ParamSpec("P")
+S = TypeVar("S", bound="SqliteFile")
+
+NAME = "batches.sqlite"
+_VERSION = 1
+_PATIENCE = 10.0  # seconds to wait while another gateway writes
+_SCHEMA = """
+CREATE TABLE files (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, name TEXT NOT NULL,
+    purpose TEXT NOT NULL, size INTEGER NOT NULL, created REAL NOT NULL
+);
+CREATE INDEX files_of ON files (tenant, seq);
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file TEXT NOT NULL, window TEXT NOT NULL, created REAL NOT NULL, due REAL NOT NULL, metadata TEXT,
+    claims TEXT, state TEXT NOT NULL, began REAL, finalizing REAL, cancelling REAL, ended REAL, errors TEXT,
+    output_file TEXT, error_file TEXT, total INTEGER NOT NULL, completed INTEGER NOT NULL,
+    failed INTEGER NOT NULL
+);
+CREATE INDEX batches_of ON batches (tenant, seq);
+CREATE INDEX open_batches ON batches (due) WHERE ended IS NULL;
+CREATE TABLE lines (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
+    custom_id TEXT NOT NULL, ended INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, content BLOB NOT NULL);
+CREATE UNIQUE INDEX answer_of ON answers (batch, number);
+"""
+COLUMNS = {kind: ", ".join(field.name for field in fields(kind)) for kind in (StoredFile, Batch)}
+# Its lines are not recovered: they are in its input file, and their answers in the queue.
+_CHECK_AGAIN = """UPDATE batches SET began = NULL, finalizing = NULL, total = 0, completed = 0, failed = 0,
+    state = CASE WHEN cancelling IS NULL THEN 'validating' ELSE 'cancelling' END WHERE ended IS NULL"""
+log = logging.getLogger("headway.gateway")
+
+
+def recover_batches(folder: Path) -> Recovered | None:
+    """Recover files and batches of a damaged directory. counts: batches, and open ones. As `recover`."""
+    count = "SELECT COUNT(*), COUNT(*) FILTER (WHERE ended IS NULL) FROM batches"
+    return recover(str(folder / NAME), _open, _merge, count)
+
+
+class SqliteFile:
+    """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
+
+    Once the file is found damaged nothing is written any more; what it has is saved beside it. ConfigError
+    for one that was damaged before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        private.database(path)  # first: SQLite deletes the log of an empty file
+        check_sound(str(path), "The batches", "batches.dir")
+        self._path, self._db = path, _open(str(path))
+        self._lock = threading.Lock()
+        self._durable = True
+        self.threads = ThreadPoolExecutor(2, "batches")
+        self._damage: str | None = None
+        self._saving = threading.Lock()
+        self._saved = False
+        # Batches in memory, where damage does not reach them: the last that were added, and those that run.
+        self.added, self.unended = deque[Batch](maxlen=1000), list[Batch]()
+        self._watch = Watch(str(path), self.found_damaged)
+
+    def problem(self) -> str | None:
+        """Return why nothing can be written, None = it can."""
+        return self._damage
+
+    def found_damaged(self, what: str) -> None:
+        """Write nothing any more, and save what can be read."""
+        with self._saving:
+            if self._damage is None:
+                self._damage = f"{NAME} is damaged ({what}): {RECOVER}"
+                log.error("no batch is accepted any more: %s", self._damage)
+                self._save()
+
+    def _save(self) -> None:
+        try:
+            with self._lock:
+                file, unreadable = rescue(str(self._path), _open, self._fill)
+        except (sqlite3.Error, OSError) as error:
+            log.error("the batches are not saved yet: %s", error)
+            return
+        self._saved = True
+        log.error("the batches are saved in %s; %d rows could not be read", file, unreadable)
+
+    def _fill(self, target: sqlite3.Connection) -> int:
+        """Copy what can be read, then batches in memory that are missing, with their input files."""
+        unreadable = _merge(self._db, target)
+        for batch in (*self.added, *self.unended):
+            file = self._path.parent / "files" / batch.input_file
+            if file.exists():
+                size = file.stat().st_size
+                stored = StoredFile(file.name, batch.tenant, file.name, "batch", size, batch.created)
+                _add(target, "files", stored)
+                _add(target, "batches", batch)
+        target.execute(_CHECK_AGAIN)
+        return unreadable
+
+    def close_file(self) -> None:
+        """Wait for calls that were made and close the file."""
+        self._watch.close()
+        if self._damage is not None and not self._saved:
+            self._save()
+        self.threads.shutdown()
+        with self._lock:
+            if self._damage is None:
+                self._db.close()
+            else:
+                leave_open(self._db)  # to close it would write to the damaged file
+
+    @contextmanager
+    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Change all or nothing. durable: it survives loss of power, not only the death of the process."""
+        with self._lock:
+            if self._damage is not None:
+                raise sqlite3.DatabaseError(self._damage)
+            if durable != self._durable:
+                self._db.execute(f"PRAGMA synchronous = {'full' if durable else 'normal'}")
+                self._durable = durable
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def rows(self, sql: str, *values: object) -> list[Any]:
+        """Return what a query finds."""
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+
+def in_thread(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Turn a method that blocks into one that is awaited. HeadwayError (503) when the directory fails."""
+
+    @wraps(method)
+    async def call(self: S, /, *args: P.args, **named: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.threads, partial(method, self, *args, **named))
+        except (sqlite3.Error, OSError) as error:
+            if means_damage(error):
+                await loop.run_in_executor(None, self.found_damaged, str(error))
+            why = self.problem() or error
+            raise out("The directory of batches", why, "Look at its disk, then try again.") from error
+
+    return call
+
+
+def _open(path: str) -> sqlite3.Connection:
+    private.database(path)
+    db = sqlite3.connect(path, _PATIENCE, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _add(target: sqlite3.Connection, table: str, row: StoredFile | Batch) -> None:
+    values = [getattr(row, field.name) for field in fields(row)]
+    marks = ", ".join("?" * len(values))
+    sql = f"INSERT INTO {table} ({COLUMNS[type(row)]}) VALUES ({marks}) ON CONFLICT DO NOTHING"
+    target.execute(sql, values)
+
+
+def _merge(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
+    """Copy files and batches; batches that have not ended begin again with the check of their lines."""
+    files = merge_rows(source, target, "files", COLUMNS[StoredFile], "DO NOTHING")
+    batches = merge_rows(source, target, "batches", COLUMNS[Batch], "DO NOTHING")
+    target.execute(_CHECK_AGAIN)
+    return files + batches
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA journal_mode = wal")
+    db.execute("PRAGMA synchronous = full")
+    limit_log(db)
+    db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if not version:
+        for statement in _SCHEMA.split(";\n"):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {_VERSION}")
+    db.execute("COMMIT")
+    if version > _VERSION:
+        raise sqlite3.DatabaseError(f"its schema {version} is that of a newer Headway")
