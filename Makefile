@@ -11,7 +11,7 @@ TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
-SLOW_FOLDERS := tests/engine tests/e2e tests/serve tests/bench
+SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
 .PHONY: audit chromium clients docker peers install postgres rabbitmq serve test test-fast explore lint bench clean
 install: $(VENV)/.installed

@@ -24,15 +24,15 @@ OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test 
 MARKERS = {
     "engine": ("engine",),
     "e2e": ("engine", "server"),
-    "serve": ("server",),
+    "gateway": ("server",),
     "bench": ("slow",),
-    "broker/test_crash.py": ("slow",),
-    "broker/test_postgres_crash.py": ("slow",),
-    "sim/test_compiled_loop.py": ("slow",),
-    "sim/test_planning.py": ("slow",),
-    "sim/test_recorder.py": ("slow",),
-    "sim/test_run.py": ("slow",),
-    "sim/test_timeline.py": ("slow",),
+    "store/test_crash.py": ("slow",),
+    "store/test_postgres_crash.py": ("slow",),
+    "simulate/test_compiled_loop.py": ("slow",),
+    "simulate/test_planning.py": ("slow",),
+    "simulate/test_recorder.py": ("slow",),
+    "simulate/test_run.py": ("slow",),
+    "simulate/test_timeline.py": ("slow",),
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"

@@ -32,7 +32,7 @@ from headway.whatif.load.records import Record
 from headway.whatif.measured import systems
 from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
-from tests.serve import gateway as in_process
+from tests.gateway import gateway as in_process
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)
 SMALL = Shape(scale=0.01)

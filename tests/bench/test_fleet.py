@@ -24,8 +24,8 @@ from headway.simulate.instance import SimulatedInstance
 from headway.types import Slo
 from headway.whatif.load import mix
 from headway.whatif.measured.systems import total
-from tests.serve.gateway import serving
-from tests.serve.swapping import make_model, use_fake_engines
+from tests.gateway.gateway import serving
+from tests.gateway.swapping import make_model, use_fake_engines
 
 MIX = mix.Mix(
     "m",

@@ -1,6 +1,6 @@
 """The benchmark on Ray nodes: what it asks of a node, what it counts as lost, how clients try again.
 
-Its parts are tried elsewhere: `headway up` on two Ray nodes in tests/up, deaths in tests/serve/roles.
+Its parts are tried elsewhere: `headway up` on two Ray nodes in tests/up, deaths in tests/gateway/roles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headway.types import Slo
 from headway.whatif.load import generator
 from headway.whatif.load.records import Call, Record
 from headway.whatif.output.results import save
-from tests.serve.gateway import Fake, configuration, serving
+from tests.gateway.gateway import Fake, configuration, serving
 
 MODELS = (Model("/m/smollm2", "a"), Model("/m/near", "b"), Model("/m/short", "c"))
 TRIAL = Trial(MODELS, ("headway",), rate=1.0, duration=30.0)

@@ -19,8 +19,8 @@ from headway.engines.vllm.process import models
 from headway.engines.vllm.process.host_weights import is_warm
 from headway.models.compare import weight_files
 from headway.models.variants import vary
-from tests.serve.gateway import CLASSES, serving, until
-from tests.serve.swapping import Swapping, kinds, note_events
+from tests.gateway.gateway import CLASSES, serving, until
+from tests.gateway.swapping import Swapping, kinds, note_events
 
 LONG = "The sea is wide, and the ships that cross it are small. " * 24  # more than two blocks of 128 tokens
 PROMPTS = ("The capital of France is", "Once upon a time", LONG)
@@ -69,7 +69,7 @@ def test_answers_after_a_swap_are_those_of_a_fresh_engine(
         start_timeout_s=1200, host_weights_gib=1,
     )  # fmt: skip
     queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
-    config = Config("tests.serve.swapping:RECIPE", Server(port=8000), (engine,), queue, classes=CLASSES)
+    config = Config("tests.gateway.swapping:RECIPE", Server(port=8000), (engine,), queue, classes=CLASSES)
     with serving(config, ready=False) as inner, ThreadPoolExecutor() as pool:
         gateway = Swapping(**vars(inner))
         until(lambda: gateway.engine.up.is_set(), 1200)

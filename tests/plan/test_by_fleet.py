@@ -17,7 +17,7 @@ from headway.stages import Stage
 from headway.types import Command, Instance, Send, Slo, Swap
 from tests.plan.place import Place, ask, instance
 from tests.plan.test_qlm import Planned, loads, of
-from tests.sim.machines import at, machine, together
+from tests.simulate.machines import at, machine, together
 
 
 def planner() -> ByFleet:

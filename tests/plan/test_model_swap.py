@@ -20,7 +20,7 @@ from headway.simulate.run import Failure, Outcome, Simulation
 from headway.simulate.workload.traffic import Workload
 from headway.types import Command, Instance, Loadable, Slo, Swap
 from tests.plan.place import Place, ask, instance
-from tests.sim.machines import at, machine, random_traffic, together
+from tests.simulate.machines import at, machine, random_traffic, together
 
 
 def both(id: str, serves: str = "a", loads: str = "b", *, running: int = 2, **more: Any) -> Instance:

@@ -19,8 +19,8 @@ from headway.policy.recipes.registry import find
 from headway.simulate.run import Failure, Simulation
 from headway.types import Command, Instance, Loadable, Rerank, Slo, Swap, Warm
 from tests.plan.place import Place, ask, instance
-from tests.sim.machines import at as arriving
-from tests.sim.machines import machine, random_traffic, together
+from tests.simulate.machines import at as arriving
+from tests.simulate.machines import machine, random_traffic, together
 
 
 def loads(*models: str, cold: float = 10.0, warm: float = 1.0) -> tuple[Loadable, ...]:

@@ -21,8 +21,8 @@ from headway.config import Config, Engine, Up, Wire
 from headway.config import Server as ServerConfig
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from tests.gateway.gateway import CHAT, SAY, WEB, Fake, configuration, until
 from tests.helpers import rabbitmq
-from tests.serve.gateway import CHAT, SAY, WEB, Fake, configuration, until
 
 NODE = "headway_node"  # custom resources of the nodes: NODE0, NODE1
 

@@ -2,8 +2,8 @@
 
 It covers one instance without prefix caching, an `Ordered` planner and a packer with `params`. It calls the
 very functions that those packers, the engine, the latency model and vLLM's hook call; only the slow loop's
-bookkeeping is written anew, as heaps instead of tables. `tests/sim/test_compiled_loop.py` requires the same
-outcome to the last bit.
+bookkeeping is written anew, as heaps instead of tables. `tests/simulate/test_compiled_loop.py` requires the
+same outcome to the last bit.
 """
 
 from __future__ import annotations

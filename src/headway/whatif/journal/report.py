@@ -1,6 +1,6 @@
 """`headway report`: what a gateway has done, from its journal, in the figures of benchmarks.
 
-Attainment, latencies and throughput by class and by tenant are those of `bench/load`; requests that were
+Attainment, latencies and throughput by class and by tenant are those of `whatif/load`; requests that were
 cancelled by their clients are counted and otherwise left out, as in /metrics.
 """
 

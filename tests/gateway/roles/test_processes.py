@@ -1,0 +1,131 @@
+"""`headway gateway`, `controller` and `agent` as processes over a real RabbitMQ, with a FAKE engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headway.config import write
+from headway.config.wire import Wire
+from headway.engines.vllm.process.launch import free_port
+from tests.gateway.gateway import CHAT, SAY, WEB, Fake, configuration, until
+from tests.gateway.test_request_ends import fakes
+from tests.helpers import rabbitmq
+
+
+@dataclass
+class Cluster:
+    """Processes that share one configuration file."""
+
+    folder: Path
+    file: Path
+    url: str
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    def start(self, name: str, role: str, *more: str) -> None:
+        self.ports.setdefault(name, free_port())
+        argv = [sys.executable, "-m", "headway.cli", role, "-c", str(self.file), *more]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [*argv, "--port", str(self.ports[name])], stdout=log, stderr=log,
+                env=os.environ | {"HEADWAY_RABBITMQ_URL": self.url},
+            )  # fmt: skip
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        process = self.running.pop(name)
+        process.send_signal(number)
+        return process.wait(30)
+
+    def ready(self, name: str) -> bool:
+        try:
+            return WEB.get(f"http://127.0.0.1:{self.ports[name]}/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def chat(self, name: str, **fields: object) -> httpx.Response:
+        body = {"model": "smollm2", "messages": SAY, "max_tokens": 8, **fields}
+        return WEB.post(f"http://127.0.0.1:{self.ports[name]}{CHAT}", json=body, timeout=60)
+
+    def leads(self, name: str) -> bool:
+        return bool(WEB.get(f"http://127.0.0.1:{self.ports[name]}/ready").json()["leads"])
+
+
+@contextmanager
+def cluster(folder: Path, fake: Fake) -> Iterator[Cluster]:
+    """Yield a controller, an agent and two gateways that are ready."""
+    config = configuration(folder, fake.url)
+    wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
+    file = folder / "headway.toml"
+    file.write_text(write(replace(config, wire=wire)))
+    made = Cluster(folder, file, rabbitmq.the_url())
+    try:
+        made.start("c1", "controller")
+        made.start("a1", "agent", "--name", "a1")
+        for name in ("g1", "g2"):
+            made.start(name, "gateway")
+        until(lambda: all(made.ready(name) for name in made.running), 60)
+        yield made
+    except BaseException:
+        for name in made.ports:
+            print(f"--- {name}", (folder / f"{name}.log").read_text()[-3000:])
+        raise
+    finally:
+        for name in [*made.running]:
+            made.kill(name)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    fake = Fake(tmp_path).start()
+    yield fake
+    fake.stop()
+
+
+def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) -> None:
+    with cluster(tmp_path, fake) as made, ThreadPoolExecutor(40) as pool:
+        until(lambda: made.chat("g1").status_code == 200, 30)
+        assert made.chat("g2").status_code == 200
+        asked = fake.last()["asked"]
+        held = [pool.submit(made.chat, name, **fakes(hold="h")) for name in ("g1", "g2") for _ in range(18)]
+        until(lambda: fake.last()["asked"] >= asked + 32, 30)
+        made.start("c2", "controller")
+        until(lambda: made.ready("c2"), 30)
+        assert made.leads("c1")
+        assert not made.leads("c2")
+        made.kill("c1")
+        until(lambda: made.leads("c2"), 30)
+        made.kill("a1")
+        made.start("a1", "agent", "--name", "a1")
+        fake.release("h")
+        assert [one.result(60).status_code for one in held] == [200] * 36
+        assert fake.last()["asked"] == asked + 36, "each was sent once"
+        until(lambda: made.ready("a1"), 30)
+        assert made.chat("g1").status_code == 200
+        assert made.kill("g1", signal.SIGTERM) in (0, -signal.SIGTERM)
+        assert made.chat("g2").status_code == 200
+        assert made.kill("c2", signal.SIGTERM) == 0
+        assert made.kill("a1", signal.SIGTERM) == 0
+
+
+def test_without_a_url_the_mend_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text(write(configuration(tmp_path, "http://127.0.0.1:9")))
+    env = {name: value for name, value in os.environ.items() if name != "HEADWAY_RABBITMQ_URL"}
+    for role in ("gateway", "controller", "agent"):
+        argv = [sys.executable, "-m", "headway.cli", role, "-c", str(file)]
+        ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2, role
+        assert "no url of one is set" in " ".join(ended.stderr.split())
+        assert "HEADWAY_RABBITMQ_URL" in ended.stderr

@@ -1,0 +1,230 @@
+"""A Headway in parts: a gateway, a controller and an agent that only the wire connects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway import clock
+from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
+from headway.cluster.wire.port import Letter
+from headway.events import Arrived, Finished, Started
+from headway.gateway.control.remote.control import RemoteControl
+from headway.types import Request
+from tests.gateway.gateway import Fake, configuration, until
+from tests.gateway.roles.exchange import LocalLink
+from tests.gateway.roles.parts import Parts, parts
+from tests.gateway.test_request_ends import fakes
+
+
+def waiting(headway: Parts, name: str) -> list[str]:
+    """Return the ids of the requests that a controller knows of."""
+    leader = headway.controllers[name].leader
+    return [] if leader is None else list(leader.control.controller.requests)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    fake = Fake(tmp_path).start()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def headway(tmp_path: Path, fake: Fake) -> Iterator[Parts]:
+    with parts(configuration(tmp_path, fake.url), tmp_path) as made:
+        made.controller("c1")
+        made.agent("a1", "e0")
+        yield made
+
+
+def test_a_request_goes_from_a_gateway_to_an_agent_s_engine(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        answer = gateway.post(gateway.chat())
+        assert answer.status_code == 200, answer.text
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_a_stream_goes_through_and_the_controller_hears_of_its_first_token(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        chunks = list(gateway.client().chat.completions.create(**gateway.chat(), stream=True))
+        assert len(chunks) > 2
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_two_gateways_share_one_queue(headway: Parts) -> None:
+    with headway.gateway("g1") as one, headway.gateway("g2") as other:
+        for gateway in (one, other):
+            assert gateway.post(gateway.chat()).status_code == 200
+        until(lambda: not waiting(headway, "c1"))
+
+
+def test_a_standby_takes_over_what_waits_and_what_runs(headway: Parts, fake: Fake) -> None:
+    """The first controller dies with one answer held back in the engine and others behind it."""
+    headway.controller("c2")
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(40) as pool:
+        held = [pool.submit(gateway.post, gateway.chat(**fakes(hold="h"))) for _ in range(36)]
+        until(lambda: len(waiting(headway, "c1")) == 36)
+        headway.kill("c1")
+        until(lambda: headway.controllers["c2"].leader is not None)
+        until(lambda: len(waiting(headway, "c2")) == 36)
+        fake.release("h")
+        assert [one.result(20).status_code for one in held] == [200] * 36
+        until(lambda: not waiting(headway, "c2"))
+        assert fake.last()["asked"] == 36, "none was sent twice"
+
+
+def test_requests_of_a_gateway_that_dies_end_in_the_controller(headway: Parts, fake: Fake) -> None:
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(gateway.post, gateway.chat(**fakes(hold="h")))
+        until(lambda: waiting(headway, "c1"))
+        headway.exchange.part("g1")
+        until(lambda: not waiting(headway, "c1"))
+        headway.exchange.mend("g1")
+        until(lambda: waiting(headway, "c1"))
+        fake.release("h")
+        assert asked.result(20).status_code == 200
+
+
+def test_without_a_connection_requests_are_refused_rather_than_lost(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        headway.exchange.part("g1")
+        answer = gateway.post(gateway.chat())
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "queue_unreachable"
+        headway.exchange.mend("g1")
+        assert gateway.post(gateway.chat()).status_code == 200
+
+
+def test_an_agent_that_is_silent_gets_no_work_until_it_is_back(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
+        headway.exchange.part("a1")
+        until(lambda: not gateway.controller.cluster.instances)
+        until(lambda: not headway.controllers["c1"].leader.control.controller.cluster.instances)
+        assert gateway.get("/ready").status_code == 503
+        asked = pool.submit(gateway.post, gateway.chat())
+        until(lambda: waiting(headway, "c1"))
+        headway.exchange.mend("a1")
+        assert asked.result(20).status_code == 200
+
+
+def warned(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
+    return [text for text in (record.getMessage() for record in caplog.records) if what in text]
+
+
+def reports(headway: Parts, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the reports that an agent makes from now on."""
+    made, carry = list[str](), headway.exchange.carry
+
+    def note(sender: LocalLink, to: str, data: bytes) -> None:
+        carry(sender, to, data)
+        if sender.name == name and to == "all":
+            made.append(name)
+
+    monkeypatch.setattr(headway.exchange, "carry", note)
+    return made
+
+
+def test_an_engine_that_is_not_configured_gets_no_work_and_is_told_of_once(
+    headway: Parts, fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that does not know it would send back what the controller sends there, again and again."""
+    with headway.gateway("g1") as gateway:
+        made, own = reports(headway, "a2", monkeypatch), headway.config
+        headway.config = replace(own, engines=own.engines * 2)
+        headway.agent("a2", "e1")
+        until(lambda: "a2" in headway.agents)
+        headway.config = own
+        until(lambda: len(made) > 4 and headway.agents["a2"].agents.engines["e1"].up.is_set(), 30)
+        said = len(made)
+        until(lambda: len(made) > said + 1, 30)
+        for _ in range(4):
+            assert gateway.post(gateway.chat()).status_code == 200
+        leader = headway.controllers["c1"].leader
+        assert leader is not None
+        assert leader.control.controller.cluster.instances.keys() == {"e0"}
+        told = warned(caplog, "a2 has an engine e1, which gets no work: this configuration lacks it. Give")
+        assert len(told) == 2, "the gateway and the controller have told once each"
+
+
+def test_an_engine_that_another_agent_has_is_told_of_once(
+    headway: Parts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with headway.gateway("g1") as gateway:
+        made = reports(headway, "a2", monkeypatch)
+        headway.agent("a2", "e0")
+        until(lambda: len(made) > 4, 30)
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert len(warned(caplog, "a2 has an engine e0, which gets no work: a1 has it, too. Start")) == 1
+        headway.kill("a1")
+        until(lambda: headway.controllers["c1"].leader._agent_of.get("e0") == "a2", 30)  # type: ignore[union-attr]
+
+
+def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> None:
+    """One that was slow to notice that its background request was taken over changes nothing any more."""
+    until(lambda: headway.controllers)
+    link = headway.exchange.links["c1"]
+    request = Request("r1", "other", 10, 10, arrival=clock.now())
+    early, late = (InFlight(request, None, False, clock.now() + s) for s in (0.0, 60.0))
+
+    def hear(sender: str, *items: Item) -> None:
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Letter(sender, 1, items, 0.0))
+
+    def known(name: str) -> bool:
+        return name in leader._gateways and leader._gateways[name].known
+
+    link.term = 1
+    hear("x", Present((early,), True))
+    until(lambda: waiting(headway, "c1") == ["r1"])
+    leader = headway.controllers["c1"].leader
+    assert leader is not None
+    hear("y", Present((), True), Arrived(request))
+    until(lambda: leader._owner["r1"] == "y")
+    assert leader._gateways["x"].ids == set()
+    hear("x", Started("r1"), Finished("r1", 3))
+    hear("x", Present((early,), True), Alive((), 0))
+    hear("y", Alive((), 1))
+    until(lambda: link.inbox.empty())
+    assert waiting(headway, "c1") == ["r1"]
+    assert leader._owner["r1"] == "y"
+    hear("x", Present((late,), True))
+    until(lambda: leader._owner["r1"] == "x")
+    assert known("y")
+    hear("y", Alive((), 1))
+    until(lambda: not known("y"))  # it is asked what it has
+    hear("y", Present((early,), True))
+    until(lambda: known("y"))
+    hear("x", Finished("r1", 3))
+    until(lambda: not waiting(headway, "c1"))
+
+
+def test_what_cannot_be_taken_note_of_is_asked_for_again(headway: Parts) -> None:
+    with headway.gateway("g1") as gateway:
+        leader = headway.controllers["c1"].leader
+        assert leader is not None
+        link = headway.exchange.links["c1"]
+        nonsense = Letter("g1", link.term, (Arrived("nonsense"),), 0.0)  # type: ignore[arg-type]
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, nonsense)
+        until(lambda: link.inbox.empty())
+        assert gateway.post(gateway.chat()).status_code == 200
+        until(lambda: leader._gateways["g1"].known)
+
+
+def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None:
+    headway.controller("c2")
+    with headway.gateway("g1") as gateway:
+        headway.exchange.part("c1")
+        until(lambda: headway.controllers["c2"].leader is not None)
+        control = gateway.inner.dispatcher.control
+        assert isinstance(control, RemoteControl)
+        until(lambda: control.leader.epoch == 2)
+        before = control.leader.heard
+        gateway.loop.call_soon_threadsafe(control.hear, Letter("c1", 1, (Standing(frozenset(), {}),), 0.0))
+        headway.exchange.mend("c1")
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert control.leader.epoch == 2
+        assert control.leader.heard > before

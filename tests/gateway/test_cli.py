@@ -1,0 +1,362 @@
+"""`headway serve` on the command line: errors with hints, and no process left behind at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+import pytest
+import typer
+from rich.text import Text
+
+from benchmarks.cli import bench_app
+from headway import __version__
+from headway.cli.main import app, main
+from headway.config import Broker, Config, Engine, Server, Sqlite, write
+from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
+from tests.gateway.gateway import WEB, Fake, until
+from tests.gateway.test_request_ends import fakes
+
+DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
+
+
+def headway(
+    *arguments: str, folder: Path, stderr: int | IO[str] = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
+    """Start `headway ...`; its state goes to the folder."""
+    env = os.environ | {"XDG_STATE_HOME": str(folder), "COLUMNS": "400"} | environment
+    argv = [sys.executable, "-c", "from headway.cli.main import main; main()", *arguments]
+    return subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=stderr)
+
+
+@dataclass
+class Preempted:
+    """What makes a start impossible: a port that is in use, a queue that another gateway has."""
+
+    port: int
+    queue: str
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preempted]:
+    import fcntl
+
+    queue = tmp_path_factory.mktemp("queue") / "queue.sqlite"
+    with socket.create_server(("127.0.0.1", 0)) as sock, Path(f"{queue}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Preempted(sock.getsockname()[1], str(queue))
+
+
+Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the hint
+MISTAKES: dict[str, Mistake] = {
+    "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
+    "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
+    "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
+    "queue in use": (
+        '[broker.sqlite]\npath = "{taken.queue}"\n',
+        ["--url", DEAD],
+        "another gateway",
+        "its own",
+    ),
+}
+MORE: dict[str, Mistake] = {
+    "not TOML": ("[server\n", [], "not TOML", "config show"),
+    "no such file": ("-", [], "cannot be read", "--config"),
+    "unknown recipe": ("", ["--recipe", "slak"], "slak", "slack"),
+    "not an address": ("", ["--url", "localhost:8000"], "localhost:8000", "http://"),
+    "no place for logs": ("", ["--logs", "/dev/null/logs", "--url", DEAD], "/dev/null/logs", "--logs"),
+    "not our host": ("", ["--host", "203.0.113.7", "--url", DEAD], "203.0.113.7", "--host"),
+    "no tool parser": ('engines = [{tool_parser = "hermis"}]', [], "engines.0.tool_parser", "'hermes'?"),
+    "no reasoning parser": ('engines = [{args = ["--reasoning-parser=r"]}]', [], "'r'", "deepseek_r1"),
+    "too long a context": ("engines = [{max_model_len = 8193}]", [], "engines.0.max_model_len", "8192"),
+    "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
+}
+
+
+def command(mistake: Mistake, taken: Preempted, file: Path) -> list[str]:
+    """Write the mistake's file and return the arguments of `headway`."""
+    text, options, _, _ = mistake
+    if text != "-":
+        file.write_text(text.replace("{taken.queue}", taken.queue))
+    options = [option.replace("{taken.port}", str(taken.port)) for option in options]
+    port = [] if "--port" in options else ["--port", str(free_port())]
+    return ["serve", "--config", str(file), *options, *port]
+
+
+def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) -> None:
+    """All at once, because each start costs seconds of imports."""
+    started = {
+        name: headway(*command(mistake, taken, tmp_path / f"{name}.toml"), folder=tmp_path / name)
+        for name, mistake in MISTAKES.items()
+    }
+    for name, process in started.items():
+        out, err = process.communicate(timeout=60)
+        _, _, wrong, hint = MISTAKES[name]
+        assert process.returncode == 2, f"{name}: {out}{err}"
+        assert "error:" in err, f"{name}: {err}"
+        assert wrong in err.partition("hint:")[0], f"{name}: {err}"
+        assert hint in err.partition("hint:")[2], f"{name}: {err}"
+        assert "Traceback" not in err, f"{name}: {err}"
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    with pytest.raises(ConfigError) as raised:
+        app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
+    _, _, wrong, hint = MORE[name]
+    assert wrong in raised.value.message
+    assert hint in raised.value.hint
+
+
+def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    file = tmp_path / "headway.toml"
+    file.write_text(
+        'recipe = "slak"\n[server]\noperator_key = "env:HEADWAY_NO_SUCH"\n'
+        '[[engines]]\nmodel = "/no/a"\n[[engines]]\nmodel = "/no/b"\n[[engines]]\nmodel = "/no/b"\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["headway", "serve", "-c", str(file), "--port", str(free_port())])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    said = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert said.count("error:") == said.count("hint:") == 4, said
+    for wrong in ("'slak'", "HEADWAY_NO_SUCH", "'/no/a'", "'/no/b'"):
+        assert wrong in said
+    file.write_text('classes = 3\nengines = [{ api_key = "sk-long-enough", resources = 1 }]')
+    with pytest.raises(SystemExit):
+        main()
+    file.write_text("engines = []")
+    with pytest.raises(SystemExit):
+        main()
+    assert "[[engines]]" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_banner_has_an_ipv6_address_in_brackets(tmp_path: Path) -> None:
+    port = free_port()
+    with headway("serve", "--host", "::", "--port", str(port), "--url", DEAD, folder=tmp_path) as process:
+        assert process.stderr is not None
+        try:
+            assert f"http://[::]:{port} " in process.stderr.readline()
+        finally:
+            process.kill()
+
+
+def test_no_help_loses_a_word_in_brackets() -> None:
+    """Typer reads help as Rich's markup: `[[engines]]` would become `[]`."""
+
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        yield from (getattr(one, "help", None) or "" for one in command.params)
+        for one in getattr(command, "commands", {}).values():
+            yield from texts(one)
+
+    found = [*texts(typer.main.get_command(app)), *texts(typer.main.get_command(bench_app))]
+    for text in found:
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text
+
+
+def test_what_serve_refuses_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"\n')
+    with pytest.raises(ConfigError, match="slack"):
+        app(["config", "show", "--config", str(file)], standalone_mode=False)
+    assert 'recipe = "slak"' in capsys.readouterr().out
+
+
+# ---- with engines of its own: a program that stands in for `vllm serve`
+
+STANDIN = """
+import os, subprocess, sys
+arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+if os.environ.get("STANDIN") == "broken":
+    print("[/red] no such device", flush=True)
+    sys.exit(3)
+if os.environ.get("STANDIN") == "misused":
+    print("vllm: error: unrecognized arguments: --max-gpus", flush=True)
+    sys.exit(2)
+subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
+os.environ.pop("PYTHONPATH")
+line = [sys.executable, "-m", "benchmarks.real.fake_engine", "--port", arguments["--port"]]
+os.execv(sys.executable, line)
+"""
+
+
+@dataclass
+class Run:
+    """A `headway serve` with an engine of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.process.communicate()
+        try:
+            return WEB.get(f"{self.url}/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    main = tmp_path / "standin" / "vllm" / "entrypoints" / "cli" / "main.py"
+    main.parent.mkdir(parents=True)
+    main.write_text(STANDIN)
+    for folder in (main.parent, *main.parent.parents[:2]):
+        (folder / "__init__.py").touch()
+    runs: list[Run] = []
+
+    def begin(**environment: str) -> Run:
+        port = free_port()
+        config = Config(
+            server=Server(port=port), engines=(Engine(start_timeout_s=20),),
+            broker=Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"))),
+        )  # fmt: skip
+        (tmp_path / "headway.toml").write_text(write(config))
+        options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
+        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])}
+        runs.append(
+            Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}")
+        )
+        return runs[-1]
+
+    yield begin
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_its_engine_is_started_again_and_ended(run: Any) -> None:
+    started = run()
+    until(started.ready, 40)
+    first = started.family()
+    assert len(first) >= 2, "the engine and its own child"
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
+    engine = next(one for one in first if "benchmarks.real.fake_engine" in one.cmdline())
+    engine.kill()
+    assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
+    assert left(first) == [], "nothing of the dead engine is left"
+    family = started.family()
+    started.process.send_signal(signal.SIGINT)
+    _, err = started.process.communicate(timeout=30)
+    assert started.process.returncode == 0, err
+    assert "Traceback" not in err
+    assert left(family) == []
+
+
+def test_its_engine_ends_when_it_is_killed(run: Any) -> None:
+    started = run()
+    until(started.ready, 40)
+    engine = [one for one in started.family() if "benchmarks.real.fake_engine" in one.cmdline()]
+    others = [one for one in started.family() if "sleep" in one.cmdline()]
+    started.process.kill()
+    assert left(engine) == []
+    assert others
+    for other in others:  # a real engine's processes look after their parent (tests/e2e/test_crash.py)
+        other.kill()
+
+
+def test_interrupting_the_start_leaves_nothing(run: Any, tmp_path: Path) -> None:
+    started = run()
+    until((tmp_path / "e0.log").exists, 40)  # the child is being born
+    family = psutil.Process(started.process.pid).children(recursive=True)
+    started.process.send_signal(signal.SIGINT)
+    _, err = started.process.communicate(timeout=30)
+    assert started.process.returncode == 0, err
+    assert left(family) == []
+    time.sleep(0.2)
+    assert not [
+        one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])
+    ]
+
+
+def test_an_engine_that_cannot_start(run: Any) -> None:
+    started = run(STANDIN="broken")
+    _, err = started.process.communicate(timeout=60)
+    assert started.process.returncode == 1
+    assert "cannot start" in err
+    assert "[/red] no such device" in err, "the engine's last words"
+    assert "exit code 3" in err
+
+
+def test_an_engine_that_refuses_its_arguments_is_started_once(run: Any, tmp_path: Path) -> None:
+    started = run(STANDIN="misused")
+    _, err = started.process.communicate(timeout=60)
+    assert started.process.returncode == 1
+    assert "cannot start" in err
+    assert "Correct its settings in [[engines]]" in err.partition("cannot start")[2]
+    assert (tmp_path / "e0.log").read_text().count("--max-gpus") == 1
+
+
+def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    process = headway("serve", "--port", str(port), "--url", fake.url, folder=tmp_path)
+    started = Run(process, f"http://127.0.0.1:{port}")
+    until(started.ready, 40)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM, err
+    assert "Traceback" not in err
+    assert fake.answers(), "an engine that it only attached to lives on"
+
+
+def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
+    port = free_port()
+    process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
+    until(Run(process, f"http://127.0.0.1:{port}").ready, 40)
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    with WEB.stream(
+        "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=600)
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        assert "gateway_stopped" in "".join(lines)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+
+
+def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:
+    """A default of 1,024 is fewer than the clients of one gateway."""
+    code = (
+        "import resource; from headway.gateway.main import _raise_file_limit\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))\n"
+        "_raise_file_limit()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version_and_help_have_their_usual_options(tmp_path: Path) -> None:
+    for option, expected in (("--version", __version__), ("-h", "Usage")):
+        said, _ = headway(option, folder=tmp_path).communicate()
+        assert expected in said
+    said, _ = headway("simulate", "-h", folder=tmp_path).communicate()
+    assert "--recipes" in said

@@ -1,0 +1,190 @@
+"""Ends of requests survive a disk that is full for a while; loops beside the requests go on after errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.errors import HeadwayError
+from headway.gateway import tasks
+from headway.gateway.requests.closing import Closings
+from headway.store.queue.memory import MemoryBroker, MemoryStore
+from headway.store.queue.port import Job
+from headway.store.queue.sqlite import SqliteBroker
+from tests.gateway.conftest import Serve
+from tests.gateway.gateway import Fake, Gateway, until
+from tests.gateway.test_background import begin, finished
+from tests.gateway.test_request_ends import fakes
+
+
+@contextmanager
+def full(broker: type[SqliteBroker] | type[MemoryBroker], *, status: int = 503) -> Iterator[None]:
+    """Let every end of a job fail to be stored, as on a full disk."""
+
+    async def out(*_: Any) -> bool:
+        raise HeadwayError("The broker is out: disk full.", "Make room.", status=status)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broker, "done", out)
+        patch.setattr(broker, "fail", out)
+        yield
+
+
+def waiting(gateway: Gateway) -> int:
+    return int(gateway.get("/ready").json()["ends_not_stored"])
+
+
+def test_work_that_ends_on_a_full_disk_is_closed_later(serve: Serve, fake: Fake) -> None:
+    with serve() as gateway:
+        held, other = begin(gateway, **fakes(hold="full")), begin(gateway, **fakes(hold="other"))
+        until(lambda: fake.last()["open"] == 2)
+        with full(SqliteBroker):
+            fake.release("full")
+            until(lambda: waiting(gateway) == 1)
+            assert gateway.get("/ready").status_code == 503
+            refused = gateway.post(None, f"/v1/responses/{other}/cancel")
+            assert refused.status_code == 503
+            assert "cannot be written" in refused.json()["error"]["message"]
+            assert gateway.post(None, f"/v1/responses/{other}/cancel").status_code == 503
+            assert gateway.post(gateway.chat()).status_code == 200, "the answer is there"
+            until(lambda: waiting(gateway) == 3)
+        until(lambda: waiting(gateway) == 0)
+        assert gateway.get("/ready").status_code == 200
+        assert finished(gateway, held)["response"]["usage"]["completion_tokens"] == 8
+        assert finished(gateway, other)["status"] == "cancelled"
+        assert "open" not in {state for state, _ in gateway.jobs().values()}
+
+
+async def lone() -> tuple[MemoryBroker, Closings]:
+    broker = MemoryBroker("A", MemoryStore())
+    await broker.renew(1e12)
+    await broker.put(Job("a", "t", "/v1/completions", b"{}", "{}", 0.0, background=True))
+    return broker, Closings(broker)
+
+
+async def test_the_first_end_counts() -> None:
+    broker, closings = await lone()
+    with full(MemoryBroker):
+        assert await closings.done("a", b"answer", 1.0)
+        assert "a" in closings
+        assert not await closings.retry()
+    assert await closings.retry()
+    assert len(closings) == 0
+    job = await broker.get("a")
+    assert job is not None
+    assert (job.state, job.result) == ("done", b"answer")
+
+
+async def test_an_end_whose_writer_is_stopped_is_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, closings = await lone()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryBroker, "done", lambda *_: asyncio.Event().wait())
+        writer = asyncio.create_task(closings.done("a", b"answer", 1.0))
+        await asyncio.sleep(0)
+        await tasks.cancel(writer)
+    assert writer.cancelled()
+    assert await closings.retry()
+    job = await broker.get("a")
+    assert job is not None
+    assert (job.state, job.result) == ("done", b"answer")
+
+
+def test_cancelling_what_is_being_stored_waits_for_it(
+    serve: Serve, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, storing, go_on = SqliteBroker.done, threading.Event(), threading.Event()
+
+    async def slow(self: SqliteBroker, *answer: Any) -> bool:
+        storing.set()
+        await asyncio.to_thread(go_on.wait, 20.0)
+        return await done(self, *answer)
+
+    with serve() as gateway, ThreadPoolExecutor(1) as client:
+        monkeypatch.setattr(SqliteBroker, "done", slow)
+        held = begin(gateway, **fakes(hold="held"))
+        until(lambda: fake.last()["open"] == 1)
+        fake.release("held")
+        assert storing.wait(20.0)
+        answer = client.submit(gateway.post, None, f"/v1/responses/{held}/cancel")
+        time.sleep(0.2)
+        assert not answer.done()
+        go_on.set()
+        assert answer.result(20.0).status_code == 409
+        assert finished(gateway, held)["status"] == "completed"
+
+
+async def test_an_answer_that_can_never_be_stored_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unfit(*_: Any) -> bool:
+        raise HeadwayError("The job cannot be stored: too big.", "Send a smaller one.")
+
+    broker, closings = await lone()
+    monkeypatch.setattr(MemoryBroker, "done", unfit)
+    await closings.done("a", b"answer", 1.0)
+    job = await broker.get("a")
+    assert job is not None
+    assert job.state == "failed"
+    assert "too big" in str(job.reason)
+
+
+def test_a_stored_request_that_cannot_be_read_strands_no_other(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+
+    async def leave() -> None:
+        broker = MemoryBroker("dead", store)
+        await broker.renew(0.0)
+        job = Job("bad", "default", "/v1/completions", b"{}", "not a request", 0.0, background=True)
+        for id in ("bad", "worse"):
+            await broker.put(replace(job, id=id))
+
+    asyncio.run(leave())
+    monkeypatch.setattr("headway.gateway.gateway.open_broker", lambda settings: MemoryBroker("new", store))
+    with serve():
+        until(lambda: {job.state for job in store.jobs.values()} == {"failed"})
+
+
+async def test_a_loop_that_fails_begins_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tasks, "_PAUSE_S", 0.0)
+    turns, failed, done = 0, list[str](), asyncio.Event()
+
+    async def chore() -> None:
+        nonlocal turns
+        turns += 1
+        if turns < 3:
+            raise ZeroDivisionError("oops")
+        done.set()
+        await asyncio.sleep(3600)
+
+    with caplog.at_level(logging.ERROR, "headway.gateway"):
+        async with tasks.running(chore, failed=failed.append):
+            await asyncio.wait_for(done.wait(), 5)
+    assert len(failed) == 2
+    assert "chore" in failed[0]
+    assert "oops" in caplog.text
+
+
+def test_forgetting_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    async def forget(*_: Any) -> int:
+        nonlocal calls
+        calls += 1
+        raise OverflowError("a clock beyond all years")
+
+    monkeypatch.setattr(tasks, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(SqliteBroker, "forget", forget)
+    with serve() as gateway:
+        until(lambda: calls > 3)
+        assert gateway.metric('headway_loop_failures_total{loop="forget_old_jobs"}') > 2

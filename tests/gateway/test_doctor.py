@@ -1,0 +1,121 @@
+"""`headway doctor`: everything that it says to be wrong is, and nothing is wrong with what works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli import doctor
+from headway.cli.doctor import Finding, examine
+from headway.cli.main import app
+from headway.engines.vllm.process.launch import free_port
+from tests.gateway.gateway import Fake
+
+
+def found(tmp_path: Path, text: str) -> dict[str, Finding]:
+    """Return what is found with this configuration, by what was looked at."""
+    file = tmp_path / "headway.toml"
+    queue = f'[broker.sqlite]\npath = "{tmp_path / "queue.sqlite"}"\n'
+    file.write_text(f"{text}\n{queue if 'broker' not in text else ''}")
+    return {one.what: one for one in examine(file)}
+
+
+def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
+    seen = found(tmp_path, f'server = {{ port = {free_port()} }}\nengines = [{{ url = "{fake.url}" }}]')
+    assert {one.state for one in seen.values()} <= {"good", "doubt"}
+    assert {
+        name: seen[name].state for name in ("vLLM", "address", "queue", "engine e0", "configuration")
+    } == (dict.fromkeys(("vLLM", "address", "queue", "engine e0", "configuration"), "good"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "says", "mend"),
+    [
+        ('recipe = "slak"', "configuration", "slak", "slack"),
+        ("[server]\nprot = 1", "configuration", "server.prot", "port"),
+        ('engines = [{ model = "/no/such/model" }]', "configuration", "/no/such/model", "config.json"),
+        ("engines = [{ max_model_len = 10000 }]", "configuration", "context of 8192", "max_model_len = 8192"),
+        ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
+        ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
+        ('engines = [{ url = "http://h:99999" }]', "configuration", "engines.0.url", "65535"),
+        ('engines = [{ url = "http://" }]', "configuration", "engines.0.url", "http://127.0.0.1:8000"),
+        ('tracing = { endpoint = "http://a b:4318" }', "configuration", "tracing.endpoint", "http://"),
+        ('server = { host = "" }', "configuration", "server.host", "::1"),
+        ('wire = { host = "10.0.0.5:9000" }', "configuration", "wire.host", "10.0.0.5"),
+        ('engines = [{ cores = "0" }, { cores = "0-1" }]', "cores", "e0 and e1", 'cores = "1"'),
+        ("engines = [{ kv_gib = 100000 }]", "memory", "engines take about", "kv_gib"),
+        ('[broker.sqlite]\npath = "/proc/queue.sqlite"', "queue", "", ""),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_mend(
+    tmp_path: Path, text: str, what: str, says: str, mend: str
+) -> None:
+    seen = found(tmp_path, text)[what]
+    assert seen.state == "bad"
+    assert says in seen.found
+    assert mend in seen.mend
+
+
+def test_an_address_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        seen = found(tmp_path, f"[server]\nport = {taken.getsockname()[1]}")["address"]
+    assert (seen.state, "in use" in seen.found) == ("bad", True)
+
+
+def test_an_open_address_without_keys_is_doubtful(tmp_path: Path) -> None:
+    seen = found(tmp_path, f'[server]\nhost = "0.0.0.0"\nport = {free_port()}')["address"]
+    assert (seen.state, "keys" in seen.mend) == ("doubt", True)
+
+
+def test_an_ipv6_address_is_in_brackets(tmp_path: Path) -> None:
+    port = free_port()
+    seen = found(tmp_path, f'[server]\nhost = "::1"\nport = {port}')["address"]
+    assert f"[::1]:{port}" in seen.found
+
+
+def test_what_is_in_brackets_is_printed(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text(f'[server]\nhost = "0.0.0.0"\nport = {free_port()}\n[broker]\nkind = "memory"')
+    said = CliRunner().invoke(app, ["doctor", "-c", str(file)], env={"COLUMNS": "300"}).output
+    assert "Add [[keys]]" in said
+    assert "[broker] kind" in said
+
+
+def test_all_of_a_configuration_s_mistakes_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"\nengines = [{ model = "/no/such" }, { url = "localhost" }]')
+    told = [one.found for one in examine(file) if one.what == "configuration"]
+    assert [any(word in one for one in told) for word in ("slak", "/no/such", "localhost")] == [True] * 3
+
+
+def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**40}))
+    seen = found(tmp_path, 'engines = [{ cores = "0" }, { cores = "1", served_name = "b" }]')
+    assert (seen["cores"].state, seen["memory"].state) == ("good", "good")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    assert found(tmp_path, "")["queue"].state == "bad"
+
+
+def test_a_damaged_queue(tmp_path: Path) -> None:
+    (tmp_path / "queue.sqlite").write_bytes(b"garbage " * 1000)
+    seen = found(tmp_path, "")["queue"]
+    assert (seen.state, "headway queue recover" in seen.mend) == ("bad", True)
+
+
+def test_the_command_exits_with_1_when_something_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text('recipe = "slak"')
+    shown = CliRunner().invoke(app, ["doctor", "--config", str(file)])
+    assert (shown.exit_code, "wrong" in shown.output) == (1, True)
+    told = CliRunner().invoke(app, ["doctor", "--config", str(file), "--json"])
+    assert [one["what"] for one in json.loads(told.output) if one["state"] == "bad"] == ["configuration"]

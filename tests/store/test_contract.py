@@ -1,0 +1,364 @@
+"""The contract of every broker: what is accepted is kept, ends once, and is held by one gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.store.stores import FAR, STORES, Connect, gateways, job, take_ids
+
+from headway.errors import HeadwayError
+from headway.store.queue import postgres as postgres_module
+from headway.store.queue import sqlite as sqlite_module
+from headway.store.queue.port import Broker
+
+
+@pytest.fixture(params=STORES)
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+    return STORES[request.param](tmp_path)
+
+
+@pytest.fixture
+async def broker(connect: Connect) -> AsyncIterator[Broker]:
+    async with gateways(connect, "A") as (broker,):
+        yield broker
+
+
+@pytest.fixture
+async def two(connect: Connect) -> AsyncIterator[list[Broker]]:
+    """Two gateways on one store, whose leases last until 10."""
+    async with gateways(connect, "A", "B", until=10.0) as brokers:
+        yield brokers
+
+
+# ---- jobs
+
+
+async def test_a_put_job_comes_back_as_it_was(broker: Broker) -> None:
+    await broker.put(job(background=True, attempts=2))
+    assert await broker.get("a") == job(background=True, attempts=2, owner="A")
+    assert await broker.get("b") is None
+
+
+async def test_changing_a_job_does_not_change_what_is_stored(two: list[Broker]) -> None:
+    first, second = two
+    mine = job()
+    await first.put(mine)
+    mine.attempts, mine.state = 7, "done"
+    got = await first.get("a")
+    assert got == job(owner="A")
+    got.state = "done"
+    for taken in await second.take(10.0, 1):
+        taken.attempts = 9
+    assert await first.get("a") == job(owner="B")
+
+
+async def test_a_known_id_is_an_error_and_changes_nothing(broker: Broker) -> None:
+    await broker.put(job())
+    with pytest.raises(HeadwayError, match="'a' is stored already") as error:
+        await broker.put(job(arrival=9.0))
+    assert error.value.status == 409
+    assert await broker.get("a") == job(owner="A")
+    await broker.done("a", b"x", 2.0)
+    with pytest.raises(HeadwayError, match="'a' is stored already"):
+        await broker.put(job())
+    got = await broker.get("a")
+    assert got
+    assert got.state == "done"
+
+
+async def test_done_keeps_the_result_and_drops_the_body(broker: Broker) -> None:
+    await broker.put(job())
+    assert await broker.done("a", b"\x00answer", 5.0)
+    end = replace(job(owner="A"), state="done", body=b"", result=b"\x00answer", finished=5.0)
+    assert await broker.get("a") == end
+
+
+async def test_fail_keeps_the_reason(broker: Broker) -> None:
+    await broker.put(job())
+    assert await broker.fail("a", "engine died", 5.0)
+    end = replace(job(owner="A"), state="failed", body=b"", reason="engine died", finished=5.0)
+    assert await broker.get("a") == end
+
+
+@pytest.mark.parametrize("first", ["done", "fail"])
+@pytest.mark.parametrize("second", ["done", "fail"])
+async def test_a_job_ends_once(broker: Broker, first: str, second: str) -> None:
+    end = {"done": lambda now: broker.done("a", b"r", now), "fail": lambda now: broker.fail("a", "r", now)}
+    await broker.put(job())
+    assert await end[first](2.0)
+    ended = await broker.get("a")
+    assert not await end[second](3.0)
+    assert await broker.get("a") == ended
+
+
+async def test_of_many_answers_at_once_one_counts(broker: Broker) -> None:
+    await broker.put(job())
+    won = await asyncio.gather(*(broker.done("a", b"%d" % i, 2.0) for i in range(20)))
+    assert won.count(True) == 1
+    got = await broker.get("a")
+    assert got
+    assert got.result == b"%d" % won.index(True)
+
+
+async def test_any_gateway_cancels_an_open_job(two: list[Broker]) -> None:
+    first, second = two
+    for id in ("a", "b", "c"):
+        await first.put(job(id))
+    await first.give_back("b")
+    assert await first.gone(["a", "b", "c", "z"]) == {"b": False}
+    assert await second.gone(["a", "b", "c", "z"]) == {"a": False, "b": False, "c": False}
+    assert await second.cancel("a", 3.0)
+    assert await second.cancel("b", 4.0)
+    assert not await second.cancel("a", 5.0)
+    assert not await second.cancel("z", 5.0)
+    ended = job("a", owner="A", state="failed", reason="cancelled", finished=3.0)
+    assert await first.get("a") == replace(ended, body=b"")
+    assert await first.gone(["a", "b", "c", "z"]) == {"a": True, "b": True}
+    assert not await first.done("a", b"late", 6.0), "a job ends once"
+    assert await take_ids(second, 10.0) == ["c"], "what was cancelled is not taken"
+    assert await first.gone(["a", "b", "c"]) == {"a": True, "b": True, "c": False}
+    assert await first.gone([]) == {}
+
+
+async def test_of_an_answer_and_a_cancel_at_once_one_counts(two: list[Broker]) -> None:
+    first, second = two
+    for i in range(30):
+        await first.put(job(f"j{i}"))
+    ends = [end for i in range(30) for end in (first.done(f"j{i}", b"r", 2.0), second.cancel(f"j{i}", 2.0))]
+    won = await asyncio.gather(*ends)
+    for i in range(30):
+        done, cancelled = won[2 * i : 2 * i + 2]
+        got = await first.get(f"j{i}")
+        assert got
+        assert done != cancelled
+        assert got.state == ("done" if done else "failed")
+
+
+async def test_an_unknown_job_does_not_end_and_is_not_tried(broker: Broker) -> None:
+    assert not await broker.done("a", None, 1.0)
+    assert not await broker.fail("a", "why", 1.0)
+    assert not await broker.give_back("a")
+    with pytest.raises(HeadwayError, match="no job 'a'") as error:
+        await broker.attempt("a")
+    assert error.value.status == 404
+
+
+async def test_attempts_are_counted(broker: Broker) -> None:
+    await broker.put(job())
+    assert sorted(await asyncio.gather(*(broker.attempt("a") for _ in range(5)))) == [1, 2, 3, 4, 5]
+    got = await broker.get("a")
+    assert got
+    assert got.attempts == 5
+
+
+async def test_forget_deletes_what_ended_before(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sqlite_module, postgres_module):
+        monkeypatch.setattr(module, "SWEEP", 3)  # several transactions, the last one full
+    for i in range(8):
+        await broker.put(job(str(i)))
+        await broker.done(str(i), b"r", float(i))
+    await broker.put(job("open"))
+    assert await broker.forget(6.0) == 6
+    gone = [id for id in ("0", "5", "6", "7", "open") if await broker.get(id) is None]
+    assert gone == ["0", "5"]
+    assert await broker.forget(6.0) == 0
+    await broker.put(job("0"))  # a forgotten id is new again
+
+
+async def test_a_job_that_has_ended_may_be_deleted(broker: Broker) -> None:
+    for id in ("open", "done", "failed"):
+        await broker.put(job(id))
+    await broker.done("done", b"r", 1.0)
+    await broker.fail("failed", "why", 1.0)
+    assert [await broker.delete(id) for id in ("open", "done", "failed", "none")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert await broker.get("open") is not None
+    assert await broker.get("done") is None
+    assert not await broker.delete("done")
+
+
+async def test_odd_text_survives(broker: Broker) -> None:
+    odd = replace(job("quote'\x00\U0001f600"), tenant="", path="/ü", body=b"", arrival=1e300)
+    await broker.put(odd)
+    assert await broker.get(odd.id) == replace(odd, owner="A")
+    await broker.done(odd.id, b"", 1.0)
+    got = await broker.get(odd.id)
+    assert got
+    assert got.result == b""  # an empty answer is not a missing one
+
+
+# ---- leases
+
+
+async def test_without_a_lease_nothing_is_put_or_taken(connect: Connect) -> None:
+    broker = connect("A")
+    for call in (broker.put(job()), broker.take(FAR, 1)):
+        with pytest.raises(HeadwayError, match="A has no lease") as error:
+            await call
+        assert error.value.status == 503
+    assert await broker.get("a") is None
+    await broker.close()
+
+
+async def test_what_a_living_gateway_holds_is_its_own(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job())
+    assert await take_ids(second, now=9.9) == []
+    assert not await second.done("a", b"r", 1.0)
+    assert not await second.fail("a", "why", 1.0)
+    assert not await second.give_back("a")
+    assert await first.get("a") == job(owner="A") == await second.get("a")
+    assert await first.done("a", b"r", 1.0)
+
+
+async def test_a_job_under_an_ended_lease_is_taken_over(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job(background=True))
+    await first.attempt("a")
+    await second.renew(20.0)
+    assert await second.take(10.0, 1) == [job(background=True, attempts=1, owner="B")]
+    assert not await first.done("a", b"late", 11.0)
+    assert not await first.fail("a", "late", 11.0)
+    assert not await first.give_back("a")
+    assert await second.done("a", b"r", 12.0)
+
+
+async def test_a_late_gateway_may_end_what_no_other_has_taken(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job("taken", 1.0))
+    await first.put(job("kept", 2.0))
+    assert await take_ids(second, now=10.0, limit=1) == ["taken"]
+    assert not await first.done("taken", b"r", 11.0)
+    assert await first.done("kept", b"r", 11.0)
+
+
+async def test_renewing_keeps_every_job(two: list[Broker]) -> None:
+    first, second = two
+    for id in "abc":
+        await first.put(job(id))
+    assert await first.renew(20.0)
+    assert await take_ids(second, now=19.0) == []
+    assert sorted(await take_ids(second, now=20.0)) == ["a", "b", "c"]
+
+
+async def test_renew_tells_whether_the_lease_was_in_force(connect: Connect) -> None:
+    async with gateways(connect, "B") as (other,):
+        broker = connect("A")
+        assert not await broker.renew(10.0), "it begins"
+        assert await broker.renew(20.0)
+        await other.take(20.0, 1)
+        assert not await broker.renew(30.0), "a take has found it ended"
+        assert await broker.renew(40.0)
+        await broker.close()
+
+
+async def test_renewing_an_ended_lease_keeps_what_was_not_taken(two: list[Broker]) -> None:
+    first, second = two
+    for i, id in enumerate("abc"):
+        await first.put(job(id, float(i)))
+    await second.renew(FAR)
+    assert await take_ids(second, now=10.0, limit=1) == ["a"]
+    assert not await first.renew(30.0)
+    assert await take_ids(second, now=29.0) == []
+    assert await first.done("b", None, 21.0)
+
+
+async def test_a_take_leaves_the_takers_own_jobs_alone(two: list[Broker]) -> None:
+    first, _ = two
+    await first.put(job())
+    assert await take_ids(first, now=FAR) == []
+
+
+async def test_a_taken_job_is_held_as_long_as_the_takers_lease(connect: Connect) -> None:
+    async with gateways(connect, "A", "B", "C", until=10.0) as (first, second, third):
+        await first.put(job())
+        await second.renew(20.0)
+        await third.renew(FAR)
+        assert await take_ids(second, now=10.0) == ["a"]
+        assert await take_ids(third, now=19.0) == []
+        assert await take_ids(third, now=20.0) == ["a"]
+
+
+async def test_what_is_given_back_is_free_at_once(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job())
+    assert await first.give_back("a")
+    assert await first.get("a") == job(owner=None)
+    assert not await first.give_back("a")
+    assert not await first.done("a", b"r", 1.0)
+    assert await take_ids(second) == ["a"]
+    assert await second.done("a", b"r", 1.0)
+
+
+async def test_the_giver_may_take_it_again(broker: Broker) -> None:
+    await broker.put(job())
+    await broker.give_back("a")
+    assert await take_ids(broker) == ["a"]
+
+
+async def test_closing_ends_the_lease(connect: Connect) -> None:
+    async with gateways(connect, "B") as (other,), gateways(connect, "A") as (broker,):
+        for id in "ab":
+            await broker.put(job(id))
+        await broker.done("b", None, 1.0)
+        await broker.close()
+        assert await take_ids(other) == ["a"]
+
+
+async def test_takes_are_by_arrival_then_put_whoever_left_the_jobs(connect: Connect) -> None:
+    async with gateways(connect, "A", "B", until=10.0) as (first, second), gateways(connect, "C") as (third,):
+        arrivals = {"new": 9.0, "tie 1": 5.0, "old": -1.0, "tie 2": 5.0, "ended": 0.0, "tie 3": 5.0}
+        for i, (id, arrival) in enumerate(arrivals.items()):
+            await (first, second)[i % 2].put(job(id, arrival))
+        await second.done("tie 1", None, 9.0)
+        await first.done("ended", None, 9.0)
+        await first.give_back("tie 1")
+        await second.give_back("tie 2")
+        assert await take_ids(third, now=10.0) == ["old", "tie 2", "tie 3", "new"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 50])
+async def test_takes_page_through_everything(two: list[Broker], count: int) -> None:
+    ids = [f"{i:03}" for i in range(count)]
+    await asyncio.gather(*(two[0].put(job(id, arrival=float(id) // 20)) for id in ids))
+    taken: list[str] = []
+    while page := await take_ids(two[1], now=10.0, limit=7):
+        assert len(page) <= 7
+        taken += page
+    assert taken == ids
+
+
+async def test_no_job_is_taken_twice_by_takers_at_the_same_time(connect: Connect) -> None:
+    async with gateways(connect, "A", until=0.0) as (first,), gateways(connect, *"BCD") as takers:
+        ids = {str(i) for i in range(90)}
+        await asyncio.gather(*(first.put(job(id)) for id in ids))
+        pages = await asyncio.gather(*(taker.take(1.0, 4) for _ in range(10) for taker in takers))
+        taken = [job.id for page in pages for job in page]
+        assert len(taken) == len(ids)
+        assert set(taken) == ids
+        ends = await asyncio.gather(
+            *(taker.done(id, b"r", 2.0) for id in taken for taker in (first, *takers))
+        )
+        assert sum(ends) == len(ids), "every job ends once"
+
+
+async def test_forgetting_keeps_leases_that_protect_jobs(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job())
+    await second.renew(20.0)
+    await second.forget(15.0)
+    assert await first.get("a") == job(owner="A")
+    assert await take_ids(second, now=15.0) == ["a"]
+    await second.forget(15.0)
+    with pytest.raises(HeadwayError, match="A has no lease"):
+        await first.put(job("b"))
+    assert not await first.renew(30.0)
+    await first.put(job("b"))
