@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from headway import clock
 from headway.config import BATCH, Tier
 from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.ends import Ended
 from headway.gateway.watch.history import History
 from headway.types import Request, Slo
 from tests.gateway.gateway import Fake, Gateway, configuration, serving, until
@@ -67,7 +68,7 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
             one = InFlightRequest(late, "chat", None, engine_future=None)  # type: ignore[arg-type]
             one.streams, one.first_token = True, late.arrival + 2 + number
             one.sends = ((late.arrival + 1.2 + number / 2, "e0"),)
-            inner.path.late.note(one, late.arrival + 5 + number, 40, "finished")
+            inner.late.ended(Ended(one, late.arrival + 5 + number, "finished", 40))
 
     gateway.do(fill())
 

@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from headway.config import Journal, Key, Tier
 from headway.gateway.apis.dashboard.explain import Explainer
 from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.ends import Ended
 from headway.gateway.watch.history import Pair, View
 from headway.gateway.watch.late import LateRequests, spans
 from headway.types import Request, Slo
@@ -46,7 +47,7 @@ def test_the_latest_are_kept(by: list[float]) -> None:
     late = LateRequests(Pair)
     for number, seconds in enumerate(by):
         one, end = ended(f"r{number}", seconds)
-        late.note(one, end, 1, "finished")
+        late.ended(Ended(one, end, "finished", 1))
     seen = [one.by for one in late.latest(View(), 160.0)]
     assert seen == pytest.approx(sorted((s for s in by if s > 1e-9), reverse=True)[:12], abs=1e-6)
 
@@ -54,7 +55,7 @@ def test_the_latest_are_kept(by: list[float]) -> None:
 def test_what_was_late_long_ago_is_not_listed() -> None:
     late = LateRequests(Pair)
     one, end = ended("r0", 5.0)
-    late.note(one, end, 1, "failed")
+    late.ended(Ended(one, end, "failed", 1))
     assert [found.id for found in late.latest(View(), end + 500)] == ["r0"]
     assert late.latest(View(), end + 700) == []
     assert [found.id for found in late.latest(View("1h"), end + 700)] == ["r0"]
@@ -65,7 +66,7 @@ def test_a_view_lists_its_own_even_if_others_were_later() -> None:
     for number in range(40):
         one, end = ended(f"r{number}", 5.0 + number)
         one.request = replace(one.request, tier="code" if number else "chat")
-        late.note(one, end, 1, "finished")
+        late.ended(Ended(one, end, "finished", 1))
     assert [found.id for found in late.latest(View(tier="chat"), end)] == ["r0"]
     assert len(late.latest(View(tier="code"), end)) == len(late.latest(View(), end)) == 12
 
@@ -81,7 +82,7 @@ def test_the_target_that_was_missed_by_most_is_named() -> None:
     one.request = Request("r0", "m", 4, 8, 100.0, Slo(ttft=1.0, tpot=0.1), tier="chat")
     one.streams, one.first_token = True, 102.0
     late = LateRequests(Pair)
-    late.note(one, 107.0, 11, "finished")
+    late.ended(Ended(one, 107.0, "finished", 11))
     found = late.latest(View(), 107.0)[0]
     assert (found.target, found.promised, found.by) == ("tpot", pytest.approx(1.0), pytest.approx(4.0))
 

@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from headway.config import Tracing
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway
-from tests.gateway.test_request_ends import fakes
+from tests.gateway.gateway import Fake, Gateway, until
+from tests.gateway.test_request_ends import fakes, hanging
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -94,6 +94,18 @@ def test_a_request_that_fails_is_an_error(serve: Serve, collector: Collector) ->
     root = next(span for span in collector.spans if span.name == "chat")
     assert root.status.code == 2
     assert told(root)["headway.outcome"] == "failed"
+
+
+def test_each_request_has_one_span_whatever_its_end(serve: Serve, collector: Collector) -> None:
+    with serve(tracing=Tracing(collector.url)) as gateway:
+        gateway.post(gateway.chat(stream=True))
+        gateway.post(gateway.chat(**fakes(end="cut")))
+        with hanging(gateway, stream=True, **fakes(hold="client")):
+            until(lambda: len(gateway.controller.requests) == 1)
+        until(lambda: not gateway.controller.requests)
+    roots = [told(span) for span in collector.spans if span.name == "chat"]
+    assert sorted(root["headway.outcome"] for root in roots) == ["cancelled", "failed", "finished"]
+    assert len({root["headway.request_id"] for root in roots}) == 3
 
 
 def test_a_client_s_parent_that_is_not_sampled_is_obeyed(serve: Serve, collector: Collector) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ from headway.gateway.parsing.tokens import TokenCounter
 from headway.gateway.requests.background import BackgroundWork
 from headway.gateway.requests.path import RequestPath
 from headway.gateway.requests.recovery import Recovery, forget_old_jobs
+from headway.gateway.watch.ends import Observers
 from headway.gateway.watch.journal import JournalKeeper
+from headway.gateway.watch.late import LateRequests
 from headway.gateway.watch.metrics import Metrics
 from headway.gateway.watch.tracing import Tracing
 from headway.gateway.watch.usage import Usage
@@ -52,6 +55,7 @@ class Gateway:
     bodies: the memory that bodies may take.
     batches: files and batches; None = no queue on disk would run them.
     paces: of its engines, as far as they were measured.
+    late: the requests that missed their SLO by most.
     backends: those outside the LLM, by name.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
@@ -69,6 +73,7 @@ class Gateway:
     prefixes: PrefixBook | None
     batches: BatchStore | None
     paces: Paces
+    late: LateRequests
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -102,7 +107,9 @@ async def serving(
         dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         usage, tracing = Usage(config.keys), Tracing(config.tracing)
-        path = RequestPath(config.server, dispatcher, broker, lengths, metrics, usage, journal, tracing)
+        late = LateRequests(metrics.history.pair)
+        observers = Observers((metrics, usage, journal, late, tracing))
+        path = RequestPath(config.server, dispatcher, broker, lengths, usage, tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
@@ -115,10 +122,12 @@ async def serving(
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, batches, paces,
+                        _bodies(config), backends, prefixes, batches, paces, late,
                     )  # fmt: skip
         finally:
             await path.close()
+            await journal.close()
+            await asyncio.to_thread(tracing.close)
 
 
 async def _counters(config: Config) -> dict[str, TokenCounter]:

@@ -53,12 +53,14 @@ class TakenBack(Exception):
     """The engine of a request begins to load another model."""
 
 
+# abandoned: another gateway has it, or has ended it. not_stored: the queue did not take it.
+Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
 ReturnReason = Literal["engine_gone", "model_swap"]
 CHUNK = 2**14  # bytes of a response that are read at a time
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
-_REASONS: dict[type[HeadwayError], tuple[str, str]] = {
+_REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineGone: ("engine_gone", "failed"), EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"), EngineTimeout: ("engine_timeout", "failed"),
@@ -66,7 +68,7 @@ _REASONS: dict[type[HeadwayError], tuple[str, str]] = {
 }  # fmt: skip
 
 
-def reason_of(error: HeadwayError) -> tuple[str, str]:
+def reason_of(error: HeadwayError) -> tuple[str, Outcome]:
     """Return what the broker keeps of the error that ended a request, and its outcome in the metrics."""
     kind, outcome = _REASONS.get(type(error), ("internal", "failed"))
     return f"{kind}: {error.message}", outcome

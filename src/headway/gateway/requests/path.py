@@ -27,16 +27,21 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import ERROR_EVENT, EngineKilled, EngineResponse, InFlightRequest, TakenBack
+from headway.gateway.in_flight import (
+    ERROR_EVENT,
+    EngineKilled,
+    EngineResponse,
+    InFlightRequest,
+    Outcome,
+    TakenBack,
+)
 from headway.gateway.offload import offload
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
-from headway.gateway.watch.journal import JournalKeeper
-from headway.gateway.watch.late import LateRequests
-from headway.gateway.watch.metrics import Metrics
+from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import Tracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
@@ -54,13 +59,11 @@ class RequestPath:
 
     def __init__(
         self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
-        metrics: Metrics, usage: Usage, journal: JournalKeeper, tracing: Tracing,
+        usage: Usage, tracing: Tracing, observers: Observer,
     ) -> None:  # fmt: skip
         self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
-        self._lengths, self._metrics, self._journal = lengths, metrics, journal
-        self._tracing = tracing
+        self._lengths, self._tracing, self._observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
-        self.late, self.usage = LateRequests(metrics.history.pair), usage
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
@@ -78,7 +81,7 @@ class RequestPath:
         try:
             self.usage.check(key, now)
         except RequestError:
-            self._metrics.dropped("rate_limit", key.tenant)
+            self._observers.refused(Refused("rate_limit", key.tenant))
             raise
 
     def check_room(self, tenant: str, most: int | None = None) -> None:
@@ -89,8 +92,7 @@ class RequestPath:
         control = self._dispatcher.control
         reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
         if reject is not None:
-            self._metrics.dropped(reject.reason, tenant)
-            self._journal.refused(reject.reason, tenant)
+            self._observers.refused(Refused(reject.reason, tenant))
             raise refusal(reject)
 
     def check_queue(self) -> None:
@@ -114,12 +116,7 @@ class RequestPath:
         reject = self.admission(request, most)
         if reject is None:
             return
-        self._metrics.dropped(reject.reason, request.tenant)
-        if reject.reason == "infeasible":
-            self._metrics.failed(request, "refused")
-            self._journal.infeasible(request)
-        else:
-            self._journal.refused(reject.reason, request.tenant, request)
+        self._observers.refused(Refused(reject.reason, request.tenant, request))
         raise refusal(reject)
 
     def admission(self, request: Request, most: int | None = None) -> Reject | None:
@@ -168,7 +165,7 @@ class RequestPath:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight)
         except BaseException:
-            self._tracing.end(in_flight, clock.now(), "failed")
+            self._observers.ended(Ended(in_flight, clock.now(), "not_stored"))
             raise
         finally:
             self._stored(group, places)
@@ -324,49 +321,40 @@ class RequestPath:
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, request.per_answer(output_tokens))
-        self.usage.answered(request.tenant, output_tokens, now)
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
-        if done:
-            first, streamed = in_flight.first_token, in_flight.streams
-            ttft = (first if streamed and first is not None else now) - request.arrival
-            self._metrics.finished(request, ttft, now - request.arrival, output_tokens)
-            self._journal.finished(in_flight, ttft, now, output_tokens)
-            self.late.note(in_flight, now, output_tokens, "finished")
-        self._tracing.end(in_flight, now, "finished", output_tokens)
+        self._observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
         return done
 
     def streamed(self, request: Request, silence: float) -> None:
         """Take note of the longest silence in a stream that is over, in seconds."""
-        self._metrics.streamed(request, silence)
+        self._observers.streamed(request, silence)
 
-    async def fail(self, in_flight: InFlightRequest, reason: str, outcome: str = "failed") -> None:
+    async def fail(self, in_flight: InFlightRequest, reason: str, outcome: Outcome = "failed") -> None:
         """Close a request as failed, with the reason that the broker keeps."""
         if in_flight.closed:
             return
-        self._tracing.end(in_flight, clock.now(), outcome)
-        self.abandon(in_flight, reason)
-        self._metrics.failed(in_flight.request, outcome)
-        self._journal.failed(in_flight, reason, outcome)
-        if outcome != "cancelled":
-            self.late.note(in_flight, clock.now(), 0, outcome)
-        await self.closings.fail(in_flight.id, reason, clock.now())
+        now = self._close(in_flight, reason, outcome)
+        await self.closings.fail(in_flight.id, reason, now)
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""
-        in_flight.closed = True
+        self._close(in_flight, reason, "abandoned")
+
+    def _close(self, in_flight: InFlightRequest, reason: str, outcome: Outcome) -> float:
+        """Close a request without an answer; return when."""
+        in_flight.closed, now = True, clock.now()
         in_flight.drop_body()
-        self._tracing.end(in_flight, clock.now(), "abandoned")
+        self._observers.ended(Ended(in_flight, now, outcome, reason=reason))
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
+        return now
 
     async def close(self) -> None:
-        """Fail what is still open, store its end, and write what has been noted of all requests."""
+        """Fail what is still open, and store its end."""
         await self.fail_foreground("gateway_stopped")
         await self.closings.retry()
-        await self._journal.close()
-        await asyncio.to_thread(self._tracing.close)
 
     async def fail_foreground(self, reason: str) -> None:
         """Fail every request whose client waits on a connection; background work stays open in the broker."""

@@ -28,6 +28,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.tasks import Loop
+from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.store.journal.rows import (
     EngineRow,
     IterationsRow,
@@ -52,7 +53,7 @@ _WORD = re.compile(r"[a-z_]{1,40}")
 log = logging.getLogger("headway.gateway")
 
 
-class JournalKeeper:
+class JournalKeeper(Observer):
     """Takes rows and writes them; without a folder it does nothing.
 
     lost: rows that no disk took in time. Instants of rows are by the machine's clock as it was set when the
@@ -75,44 +76,48 @@ class JournalKeeper:
 
     # ---- what the request path tells
 
-    def finished(self, in_flight: InFlightRequest, ttft: float, now: float, output_tokens: int) -> None:
-        """Note a complete answer; ttft: seconds, as the metrics count it."""
+    def ended(self, end: Ended) -> None:
+        """Note a request that ended here."""
         if not self.on:
             return
-        request, e2e = in_flight.request, now - in_flight.request.arrival
-        tpot = request.tpot(ttft, e2e, output_tokens)
+        if end.outcome == "finished":
+            self._finished(end)
+        elif end.here:
+            self._failed(end)
+
+    def _finished(self, end: Ended) -> None:
+        in_flight, ttft = end.in_flight, end.ttft
+        request, e2e = in_flight.request, end.at - in_flight.request.arrival
+        tpot = request.tpot(ttft, e2e, end.output_tokens)
         promised = request.slo.objective != "best_effort"
         met = int(request.slo.met(ttft, tpot, e2e)) if promised else None
         first = request.arrival + ttft
-        self._put(self._row(request, in_flight, now, "finished", met, None, first, output_tokens))
+        self._put(self._row(request, in_flight, end.at, "finished", met, None, first, end.output_tokens))
 
-    def failed(self, in_flight: InFlightRequest, reason: str, outcome: str) -> None:
-        """Note the end of a request that has no complete answer; reason: as the broker keeps it.
+    def _failed(self, end: Ended) -> None:
+        """Note a request without a complete answer.
 
         Of the reason only its first word is kept: an engine's error may quote the prompt.
         """
-        if not self.on:
-            return
-        request = in_flight.request
-        counts = outcome != "cancelled" and request.slo.objective != "best_effort"
-        word = reason.partition(":")[0]
+        in_flight, request = end.in_flight, end.in_flight.request
+        counts = end.outcome != "cancelled" and request.slo.objective != "best_effort"
+        word = end.reason.partition(":")[0]
         if word == "dropped" and in_flight.refusal is not None:
             word = in_flight.refusal.code or word
         row = self._row(
-            request, in_flight, clock.now(), outcome, 0 if counts else None,
+            request, in_flight, end.at, end.outcome, 0 if counts else None,
             word if _WORD.fullmatch(word) else "other", in_flight.first_token, 0,
         )  # fmt: skip
         self._put(row)
 
-    def infeasible(self, request: Request) -> None:
-        """Note a request that was refused at the door because it could not be on time."""
-        if self.on:
-            met = None if request.slo.objective == "best_effort" else 0
-            self._put(self._row(request, None, clock.now(), "refused", met, "infeasible", None, 0))
-
-    def refused(self, reason: str, tenant: str, request: Request | None = None) -> None:
-        """Count a request that the queue had no room for."""
+    def refused(self, refusal: Refused) -> None:
+        """Note a request that could not be on time; count one without room in the queue or in its minute."""
         if not self.on:
+            return
+        request, tenant, reason = refusal.request, refusal.tenant, refusal.reason
+        if reason == "infeasible" and request is not None:
+            met = None if request.slo.objective == "best_effort" else 0
+            self._put(self._row(request, None, clock.now(), "refused", met, reason, None, 0))
             return
         key = (tenant[:_NAME], request.tier[:_NAME], request.model[:_NAME], reason) if request else (
             tenant[:_NAME], "", "", reason

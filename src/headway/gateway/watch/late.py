@@ -11,6 +11,7 @@ from typing import Any
 
 from headway import clock
 from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.ends import Ended, Observer
 from headway.gateway.watch.history import WINDOWS, Pair, View
 
 _SHOWN = 12
@@ -46,7 +47,7 @@ Entry = tuple[float, int, LateRequest]
 Heaps = dict[Pair, list[Entry]]
 
 
-class LateRequests:
+class LateRequests(Observer):
     """The requests that missed their SLO by most, in every window, of every pair; memory is bounded.
 
     pair_of: the pair that a request of a class and a tenant counts for.
@@ -59,8 +60,12 @@ class LateRequests:
         }
         self._order = count()
 
-    def note(self, one: InFlightRequest, end: float, output_tokens: int, outcome: str) -> None:
-        """Take note of a request's end; output_tokens: of its answer."""
+    def ended(self, end: Ended) -> None:
+        """Take note of a request that ended here, unless its client left."""
+        if end.here and end.outcome != "cancelled":
+            self._note(end.in_flight, end.at, end.output_tokens, end.outcome)
+
+    def _note(self, one: InFlightRequest, end: float, output_tokens: int, outcome: str) -> None:
         missed = _missed(one, end, output_tokens)
         if missed is None:
             return

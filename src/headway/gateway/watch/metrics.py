@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from headway.config import Tier
 from headway.engines.vllm.process.inside import Inside
 from headway.engines.vllm.process.models import SwapReport
+from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.history import History, Pair
 from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.gateway.watch.run_metrics import RunMetrics
@@ -46,7 +47,7 @@ class _Answers(NamedTuple):
     pair: Pair
 
 
-class Metrics:
+class Metrics(Observer):
     """Headway's own metrics; `render` adds the engines'.
 
     history: what the dashboard shows of what ended.
@@ -226,9 +227,22 @@ class Metrics:
         """Count a refusal."""
         self._drops.labels(reason, self._label(tenant)).inc()
 
-    def finished(self, request: Request, ttft: float, e2e: float, output_tokens: int) -> None:
-        """Count a complete response: seconds from arrival, and its tokens."""
-        by = self._each(request)
+    def refused(self, refusal: Refused) -> None:
+        """Count a refusal; only one that could not be on time is a promise that was not kept."""
+        self.dropped(refusal.reason, refusal.tenant)
+        if refusal.reason == "infeasible" and refusal.request is not None:
+            self._failed(refusal.request, "refused")
+
+    def ended(self, end: Ended) -> None:
+        """Count a request that ended here."""
+        if end.outcome == "finished":
+            self._finished(end)
+        elif end.here:
+            self._failed(end.in_flight.request, end.outcome)
+
+    def _finished(self, end: Ended) -> None:
+        request, ttft, output_tokens = end.in_flight.request, end.ttft, end.output_tokens
+        by, e2e = self._each(request), end.at - request.arrival
         tpot = request.tpot(ttft, e2e, output_tokens)
         answers = self._answers.get(by) or self._answers_of(by)
         answers.ended.inc()
@@ -261,7 +275,7 @@ class Metrics:
         )
         return made
 
-    def failed(self, request: Request, outcome: str) -> None:
+    def _failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""
         self._ends.labels(*self._each(request), outcome).inc()
         if outcome != "cancelled":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headway import clock
 from headway.config import Tracing as Settings
 from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.watch.ends import Ended, Observer
 from headway.gateway.watch.late import spans
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _PARENT = "traceparent"
 log = logging.getLogger("headway.gateway")
 
 
-class Tracing:
+class Tracing(Observer):
     """Makes spans and sends them; without an endpoint it does nothing, and imports nothing."""
 
     def __init__(self, settings: Settings) -> None:
@@ -75,8 +76,9 @@ class Tracing:
         TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
         return carrier
 
-    def end(self, in_flight: InFlightRequest, end: float, outcome: str, output_tokens: int = 0) -> None:
+    def ended(self, end: Ended) -> None:
         """End the span of a request, with one for each state that it was in."""
+        in_flight = end.in_flight
         span = self._open.pop(in_flight.id, None)
         if span is None:
             return
@@ -84,17 +86,17 @@ class Tracing:
         from opentelemetry.trace.status import Status, StatusCode
 
         context, at = set_span_in_context(span), in_flight.request.arrival
-        for state, seconds in spans(in_flight, end):
+        for state, seconds in spans(in_flight, end.at):
             child = self._tracer.start_span(state, context=context, start_time=_ns(at))
             at += seconds
             child.end(_ns(at))
-        span.set_attribute("headway.outcome", outcome)
-        span.set_attribute("gen_ai.usage.output_tokens", output_tokens)
+        span.set_attribute("headway.outcome", end.outcome)
+        span.set_attribute("gen_ai.usage.output_tokens", end.output_tokens)
         if in_flight.sends:
             span.set_attribute("headway.instance", in_flight.sends[-1][1])
-        if outcome in ("failed", "refused"):
-            span.set_status(Status(StatusCode.ERROR, outcome))
-        span.end(_ns(end))
+        if end.outcome in ("failed", "refused", "not_stored"):
+            span.set_status(Status(StatusCode.ERROR, end.outcome))
+        span.end(_ns(end.at))
 
     def close(self) -> None:
         """Send what is left; it waits for the collector, at most a few seconds."""

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 
 from headway.config import Key
 from headway.errors import RequestError
+from headway.gateway.watch.ends import Ended, Observer
 
 _WINDOW = 60  # seconds
 _LIMITS = {"requests": "requests_per_min", "tokens": "tokens_per_min"}
 
 
-class Usage:
+class Usage(Observer):
     """Requests and tokens of each tenant with a limit, by the second of the last minute.
 
     A request counts, with its prompt, when it is accepted, and the tokens of its answer when it ends: nothing
@@ -43,6 +44,10 @@ class Usage:
         """Count the tokens of an answer."""
         if tenant in self._used:
             self._used[tenant]["tokens"].add(output_tokens, now)
+
+    def ended(self, end: Ended) -> None:
+        """Count the tokens of the answer, if there is one."""
+        self.answered(end.in_flight.request.tenant, end.output_tokens, end.at)
 
     def check(self, key: Key, now: float) -> None:
         """Raise RequestError (429) while the last minute has no room for another request of this key."""

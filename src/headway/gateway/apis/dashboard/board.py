@@ -108,7 +108,7 @@ class Board:
             "ends": [clock.shown(end) for end in found["ends"]],
             "attained": {name: asdict(one) for name, one in found["attained"].items()},
             "lines": {name: asdict(line) for name, line in lines.items()},
-            "late": [late.shown() for late in gateway.path.late.latest(view, now)],
+            "late": [late.shown() for late in gateway.late.latest(view, now)],
         }  # fmt: skip
 
     def _count(self, now: float) -> tuple[Lines, dict[str, int]]:

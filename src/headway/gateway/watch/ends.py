@@ -1,0 +1,83 @@
+"""The end of each request, told once to everything that observes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headway.gateway.in_flight import InFlightRequest, Outcome
+from headway.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a request in flight.
+
+    at: instant. output_tokens: of its answer, 0 without a complete one. reason: of a failure, as the broker
+    keeps it.
+    """
+
+    in_flight: InFlightRequest
+    at: float
+    outcome: Outcome
+    output_tokens: int = 0
+    reason: str = ""
+
+    @property
+    def here(self) -> bool:
+        """Tell whether this gateway accepted the request and ended it."""
+        return self.outcome not in ("abandoned", "not_stored")
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from its arrival to what its client saw first: a token of a stream, or the whole answer."""
+        first = self.in_flight.first_token
+        seen = first if self.in_flight.streams and first is not None else self.at
+        return seen - self.in_flight.request.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that was refused before it was accepted; request: None = before its body was read."""
+
+    reason: str
+    tenant: str
+    request: Request | None = None
+
+
+class Observer:
+    """Learns of ends and refusals; what an observer has no interest in, it does not override."""
+
+    def ended(self, end: Ended) -> None:
+        """A request in flight has ended."""
+        return
+
+    def refused(self, refusal: Refused) -> None:
+        """A request was refused."""
+        return
+
+    def streamed(self, request: Request, silence: float) -> None:
+        """A stream is over; silence: the longest between two of its tokens, in seconds."""
+        return
+
+
+class Observers(Observer):
+    """Tells several observers, in their order."""
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def ended(self, end: Ended) -> None:
+        """Tell them of an end."""
+        for observer in self._observers:
+            observer.ended(end)
+
+    def refused(self, refusal: Refused) -> None:
+        """Tell them of a refusal."""
+        for observer in self._observers:
+            observer.refused(refusal)
+
+    def streamed(self, request: Request, silence: float) -> None:
+        """Tell them of a stream that is over."""
+        for observer in self._observers:
+            observer.streamed(request, silence)
