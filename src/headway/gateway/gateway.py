@@ -95,9 +95,9 @@ async def serving(
     link: to a controller and to agents in other processes, None = all is in this one.
     """
     recipe, metrics, paces = find(config.recipe), Metrics(), Paces()
-    journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
     counters = await _counters(config)
     async with (
+        _watching(config, metrics) as watch,
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
         _opened(config.broker) as broker,
         opened(config.backends, config.tenant_share) as backends,
@@ -106,14 +106,12 @@ async def serving(
         sides = _sides(config, lengths.lengths, metrics, log_dir, link, paces)
         dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
-        usage, tracing = Usage(config.keys), Tracing(config.tracing)
-        late = LateRequests(metrics.history.pair)
-        observers = Observers((metrics, usage, journal, late, tracing))
-        path = RequestPath(config.server, dispatcher, broker, lengths, usage, tracing, observers)
+        observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
+        path = RequestPath(config.server, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        journals = journal.loops(dispatcher.engines if link is None else {}, config.recipe)
+        journals = watch.journal.loops(dispatcher.engines if link is None else {}, config.recipe)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
         try:
             graphs = kept_graphs(knowledge, config.apps_dir)
@@ -122,12 +120,32 @@ async def serving(
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, batches, paces, late,
+                        _bodies(config), backends, prefixes, batches, paces, watch.late,
                     )  # fmt: skip
         finally:
             await path.close()
-            await journal.close()
-            await asyncio.to_thread(tracing.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """The observers of requests, beside the metrics."""
+
+    usage: Usage
+    journal: JournalKeeper
+    late: LateRequests
+    tracing: Tracing
+
+
+@asynccontextmanager
+async def _watching(config: Config, metrics: Metrics) -> AsyncIterator[_Watch]:
+    """Open the observers; at the end write what they have noted."""
+    journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
+    watch = _Watch(Usage(config.keys), journal, LateRequests(metrics.history.pair), Tracing(config.tracing))
+    try:
+        yield watch
+    finally:
+        await journal.close()
+        await asyncio.to_thread(watch.tracing.close)
 
 
 async def _counters(config: Config) -> dict[str, TokenCounter]:

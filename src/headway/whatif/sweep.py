@@ -32,8 +32,8 @@ from headway.whatif.load import metrics
 from headway.whatif.load.mix import parse_slo
 
 _SOURCES = (
-    "types.py", "compiled.py", "core", "recipes", "plan", "pack", "memory", "forecast", "sim",
-    "engines/simulated", "whatif/experiment.py", "whatif/load/metrics.py", "whatif/load/records.py",
+    "types.py", "compiled.py", "policy", "simulate", "engines/simulated", "whatif/experiment.py",
+    "whatif/load/metrics.py", "whatif/load/records.py",
 )  # fmt: skip
 _DIED = "its process died (out of memory?)"
 
