@@ -60,6 +60,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
     "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
+    "headway without begun answers that go on": _with(keeps_begun=False),
     "headway without a lead for answers": _with(leading_share=1.0, burst_lead_s=0.0),
     "headway without a lead for bursts": _with(burst_lead_s=0.0),
     "headway without giving up answers": _with(begun_size_share=0.0),

@@ -22,6 +22,7 @@ from headway.policy.pack.promises.outlook import (
     OTHER,
     PROMPT,
     WAITS,
+    any_plain,
     in_pace,
     in_progress,
     outlook_of,
@@ -169,7 +170,7 @@ def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> Non
 
     def start(e2e: float, **more: float) -> float:
         table = jobs({"e2e": e2e, "tokens_left": 100.0} | more)
-        params = under_pressure(packer().params, 1.0)
+        params = under_pressure(packer().params, 1.0, all_promised=True)
         return outlook_of(params.keep, table.data, 0, 0.0, theta, pace_among(table))[1]
 
     alone = 100.0 * pace_among(jobs({})).token
@@ -488,13 +489,34 @@ def test_answers_that_are_late_go_on_however_slow_the_engine_is(recipe: str, sec
 
 def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
-    assert under_pressure(params, 1.0) == params
+    assert under_pressure(params, 1.0, all_promised=False) == params
     calm = params.keep._replace(
         answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds,
-        burst_lead_s=0.0, start_safety=0.0,
+        burst_lead_s=0.0, start_safety=0.0, keeps_begun=False,
     )  # fmt: skip
-    assert under_pressure(params, 0.0) == params._replace(keep=calm)
-    assert calm.answer_safety < under_pressure(params, 0.5).keep.answer_safety < params.keep.answer_safety
+    assert under_pressure(params, 0.0, all_promised=False) == params._replace(keep=calm)
+    half = under_pressure(params, 0.5, all_promised=False)
+    assert calm.answer_safety < half.keep.answer_safety < params.keep.answer_safety
+
+
+@pytest.mark.parametrize(
+    ("pressure", "all_promised", "expected"), [(0.0, True, ANSWER), (0.0, False, FAR), (0.5, False, ANSWER)]
+)
+def test_a_begun_answer_due_tomorrow_waits_for_requests_without_a_promise_alone(
+    pressure: float, all_promised: bool, expected: int
+) -> None:
+    keep = under_pressure(packer().params, pressure, all_promised).keep
+    assert level(answer(e2e=86400.0), keep=keep) == expected
+    assert level({"e2e": 86400.0}, keep=keep) == FAR, "a prompt waits in any case"
+
+
+def test_requests_without_a_promise_are_seen() -> None:
+    promised = answer(e2e=9.0), {"ttft": 1.0}, answer(tpot=0.1)
+    for plain in ({}, answer(), answer(ttft=1.0)):
+        table = jobs(*promised, plain)
+        assert any_plain(table.data, table.rows())
+    table = jobs(*promised)
+    assert not any_plain(table.data, table.rows())
 
 
 def test_while_promises_are_lost_answers_get_a_second_ahead_first() -> None:

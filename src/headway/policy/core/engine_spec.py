@@ -86,6 +86,8 @@ class PromisesConfig(NamedTuple):
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
     defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
+    keeps_begun: an answer that has begun does not come last for that while promises are lost, or while every
+        request has a promise: half done it holds KV for nothing.
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -127,6 +129,7 @@ class PromisesConfig(NamedTuple):
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
+    keeps_begun: bool = True
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     catch_up_share: float = 0.6

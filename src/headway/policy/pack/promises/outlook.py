@@ -180,19 +180,22 @@ def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
 
 
 @compiled
-def under_pressure(params: PackerParams, pressure: float) -> PackerParams:
-    """Return the parameters under this pressure: while nothing is lost, no request is given up early."""
+def under_pressure(params: PackerParams, pressure: float, all_promised: bool) -> PackerParams:
+    """Return the parameters under this pressure: while nothing is lost, no request is given up early.
+
+    all_promised: no request is without a promise.
+    """
     k = params.keep
     answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
     lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
     keep = PromisesConfig(
         answer_safety, pressure * k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
         k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s,
-        k.begun_size_share, k.tpot_margin, k.catch_up_share, k.overdue_share, k.kept_overdue_share,
-        k.near_s, k.soft_target_factor, k.alone_share, k.leading_share,
-        k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share, k.ttft_share, k.urgent_share,
-        k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity, k.selects_largest_set, k.prompts_yield,
-        k.scales_growth, k.short_prompts_first,
+        k.keeps_begun and (all_promised or pressure > 0.0), k.begun_size_share, k.tpot_margin,
+        k.catch_up_share, k.overdue_share, k.kept_overdue_share, k.near_s, k.soft_target_factor,
+        k.alone_share, k.leading_share, k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share,
+        k.ttft_share, k.urgent_share, k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity,
+        k.selects_largest_set, k.prompts_yield, k.scales_growth, k.short_prompts_first,
     )  # fmt: skip
     return PackerParams(
         params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, keep,
@@ -216,14 +219,29 @@ def can_wait(jobs: Rows, row: int) -> bool:
 
 
 @compiled
+def is_plain(jobs: Rows, row: int) -> bool:
+    """Tell whether nothing is promised to a row any more: only its first token was, or nothing at all."""
+    decided = jobs["output_tokens"][row] and min(jobs["tpot"][row], jobs["e2e"][row]) == np.inf
+    return bool(decided or not promised(jobs, row))
+
+
+@compiled
+def any_plain(jobs: Rows, rows: Ints) -> bool:
+    """Tell whether one of these rows has no promise."""
+    for row in rows:  # noqa: SIM110  (numba has no any())
+        if is_plain(jobs, row):
+            return True
+    return False
+
+
+@compiled
 def outlook_of(
     keep: PromisesConfig, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
 ) -> tuple[int, float]:
     """Return the level of a row and its latest start, -inf where that does not matter."""
-    made = jobs["output_tokens"][row]
-    decided = made and min(jobs["tpot"][row], jobs["e2e"][row]) == np.inf  # only its first token was promised
-    if decided or not promised(jobs, row):
+    if is_plain(jobs, row):
         return OTHER, -np.inf
+    made = jobs["output_tokens"][row]
     prompt = prompt_seconds(jobs, row, theta, pace)
     first_due = jobs["arrival"][row] + jobs["ttft"][row]
     end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
@@ -245,7 +263,8 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    if jobs["tpot"][row] == np.inf and start - now > keep.defer_beyond_s:
+    deferred = start - now > keep.defer_beyond_s and not (made and keep.keeps_begun)
+    if deferred and jobs["tpot"][row] == np.inf:
         return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start

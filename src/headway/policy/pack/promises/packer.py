@@ -52,6 +52,7 @@ from headway.policy.pack.promises.outlook import (
     STREAM,
     WAITS,
     Outlook,
+    any_plain,
     growth_of,
     in_pace,
     in_progress,
@@ -123,7 +124,8 @@ def pack(
 ) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
-    calm = under_pressure(params, 0.0)
+    all_promised = not any_plain(jobs, rows)
+    calm = under_pressure(params, 0.0, all_promised)
     inside = np.flatnonzero(jobs["running"][rows])
     every = in_progress(jobs, rows[inside], now)
     pace = pace_of(jobs, every, theta)
@@ -133,7 +135,7 @@ def pack(
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
     pressure = pressure_of(params.keep, outlook)
     if pressure > 0.0:
-        params = under_pressure(params, pressure)
+        params = under_pressure(params, pressure, all_promised)
         _revise(params, jobs, outlook, now, theta, pace, answers.lost)
     else:
         params = calm
