@@ -263,11 +263,12 @@ def test_cells_run_in_processes_of_their_own() -> None:
 
 
 def test_without_a_checkout_the_mend_is_told(tmp_path: Path) -> None:
+    assert bench_commands() is bench_app
     shipped = typer.main.get_command(bench_commands(tmp_path / "site-packages" / "headway"))
+    assert sorted(shipped.commands) == ["compare", "serve"]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="others run from a checkout") as error:
         shipped.main(["rivals"], standalone_mode=False)
     assert "Clone the repository" in error.value.hint
-    assert bench_commands() is bench_app
 
 
 def test_the_wheel_has_no_benchmarks() -> None:

@@ -39,10 +39,14 @@ def bench_commands(package: Path | None = None) -> typer.Typer:
     """
     root = (package or Path(headway.__file__).parent).parent.parent
     if not (root / _FOLDER / "cli.py").is_file():
-        from headway.cli.bench_commands import bench_app
+        from headway.cli import bench_commands as shipped
 
-        bench_app.info.cls = Shipped
-        return bench_app
+        app = typer.Typer(cls=Shipped, help=shipped.bench_app.info.help, no_args_is_help=True)
+        app.registered_commands = [
+            command for command in shipped.bench_app.registered_commands
+            if getattr(command.callback, "__module__", None) == shipped.__name__
+        ]  # fmt: skip
+        return app
     if str(root) not in sys.path:  # of this process, of those that it spawns, and of those that it runs
         sys.path.append(str(root))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
