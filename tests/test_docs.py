@@ -68,6 +68,19 @@ def test_every_path_of_the_project_exists(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("name", ["glossary.md", "life-of-a-request.md"])
+def test_names_in_a_table_are_in_the_file_beside_them(name: str) -> None:
+    missing = list[tuple[str, str]]()
+    for row in re.findall(r"^\| .*$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE):
+        places = [span for span in SPAN.findall(row) if re.fullmatch(r"[\w/-]+\.py", span)]
+        code = "".join(
+            (ROOT if "benchmarks/" in one else PACKAGE).joinpath(one).read_text() for one in places
+        )
+        spans = [span for span in SPAN.findall(row) if re.fullmatch(r"\w+", span)]
+        missing += [(row, span) for span in spans if code and not re.search(rf"\b{span}\b", code)]
+    assert not missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", FENCED.sub("", page.read_text()))

@@ -32,7 +32,8 @@ _MORE = {
     "server.port": "port to listen on.",
     "server.max_body_kib": "of one request's body; larger ones get a 413.",
     "server.max_header_kib": "of a request's line and headers; larger ones get a 431.",
-    "server.max_queued": "answers that wait for an engine (n = 4 asks for four); more get a 429.",
+    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a "
+    "429.",
     "classes.NAME.priority": "vLLM's priority of requests that state none, lower is more urgent; for recipes "
     "that order by it.",
     "keys.tenant": "the name under which its requests are counted and limited.",
