@@ -15,6 +15,7 @@ from tools import reference
 
 from headway.cli.checkout import bench_commands
 from headway.cli.main import app
+from headway.policy.recipes.registry import find
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,6 +90,33 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 
 def test_a_wrong_path_is_found() -> None:
     assert [*paths("`gateway/none.py` and `v1/models`; `tests/none`")] == ["gateway/none.py", "tests/none"]
+
+
+# ---- README
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+
+
+def test_the_results_of_the_readme_are_in_the_pages_of_their_commands() -> None:
+    rows = re.findall(
+        r"^\|(.*)\| (`headway bench .*?`) \(\[\w+\]\((.*?)\)\) \|$", PAGES[0].read_text(), re.MULTILINE
+    )
+    assert rows
+    for cells, command, link in rows:
+        page = " ".join((ROOT / link).read_text().split())
+        assert command.strip("`") in page
+        for number in re.findall(r"(?<![\w.,])\d[\d.,]*", cells.partition("|")[2]):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", page), number
+
+
+def test_the_recipes_that_a_page_lists_exist() -> None:
+    section = (ROOT / "docs" / "simulate.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    names = [
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in SPAN.findall(row)
+    ]
+    assert names == [find(name).name for name in names]
 
 
 # ---- command lines

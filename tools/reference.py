@@ -68,6 +68,10 @@ _CLI = """# Command-line reference
 Written by `python -m tools.reference` from the program's help texts; do not edit. `headway COMMAND --help`
 prints the same.
 """
+_CHECKOUT = """These run from a checkout only; each takes `--quick`, `--json`, `--seed` and `--out`. Pages in
+[bench/](bench) have what they printed. Real prompts and traces are read from `$HEADWAY_DATA`; without it,
+prompts are generated from ShareGPT's length statistics, and the report says so.
+"""
 
 
 def pages() -> dict[str, str]:
@@ -196,7 +200,7 @@ def _cli() -> Iterator[str]:
     ours = {name: one for name, one in bench.commands.items() if one.callback.__module__ == shipped.__name__}
     for name, command in ours.items():
         yield from _command(f"headway bench {name}", command)
-    yield "These run from a checkout only; each takes `--quick`, `--json`, `--seed` and `--out`:\n"
+    yield _CHECKOUT
     yield "| command | does |\n|---|---|"
     for name, command in bench.commands.items():
         if name not in ours:
