@@ -53,7 +53,9 @@ def serve(
     trace: Trace = None,
     limit: Limit = None,
     endpoint: Endpoint = "chat",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")
+    ] = None,
     quick: Quick = False,
     as_json: Json = False,
     seed: Seed = 0,

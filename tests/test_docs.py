@@ -1,0 +1,198 @@
+"""README and docs agree with the code: generated pages, paths, command lines, and the words that they use."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tools import reference
+
+from headway.cli.checkout import bench_commands
+from headway.cli.main import app
+from headway.policy.recipes.registry import find
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = ROOT / "src" / "headway"
+# Where a path in a page may begin: short names of rooms as the pages use them.
+ROOMS = ("", "policy", "gateway", "gateway/control", "engines/vllm", "whatif", "simulate")
+BASES = (ROOT, *(PACKAGE / room for room in ROOMS))
+FENCED = re.compile(r"^ *```\w*\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+SEPARATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<"}
+# Phrases whose meaning a reader has to guess. First docstring lines still have others, pages do not.
+ANYWHERE = (
+    "is told of", "told of to", "what mends", "what has to", "comes of", "as it were", "so to speak",
+    "somebody", "anybody", "no one", "to whom",
+)  # fmt: skip
+IN_PAGES = (*ANYWHERE, "that which", "so many", "so much")
+
+
+def ids(page: Path) -> str:
+    return page.name
+
+
+# ---- generated pages
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "cli.md"])
+def test_a_reference_is_what_the_script_writes(name: str) -> None:
+    written = (ROOT / "docs" / name).read_text()
+    assert written == reference.pages()[name], "run `python -m tools.reference`"
+
+
+# ---- paths
+
+
+def paths(text: str) -> Iterator[str]:
+    """Yield what looks like a module or a folder of the project in code spans, but for files to be made."""
+    rooms = {path.name for base in BASES for path in base.iterdir() if path.is_dir()}
+    to_make = re.compile(r"^To put it into the tree, .*\n\n- `.*?`", flags=re.MULTILINE)
+    for span in SPAN.findall(to_make.sub("", FENCED.sub("", text))):
+        if re.fullmatch(r"[\w./-]+/[\w./-]*", span) and span.partition("/")[0] in rooms:
+            yield span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_path_of_the_project_exists(page: Path) -> None:
+    missing = {
+        path
+        for path in paths(page.read_text())
+        if not any((base / path).exists() or (base / f"{path}.py").is_file() for base in BASES)
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["glossary.md", "life-of-a-request.md"])
+def test_names_in_a_table_are_in_the_file_beside_them(name: str) -> None:
+    missing = list[tuple[str, str]]()
+    for row in re.findall(r"^\| .*$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE):
+        places = [span for span in SPAN.findall(row) if re.fullmatch(r"[\w/-]+\.py", span)]
+        code = "".join(
+            (ROOT if "benchmarks/" in one else PACKAGE).joinpath(one).read_text() for one in places
+        )
+        spans = [span for span in SPAN.findall(row) if re.fullmatch(r"\w+", span)]
+        missing += [(row, span) for span in spans if code and not re.search(rf"\b{span}\b", code)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", FENCED.sub("", page.read_text()))
+    assert not {link for link in links if not (page.parent / link).exists()}
+
+
+def test_a_wrong_path_is_found() -> None:
+    assert [*paths("`gateway/none.py` and `v1/models`; `tests/none`")] == ["gateway/none.py", "tests/none"]
+
+
+# ---- README
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+
+
+def test_the_results_of_the_readme_are_in_the_pages_of_their_commands() -> None:
+    rows = re.findall(
+        r"^\|(.*)\| (`headway bench .*?`) \(\[\w+\]\((.*?)\)\) \|$", PAGES[0].read_text(), re.MULTILINE
+    )
+    assert rows
+    for cells, command, link in rows:
+        page = " ".join((ROOT / link).read_text().split())
+        assert command.strip("`") in page
+        for number in re.findall(r"(?<![\w.,])\d[\d.,]*", cells.partition("|")[2]):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", page), number
+
+
+def test_the_recipes_that_a_page_lists_exist() -> None:
+    section = (ROOT / "docs" / "simulate.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    names = [
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in SPAN.findall(row)
+    ]
+    assert names == [find(name).name for name in names]
+
+
+# ---- command lines
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Yield the words of every `headway ...` in code spans and fenced blocks."""
+    blocks = "".join(FENCED.findall(text)).replace("\\\n", " ")
+    spans = [" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", text))]
+    for line in [*blocks.splitlines(), *spans]:
+        if re.match(r"headway [a-z-]", line.strip()):
+            words = shlex.split(line, comments=True)
+            ends = [i for i, word in enumerate(words) if word in SEPARATORS or word == "..."]
+            yield words[1 : min(ends, default=None)] if ends else words[1:]
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    """The command line of a checkout."""
+    root: Any = typer.main.get_command(app)
+    root.commands["bench"] = typer.main.get_command(bench_commands())
+    return root
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Parse the words of a command line; nothing runs, and values are not looked at."""
+    name = "headway"
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        name, *words = words
+        assert name in command.commands, f"there is no command {name!r}"
+        command = command.commands[name]
+    context = command.make_context(name, [], resilient_parsing=True)
+    context.resilient_parsing = False  # it would ignore unknown options
+    _, left, _ = command.make_parser(context).parse_args(list(words))
+    assert not left, f"{left} are too many"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_command_line_parses(page: Path, program: Any) -> None:
+    failed = dict[str, str]()
+    for words in command_lines(page.read_text()):
+        try:
+            parse(program, words)
+        except Exception as error:
+            failed[" ".join(words)] = str(error)
+    assert not failed
+
+
+def test_unknown_commands_and_options_are_found(program: Any) -> None:
+    found = list(
+        command_lines("```sh\nheadway serve \\\n  --odel x  # text\n```\n`headway bench\nnone` `headway_x`")
+    )
+    assert found == [["serve", "--odel", "x"], ["bench", "none"]]
+    for words in found:
+        with pytest.raises(Exception, match=r"odel|none"):
+            parse(program, words)
+
+
+# ---- words
+
+
+def first_lines() -> Iterator[tuple[str, str]]:
+    """Yield the first line of every docstring in the package, with where it is."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield str(path.relative_to(ROOT)), (ast.get_docstring(node) or "").partition("\n")[0]
+
+
+def test_plain_words_are_used() -> None:
+    pages = [(page.name, " ".join(page.read_text().split())) for page in PAGES]
+    found = [
+        (place, phrase)
+        for texts, phrases in ((pages, IN_PAGES), (first_lines(), ANYWHERE))
+        for place, text in texts
+        for phrase in phrases
+        if re.search(rf"\b{phrase}\b", text, flags=re.IGNORECASE)
+    ]
+    assert not found

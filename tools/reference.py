@@ -1,0 +1,233 @@
+"""Writes docs/configuration.md and docs/cli.md from the code: `python -m tools.reference`.
+
+Meanings are taken from the docstrings and comments of `headway.config`, and from the commands' help texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import TypeAdapter
+
+from headway import config as configuration
+from headway.cli import bench_commands as shipped
+from headway.cli.checkout import bench_commands
+from headway.cli.main import app
+from headway.config import Config
+
+DOCS = Path(__file__).parents[1] / "docs"
+_UNITS = {
+    "s": "seconds", "seconds": "seconds", "ms": "milliseconds", "hours": "hours", "days": "days",
+    "kib": "KiB", "mib": "MiB", "gib": "GiB",
+}  # fmt: skip
+# Settings on which the docstrings in `headway.config` say nothing, or nothing that stands alone.
+_MORE = {
+    "recipe": "the scheduling recipe: a name (`headway simulate --help` lists them), or module:attribute.",
+    "server.host": "address to listen on.",
+    "server.port": "port to listen on.",
+    "server.max_body_kib": "of one request's body; larger ones get a 413.",
+    "server.max_header_kib": "of a request's line and headers; larger ones get a 431.",
+    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a "
+    "429.",
+    "classes.NAME.priority": "vLLM's priority of requests that state none, lower is more urgent; for recipes "
+    "that order by it.",
+    "keys.tenant": "the name under which its requests are counted and limited.",
+    "engines.model": "the model's name, directory or hub id.",
+    "engines.models.model": "as in [[engines]].",
+    "engines.served_name": "the model's name in the gateway; unset, what the vLLM at `url` calls it, or the "
+    "last part of the path or hub id.",
+    "engines.url": "of a vLLM that runs already.",
+    "engines.port": "of a vLLM that Headway starts; unset, a free one.",
+    "engines.max_model_len": "vLLM's --max-model-len, for a vLLM that Headway starts.",
+    "engines.max_batched_tokens": "vLLM's --max-num-batched-tokens, for a vLLM that Headway starts.",
+    "engines.cores": 'CPU cores, such as "0-1"; unset, all that it may use.',
+    "engines.async_scheduling": "vLLM's --async-scheduling; unset, as vLLM decides.",
+    "engines.health_timeout_s": "after which an API server that does not answer /health is taken for hung.",
+    "engines.silence_timeout_s": "after which an engine core that ends no iteration is taken for hung (with "
+    "Headway's scheduler inside).",
+    "engines.eager": "vLLM's --enforce-eager.",
+    "engines.args": "more arguments of `vllm serve`.",
+    "engines.start_timeout_s": "in which an engine must be ready after its start.",
+    "backends.NAME.image": 'of the containers with isolation = "docker"; it has python3.',
+    "backends.NAME.start_timeout_s": "in which a worker must be ready after its start.",
+}
+_CONFIGURATION = """# Configuration reference
+
+Written by `python -m tools.reference` from `headway.config`; do not edit. `headway config show` prints the
+configuration in effect, and a file with one wrong key is refused. Every setting has a default unless it says
+*required*, so an empty file serves SmolLM2 on this machine. Meanings continue the setting's name ("of all its
+files").
+"""
+_CLI = """# Command-line reference
+
+Written by `python -m tools.reference` from the program's help texts; do not edit. `headway COMMAND --help`
+prints the same.
+"""
+_CHECKOUT = """These run from a checkout only; each takes `--quick`, `--json`, `--seed` and `--out`. Pages in
+[bench/](bench) have what they printed. Real prompts and traces are read from `$HEADWAY_DATA`; without it,
+prompts are generated from ShareGPT's length statistics, and the report says so.
+"""
+
+
+def pages() -> dict[str, str]:
+    """Return the generated pages by file name."""
+    return {"configuration.md": "\n".join(_configuration()), "cli.md": "\n".join(_cli())}
+
+
+# ---- the configuration
+
+
+def _configuration() -> Iterator[str]:
+    schema = TypeAdapter(Config).json_schema()
+    yield _CONFIGURATION
+    yield from _section("", "Config", schema, schema["$defs"])
+    yield "## Built-in classes\n\nOne in the file replaces the one of its name.\n"
+    yield f"```toml\n{_classes()}```\n"
+
+
+def _classes() -> str:
+    """Return the built-in classes as TOML."""
+    shown = configuration.show(Config())
+    return "".join(re.findall(r"^\[classes\..*?(?=^\[|\Z)", shown, flags=re.M | re.S)).strip() + "\n"
+
+
+def _section(path: str, name: str, schema: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the section of a table, and those of the tables in it."""
+    about, meanings = _documented(getattr(configuration, name), [*schema["properties"]])
+    inner = {key: _tables(path, key, one) for key, one in schema["properties"].items()}
+    rows = [key for key, (_, _, also_value) in inner.items() if also_value]
+    yield f"## {_title(path)}\n\n{about}\n"
+    if rows:
+        yield "| setting | type | default | unit | meaning |\n|---|---|---|---|---|"
+    for key in rows:
+        meaning = _MORE.get(_dotted(path, key)) or meanings[key]
+        setting = _setting(key, schema["properties"][key], key in schema.get("required", ()))
+        yield _row(setting, meaning.rstrip(".;") + ".")
+    yield ""
+    for inside, named, _ in inner.values():
+        if named is not None:
+            yield from _section(inside, named, classes[named], classes)
+
+
+def _title(path: str) -> str:
+    return f"`{path}`" if path else "At the top of the file"
+
+
+def _dotted(path: str, key: str) -> str:
+    return ".".join(filter(None, (path.strip("[]"), key)))
+
+
+def _tables(path: str, key: str, schema: Mapping[str, Any]) -> tuple[str, str | None, bool]:
+    """Return the path and class of the tables that a setting holds, and whether it is a value, too."""
+    inside, items = _dotted(path, key), schema.get("items", {})
+    for title, one in (
+        (f"[{inside}]", schema), (f"[[{inside}]]", items),
+        (f"[{inside}.NAME]", schema.get("additionalProperties")),
+        *((f"[[{inside}]]", either) for either in items.get("anyOf", ())),
+    ):  # fmt: skip
+        if isinstance(one, dict) and "$ref" in one:
+            return title, one["$ref"].rpartition("/")[2], "anyOf" in items
+    return inside, None, True
+
+
+def _setting(key: str, schema: Mapping[str, Any], required: bool) -> tuple[str, str, str, str]:
+    default = schema.get("default", {})
+    shown = "*required*" if required else "unset" if default is None else f"`{_toml(default)}`"
+    return f"`{key}`", _type(schema), shown, _UNITS.get(key.rpartition("_")[2], "")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+    )
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """Say what a value may be."""
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f'`"{one}"`' for one in schema["enum"])
+    if "$ref" in schema:
+        return "table"
+    match schema.get("type"):
+        case "array":
+            return f"list of {_type(schema['items'])}"
+        case "object":
+            inner = schema["additionalProperties"]
+            return "table" if inner is True else f"table of {_type(inner)}"
+        case "boolean":
+            return "`true`, `false`"
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    bounds = ", ".join(f"{sign} {schema[name]:,}" for name, sign in signs.items() if name in schema)
+    return f"{schema['type']} {bounds}".strip()
+
+
+def _documented(cls: type, names: list[str]) -> tuple[str, dict[str, str]]:
+    """Return what a class's docstring says of the table, and of each setting, with comments in its source."""
+    head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    settings, *paragraphs = re.split("^(?=[A-Z])", rest, flags=re.MULTILINE)  # the latter are on the table
+    one = "|".join(map(re.escape, names))
+    found = re.split(rf"(?:^|(?<=[.;] ))((?:{one})(?:, (?:{one}))*): ", " ".join(settings.split()))
+    meanings = {
+        name: text.strip()
+        for keys, text in zip(found[1::2], found[2::2], strict=True)
+        for name in keys.split(", ")
+    }
+    for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), flags=re.MULTILINE):
+        meanings.setdefault(name, comment)
+    return " ".join(" ".join([head, *paragraphs]).split()), meanings
+
+
+# ---- the command line
+
+
+def _cli() -> Iterator[str]:
+    yield _CLI
+    root: Any = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        if name != "bench":
+            yield from _command(f"headway {name}", command)
+    bench: Any = typer.main.get_command(bench_commands())
+    yield f"## `headway bench`\n\n{bench.help}\n"
+    ours = {name: one for name, one in bench.commands.items() if one.callback.__module__ == shipped.__name__}
+    for name, command in ours.items():
+        yield from _command(f"headway bench {name}", command)
+    yield _CHECKOUT
+    yield "| command | does |\n|---|---|"
+    for name, command in bench.commands.items():
+        if name not in ours:
+            yield _row((f"`headway bench {name}`",), command.help.partition("\n\n")[0])
+    yield ""
+
+
+def _command(path: str, command: Any) -> Iterator[str]:
+    """Yield the section of a command, or those of a group's commands."""
+    if hasattr(command, "commands"):
+        for name, one in command.commands.items():
+            yield from _command(f"{path} {name}", one)
+        return
+    context = command.make_context(path, [], resilient_parsing=True)
+    yield f"## `{path}`\n\n{' '.join(command.help.split())}\n"
+    records = [one.get_help_record(context) for one in command.params]
+    if shown := [record for record in records if record is not None]:
+        yield "| option | meaning |\n|---|---|"
+    for names, meaning in shown:
+        yield _row((f"`{names}`",), meaning.replace("\\[", "["))
+    yield ""
+
+
+def _row(cells: tuple[str, ...], last: str) -> str:
+    return "| " + " | ".join(" ".join(one.split()).replace("|", "\\|") for one in (*cells, last)) + " |"
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
