@@ -27,20 +27,14 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import (
-    ERROR_EVENT,
-    EngineKilled,
-    EngineResponse,
-    InFlightRequest,
-    Outcome,
-    TakenBack,
-)
+from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, TakenBack
 from headway.gateway.offload import offload
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
+from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import Tracing
 from headway.gateway.watch.usage import Usage
@@ -217,6 +211,7 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token = clock.now()
+                in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.tell(Started(in_flight.id))
                 return response
@@ -229,14 +224,14 @@ class RequestPath:
         in_flight.raise_if_refused()
         if not (in_flight.request.drop or engine.models.swaps):
             return await self._open_on(engine, in_flight)
-        in_flight.opening = asyncio.create_task(self._open_on(engine, in_flight))
+        in_flight.opening = opening = asyncio.create_task(self._open_on(engine, in_flight))
         try:
-            response = await in_flight.opening
+            response = await opening
         except asyncio.CancelledError:
-            await tasks.cancel(in_flight.opening)
+            await tasks.cancel(opening)
             in_flight.raise_if_refused()
             this = asyncio.current_task()
-            if in_flight.taken_back and this is not None and not this.cancelling():
+            if in_flight.state is RequestState.QUEUED and this is not None and not this.cancelling():
                 raise TakenBack from None
             raise
         finally:
@@ -314,10 +309,9 @@ class RequestPath:
     async def finish(
         self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
     ) -> bool:
-        """Close a request as answered, first in the core, then in the broker. False when it was closed."""
-        if in_flight.closed:
+        """End a request as answered, first in the core, then in the broker. False when it had ended."""
+        if not in_flight.enter(RequestState.ENDED):
             return False
-        in_flight.closed = True
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, request.per_answer(output_tokens))
@@ -333,18 +327,18 @@ class RequestPath:
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: Outcome = "failed") -> None:
         """Close a request as failed, with the reason that the broker keeps."""
-        if in_flight.closed:
-            return
-        now = self._close(in_flight, reason, outcome)
-        await self.closings.fail(in_flight.id, reason, now)
+        if in_flight.enter(RequestState.ENDED):
+            now = self._close(in_flight, reason, outcome)
+            await self.closings.fail(in_flight.id, reason, now)
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""
-        self._close(in_flight, reason, "abandoned")
+        if in_flight.enter(RequestState.ENDED):
+            self._close(in_flight, reason, "abandoned")
 
     def _close(self, in_flight: InFlightRequest, reason: str, outcome: Outcome) -> float:
-        """Close a request without an answer; return when."""
-        in_flight.closed, now = True, clock.now()
+        """Let go of a request that has ended without an answer; return when."""
+        now = clock.now()
         in_flight.drop_body()
         self._observers.ended(Ended(in_flight, now, outcome, reason=reason))
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
