@@ -22,7 +22,7 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.budget import ByteBudget, Held
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
-from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest
+from headway.gateway.parsing.requests import PATHS, Kind
 from headway.store.queue.port import Job
 from headway.types import Request
 
@@ -99,7 +99,6 @@ class InFlightRequest:
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
     forecast: output tokens that were expected when it was sent last.
-    digest: as in `ParsedRequest`; stored with its job.
     """
 
     request: Request
@@ -121,7 +120,6 @@ class InFlightRequest:
     queued: float | None = None
     sends: tuple[tuple[float, str], ...] = ()
     forecast: float | None = None
-    digest: str | None = None
 
     @property
     def id(self) -> str:
@@ -132,24 +130,16 @@ class InFlightRequest:
         return self.state is RequestState.ENDED
 
     @classmethod
-    def of(cls, parsed: ParsedRequest) -> InFlightRequest:
-        """Return a parsed request as one in flight."""
-        return cls(
-            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background,
-            digest=parsed.digest,
-        )  # fmt: skip
-
-    @classmethod
     def from_job(cls, job: Job) -> InFlightRequest:
         """Return the background request of a stored job; its SLO counts from its first arrival."""
         kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
         return cls(_REQUEST.validate_json(job.request), kind, None, background=True)
 
-    def to_job(self) -> Job:
-        """Return the job that the broker stores."""
+    def to_job(self, digest: str | None = None) -> Job:
+        """Return the job that the broker stores. digest: as in `ParsedRequest`."""
         assert self.upstream is not None, "it is stored once, before its body is dropped"
         request, body = self.request, self.upstream.joined({})
-        stored = with_digest(_REQUEST.dump_json(request).decode(), self.digest)
+        stored = with_digest(_REQUEST.dump_json(request).decode(), digest)
         return Job(
             request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
         )

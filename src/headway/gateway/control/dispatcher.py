@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from headway import clock
@@ -165,17 +165,15 @@ class Dispatcher:
 
     def _refuse_unavailable(self) -> None:
         """End the queued requests of models that are given up."""
-        for request in self._waiting():
-            error = self.unavailable(request.request.model)
-            if error is not None:
-                request.refuse(error)
-
-    def _waiting(self) -> Iterable[InFlightRequest]:
-        return [one for one in self.in_flight.values() if one.state is RequestState.QUEUED]
+        for one in self.in_flight.values():
+            if (
+                one.state is RequestState.QUEUED
+                and (error := self.unavailable(one.request.model)) is not None
+            ):
+                one.refuse(error)
 
     def state(self, id: str) -> str | None:
         """Say why a request is not in an engine; None when it is in one, or waits for its turn alone."""
-        request = self.in_flight.get(id)
-        if request is None or request.state is not RequestState.QUEUED:
+        if (one := self.in_flight.get(id)) is None or one.state is not RequestState.QUEUED:
             return None
-        return self.control.obstacle(request.request.model)
+        return self.control.obstacle(one.request.model)

@@ -48,7 +48,7 @@ class BackgroundWork:
             if error.status != 409 or (parsed := await self._path.with_earlier(parsed)).earlier is None:
                 raise
             return parsed.earlier  # it came at the same time
-        if self._path.on_disk:
+        if self._path.broker.on_disk:
             in_flight.drop_body()
         self.run(in_flight)
         return None

@@ -137,7 +137,11 @@ class ResponseStream(LateResponse):
     @contextmanager
     def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
         """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
-        every, loop, begun = self._path.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        every, loop, begun = (
+            self._path.limits.keepalive_s,
+            asyncio.get_running_loop(),
+            list[asyncio.Task[None]](),
+        )
         if not (every and self._in_flight.streams):
             yield
             return
@@ -208,7 +212,7 @@ class ResponseStream(LateResponse):
             await self._pass_on(reader, response, scope, send)
         finally:
             if reader.tokens > 1 or not reader.complete:
-                self._path.streamed(self._in_flight.request, response.silence)
+                self._path.observers.streamed(self._in_flight.request, response.silence)
         if reader.complete:
             await _drain(response)
 
