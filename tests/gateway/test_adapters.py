@@ -13,7 +13,7 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError, EngineError
 from headway.events import Event
-from headway.gateway.control.adapters import base_models
+from headway.gateway.parsing.models import base_models
 from headway.stages import Prewarm, Resource
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, until

@@ -8,7 +8,7 @@ import pytest
 
 from headway.config import Config, Engine
 from headway.errors import ConfigError
-from headway.gateway.parsing.aliases import check_aliases, meant
+from headway.gateway.parsing.models import check_aliases, meant
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import SAY, Fake, until
 

@@ -59,7 +59,7 @@ def test_a_broker_that_is_out_for_a_moment_loses_nothing(
     gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its body is read when it is sent to an engine: it waits for the broker instead of failing."""
-    broker = gateway.inner.path._broker
+    broker = gateway.inner.path.broker
     get, asked = broker.get, list[str]()
 
     async def out(id: str) -> Any:

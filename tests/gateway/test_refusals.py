@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config import Engine
 from headway.errors import RequestError
-from headway.gateway.apis.state import _check_tools
+from headway.gateway.parsing.parser import _check_tools
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, SAY, WEB, Gateway, until
 

@@ -22,30 +22,29 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.inside import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
-from headway.gateway.apis.anthropic.endpoints import PATH as MESSAGES
-from headway.gateway.apis.anthropic.endpoints import add_message_endpoints, message_error
+from headway.gateway.apis.anthropic.endpoints import DOCS as MESSAGES
+from headway.gateway.apis.anthropic.endpoints import MessagesApi, add_message_endpoints
+from headway.gateway.apis.api import SCHEDULED, Api, TranslatedResponse, api_docs, error_docs
 from headway.gateway.apis.backends import add_backend_endpoints
 from headway.gateway.apis.batches.endpoints import add_batch_endpoints
 from headway.gateway.apis.dashboard.endpoints import add_dashboard_endpoints
+from headway.gateway.apis.responses.endpoints import DOCS as RESPONSES
 from headway.gateway.apis.responses.endpoints import (
+    ResponsesApi,
     add_response_endpoints,
     background_response,
     response_to,
     waiting_for,
 )
 from headway.gateway.apis.runs import add_run_endpoints
-from headway.gateway.apis.state import AppState, error_docs, header_docs
+from headway.gateway.apis.state import AppState
 from headway.gateway.apis.tokens import add_token_endpoints
+from headway.gateway.budget import Held
 from headway.gateway.errors import error_response
 from headway.gateway.gateway import Gateway
 from headway.gateway.offload import offload
 from headway.gateway.parsing.pooling import ENDPOINTS
-from headway.gateway.parsing.requests import (
-    ChatBody,
-    CompletionBody,
-    Kind,
-    PoolingBody,
-)
+from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, ParsedRequest, PoolingBody
 from headway.gateway.requests.streaming import ResponseStream
 from headway.gateway.watch.metrics import Metrics, relabelled
 from headway.store.batches.sqlite_file import NAME
@@ -70,7 +69,7 @@ def new_app() -> FastAPI:
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
     _errors(app, state.gateway.metrics)
-    _generation(app, state)  # what is asked for most comes first: paths are tried in this order
+    _apis(app, state)  # what is asked for most comes first: paths are tried in this order
     _status(app, state)
     _documentation(app, state)
     add_response_endpoints(app, state)
@@ -89,8 +88,8 @@ def _errors(app: FastAPI, metrics: Metrics) -> None:
         if error.status not in _FLOODS:
             path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
             log.info("%s %s: %d, %s", request.method, path, error.status, why)
-        messages = request.url.path.startswith(MESSAGES)
-        return message_error(error) if messages else error_response(error)
+        shapes = (api.error for path, api in _APIS.items() if request.url.path.startswith(path))
+        return next(shapes, error_response)(error)
 
     @app.exception_handler(HeadwayError)
     async def ours(request: Request, error: HeadwayError) -> JSONResponse:
@@ -139,46 +138,50 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
     if "messages" in schema["properties"]:
         schema["properties"]["messages"]["items"] = parts["Message"]
     schema["properties"]["headway"] = parts["RunFields"]
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"requestBody": body, "parameters": header_docs()}
+    return schema
 
 
-# Of generation: FastAPI adds the type of its own default to 200, which is right.
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}},
-    202: {"description": "A background response, to be fetched from /v1/responses."},
+def _docs(kind: Kind, model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+    queued = {"description": "A background response, to be fetched from /v1/responses."}
+    return api_docs(kind, _schema(model), {202: queued, **SCHEDULED})
+
+
+# The APIs of clients by path; those that are asked for most come first.
+_APIS: dict[str, Api] = {
+    "/v1/chat/completions": Api("chat", _docs("chat", ChatBody)),
+    "/v1/completions": Api("completions", _docs("completions", CompletionBody)),
+    **{path: Api(kind, _docs(kind, PoolingBody)) for path, kind in ENDPOINTS.items()},
+    "/v1/responses": ResponsesApi("chat", RESPONSES),
+    "/v1/messages": MessagesApi("chat", MESSAGES),
 }
 
 
-def _generation(app: FastAPI, state: AppState) -> None:
+def _apis(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
-    def endpoint(kind: Kind) -> Handler:
+    async def background(api: Api, parsed: ParsedRequest, held: Held) -> Response:
+        asked, obstacle = parsed.request, gateway.dispatcher.control.obstacle(parsed.request.model)
+        earlier = await gateway.background.accept(parsed, held)
+        told = background_response(asked.id, "queued", asked.arrival) | waiting_for(obstacle)
+        return api.queued(parsed, response_to(earlier) if earlier else told)
+
+    def endpoint(api: Api) -> Handler:
         async def handle(request: Request) -> Response:
             with gateway.bodies.hold() as held:
-                parsed = await state.parse(kind, request, held)
-                if not parsed.background:
-                    in_flight = await gateway.path.accept(parsed, held)
-                    return ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
-                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
-                if (earlier := await gateway.background.accept(parsed, held)) is not None:
-                    return JSONResponse(response_to(earlier), 202)
-                body = background_response(parsed.request.id, "queued", parsed.request.arrival)
-                return JSONResponse(body | waiting_for(obstacle), 202)
+                parsed = await state.receive(api, request, held)
+                if parsed.background:
+                    return await background(api, parsed, held)
+                in_flight = await gateway.path.accept(parsed, held)
+            stream = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+            writer = api.writer(parsed)
+            return stream if writer is None else TranslatedResponse(stream, writer)
 
-        handle.__name__ = kind
         return handle
 
-    documented = {**_ANSWERS, **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504)}
-    routes: tuple[tuple[str, Kind, type[ChatBody] | type[CompletionBody]], ...] = (
-        ("/v1/chat/completions", "chat", ChatBody),
-        ("/v1/completions", "completions", CompletionBody),
-        *((path, kind, PoolingBody) for path, kind in ENDPOINTS.items()),
-    )
-    for path, kind, model in routes:
+    for path, api in _APIS.items():
         app.router.add_api_route(
-            path, endpoint(kind), methods=["POST"], openapi_extra=_schema(model), responses=documented,
-            response_model=None, route_class_override=_PlainRoute,
+            path, endpoint(api), methods=["POST"], response_model=None, route_class_override=_PlainRoute,
+            **api.docs,
         )  # fmt: skip
 
 
@@ -201,7 +204,7 @@ def _status(app: FastAPI, state: AppState) -> None:
     async def models(request: Request) -> Response:
         """List the models served here."""
         state.tenant(request)
-        data = [state.describe(name) for name in state.names]
+        data = [state.models.describe(name) for name in state.models.names]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{id:path}", responses=error_docs(401, 404))
@@ -210,7 +213,7 @@ def _status(app: FastAPI, state: AppState) -> None:
         if not id:
             return await models(request)
         state.tenant(request)
-        return JSONResponse(state.describe(id))
+        return JSONResponse(state.models.describe(id))
 
     @app.get("/health")
     async def health() -> Response:
@@ -228,7 +231,7 @@ def _status(app: FastAPI, state: AppState) -> None:
         waiting = len(state.gateway.path.closings)
         problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
         batches = None if state.gateway.batches is None else state.gateway.batches.problem()
-        good = up >= set(state.models) and not waiting and problem is None and batches is None
+        good = up >= set(state.models.engines) and not waiting and problem is None and batches is None
         told: dict[str, Any] = {"ready": good}
         if (operator := state.is_operator(request)) or not state.config.status_closed:
             described = {id: _engine(engine, operator) for id, engine in engines.items()}

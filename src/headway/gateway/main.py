@@ -33,13 +33,12 @@ from headway.gateway import tasks
 from headway.gateway.apis.batches.runner import BatchRunner
 from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
-from headway.gateway.control.adapters import base_models
 from headway.gateway.control.lengths.embedding import locate
 from headway.gateway.gateway import Gateway, serving
 from headway.gateway.http.connections import Connections, Limits
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.protocol import limited
-from headway.gateway.parsing.aliases import check_aliases
+from headway.gateway.parsing.models import base_models, check_aliases
 from headway.gateway.reload import Reload
 from headway.gateway.requests.streaming import Unwound
 from headway.gateway.watch import json_log

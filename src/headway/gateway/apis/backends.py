@@ -20,8 +20,9 @@ from headway.config import Key
 from headway.errors import RequestError
 from headway.events import Prewarmed, RunEnded, UnitBegan, UnitEnded
 from headway.gateway import tasks
-from headway.gateway.apis.runs import body_docs, check_begins
-from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.apis.api import body_docs, error_docs
+from headway.gateway.apis.runs import check_begins
+from headway.gateway.apis.state import AppState
 from headway.gateway.gateway import Gateway
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.run_identity import UNIT, RunFields, stage_of
@@ -48,7 +49,7 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.post(
         "/v1/backends/{name}", responses=error_docs(400, 401, 404, 413, 429, 502, 503, 504),
-        openapi_extra=body_docs(BackendBody),
+        openapi_extra=body_docs(BackendBody.model_json_schema()),
     )  # fmt: skip
     async def run(name: str, request: Request) -> Response:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""

@@ -11,7 +11,12 @@ _DONE = b"[DONE]"
 
 
 class ChatStream(ABC):
-    """Reads the chunks of a chat, however their bytes are cut, and yields the other API's events for them."""
+    """Reads a chat's answer, however its bytes are cut, and writes it as another API's.
+
+    headers: more of them, for the response.
+    """
+
+    headers: Sequence[tuple[bytes, bytes]] = ()
 
     def __init__(self) -> None:
         self._rest = b""
@@ -38,6 +43,10 @@ class ChatStream(ABC):
             yield from self._fail(chunk["error"])
         else:
             yield from self._chunk(chunk)
+
+    @abstractmethod
+    def whole(self, status: int, data: bytes) -> bytes:
+        """Return the body for that of an answer that is not streamed, or of an error."""
 
     @abstractmethod
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -12,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from headway import clock
 from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
-from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.apis.api import body_docs, error_docs
+from headway.gateway.apis.state import AppState
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.run_identity import APP, SESSION, Name, app_of, check_name
 from headway.policy.apps.account import MOST_OUTSIDE, EndedRun
@@ -51,7 +51,9 @@ def _reports(app: FastAPI, state: AppState) -> None:
     dispatcher = state.gateway.dispatcher
 
     @app.post(
-        "/v1/runs/{id:path}/end", responses=error_docs(400, 401, 404), openapi_extra=body_docs(EndBody, False)
+        "/v1/runs/{id:path}/end",
+        responses=error_docs(400, 401, 404),
+        openapi_extra=body_docs(EndBody.model_json_schema(), required=False),
     )
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
@@ -64,7 +66,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
     @app.post(
         "/v1/runs/{id:path}/units",
         responses=error_docs(400, 401, 404, 409),
-        openapi_extra=body_docs(UnitBody),
+        openapi_extra=body_docs(UnitBody.model_json_schema()),
     )
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
@@ -198,12 +200,6 @@ def _promised(began: float, target: float | None) -> dict[str, Any]:
 
 
 # ---- OpenAPI
-
-
-def body_docs(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
-    """Return the documentation of a body for OpenAPI."""
-    content: Mapping[str, Any] = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": required, "content": content}}
 
 
 _QUERY = {"parameters": [{"name": "app", "in": "query", "required": False, "schema": {"type": "string"}}]}

@@ -9,8 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from headway.errors import RequestError
-from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.apis.api import body_docs, error_docs
+from headway.gateway.apis.state import AppState
 from headway.gateway.offload import offload
+from headway.gateway.parsing.models import Served
 from headway.gateway.parsing.requests import Kind, read_json
 from headway.gateway.parsing.tokens import Prompt, TokenCounter
 
@@ -35,26 +37,31 @@ _ERRORS = error_docs(400, 401, 404, 413, 415, 429)
 
 def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints."""
-    _tokens(app, state)
-    _text(app, state)
 
-
-def _tokens(app: FastAPI, state: AppState) -> None:
-    @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(_TOKENIZE))
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=body_docs(_TOKENIZE))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, or of the messages of a chat."""
         state.tenant(request)
         data = await state.body(request)
-        asked: dict[str, Any] = {"model": state.only_model()}
-        asked |= await offload(len(data), partial(read_json, data))
+        asked = await offload(len(data), partial(read_json, data))
         kind: Kind = "chat" if "messages" in asked else "completions"
-        prompt = await state.prompt(kind, data, lambda raw: {"model": asked["model"], **raw})
-        counter, longest = state.counter(asked["model"]), state.describe(asked["model"])["max_model_len"]
-        told = partial(_told, prompt, counter, longest, words=bool(asked.get("return_token_strs")))
+        prompt = await offload(len(data), partial(state.parser.prompt, kind, asked))
+        served = state.models.find(asked.get("model"))
+        told = partial(_told, prompt, served, words=bool(asked.get("return_token_strs")))
         return await offload(_BYTES * prompt.tokens, told)
 
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=body_docs(_DETOKENIZE))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens."""
+        state.tenant(request)
+        raw = await state.json(request)
+        ids = raw.get("tokens")
+        counter = state.models.find(raw.get("model")).counter
+        size = _BYTES * len(ids) if isinstance(ids, list) else 0
+        return await offload(size, partial(_text_of, ids, counter))
 
-def _told(prompt: Prompt, counter: TokenCounter, longest: int, *, words: bool) -> Response:
+
+def _told(prompt: Prompt, served: Served, *, words: bool) -> Response:
     """Return the answer with the tokens of a prompt; words: as the vocabulary writes them, too."""
     ids = prompt.ids
     if ids is None:
@@ -62,20 +69,8 @@ def _told(prompt: Prompt, counter: TokenCounter, longest: int, *, words: bool) -
             "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
             param="prompt",
         )  # fmt: skip
-    answer = {"count": prompt.tokens, "max_model_len": longest, "tokens": list(ids)}
-    return JSONResponse(answer | {"token_strs": counter.words(ids)} if words else answer)
-
-
-def _text(app: FastAPI, state: AppState) -> None:
-    @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(_DETOKENIZE))
-    async def detokenize(request: Request) -> Response:
-        """Return the text of tokens."""
-        state.tenant(request)
-        raw = await state.json(request)
-        ids = raw.get("tokens")
-        counter = state.counter(raw.get("model", state.only_model()))
-        size = _BYTES * len(ids) if isinstance(ids, list) else 0
-        return await offload(size, partial(_text_of, ids, counter))
+    answer = {"count": prompt.tokens, "max_model_len": served.context, "tokens": list(ids)}
+    return JSONResponse(answer | {"token_strs": served.counter.words(ids)} if words else answer)
 
 
 def _text_of(ids: Any, counter: TokenCounter) -> Response:
@@ -86,7 +81,3 @@ def _text_of(ids: Any, counter: TokenCounter) -> Response:
             param="tokens",
         )
     return JSONResponse({"prompt": counter.text(ids)})
-
-
-def _body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,6 +1,6 @@
 """The gateway's side: its requests in flight, whose events go to the controller.
 
-`Send` resolves a request's `engine_future`; the request's own task (`request_path.py`) then talks to that
+`Send` resolves a request's `engine_future`; the request's own task (`requests/path.py`) then talks to that
 engine itself, so tokens never pass through here.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from headway import clock
@@ -18,7 +18,7 @@ from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Start
 from headway.gateway.control.control import ControlView
 from headway.gateway.control.prewarm import Warmups
 from headway.gateway.errors import refusal
-from headway.gateway.in_flight import InFlightRequest, ReturnReason
+from headway.gateway.in_flight import InFlightRequest, RequestState, ReturnReason
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.account import EndedRun, RunAccount
 from headway.policy.apps.run import within
@@ -62,6 +62,7 @@ class Dispatcher:
         """Queue a request that was stored."""
         self.in_flight[in_flight.id] = in_flight
         in_flight.queued = clock.now()
+        in_flight.enter(RequestState.QUEUED)
         self.tell(Arrived(in_flight.request))
         unavailable = self.unavailable(in_flight.request.model)
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
@@ -124,6 +125,7 @@ class Dispatcher:
         in_flight = self.in_flight[send.id]
         in_flight.rank, in_flight.soft = send.rank, send.soft
         in_flight.sends += ((clock.now(), send.instance),)
+        in_flight.enter(RequestState.SENT)
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
         if in_flight.returned is not None:
@@ -143,7 +145,7 @@ class Dispatcher:
         An answer that is not streamed has not begun before it is complete. Streams go on to their end.
         """
         for request in self.in_flight.values():
-            if request.inside(engine):
+            if request.state is RequestState.SENT and request.sends[-1][1] == engine.id:
                 request.take_back()
 
     # ---- models that are given up
@@ -163,17 +165,15 @@ class Dispatcher:
 
     def _refuse_unavailable(self) -> None:
         """End the queued requests of models that are given up."""
-        for request in self._waiting():
-            error = self.unavailable(request.request.model)
-            if error is not None:
-                request.refuse(error)
-
-    def _waiting(self) -> Iterable[InFlightRequest]:
-        return [request for request in self.in_flight.values() if not request.engine_future.done()]
+        for one in self.in_flight.values():
+            if (
+                one.state is RequestState.QUEUED
+                and (error := self.unavailable(one.request.model)) is not None
+            ):
+                one.refuse(error)
 
     def state(self, id: str) -> str | None:
         """Say why a request is not in an engine; None when it is in one, or waits for its turn alone."""
-        request = self.in_flight.get(id)
-        if request is None or request.engine_future.done():
+        if (one := self.in_flight.get(id)) is None or one.state is not RequestState.QUEUED:
             return None
-        return self.control.obstacle(request.request.model)
+        return self.control.obstacle(one.request.model)

@@ -1,4 +1,4 @@
-"""Parsing of HTTP requests: headers, body and configured classes become a `Request` with its SLO.
+"""The steps of the parse (`parser.py`) that know the fields of engines' APIs: JSON, fields, class and SLO.
 
 Only the fields that Headway reads are checked here. Every other field goes to the engine as it came, and the
 engine's own error goes to the client as it is.
@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -149,6 +149,8 @@ class ParsedRequest:
     stream, background: how the client wants the response.
     wants_usage: the client asked for the usage event of a stream.
     trace_parent: its W3C `traceparent`, None = it sent none.
+    prompt_ids: its tokens, where it belongs to a run and the gateway knows them.
+    echo: what its answer says of it, in an API whose answers do.
     digest: of path and body, where its id is that of an idempotency key (`idempotency.py`).
     earlier: the job that was accepted under that key.
     """
@@ -161,6 +163,8 @@ class ParsedRequest:
     background: bool
     wants_usage: bool
     trace_parent: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    echo: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     earlier: Job | None = None
 
@@ -268,7 +272,7 @@ def interpret(
     )
     background, stream = _delivery(body)
     wants_usage = bool((body.stream_options or {}).get("include_usage"))
-    upstream = _upstream(raw, body, request.priority, wants_usage)
+    upstream = _engine_fields(raw, body, request.priority, wants_usage)
     return ParsedRequest(
         request, kind, EngineBody.of(upstream), None if kind in POOLING else text_of(raw), stream,
         background, wants_usage, headers.get("traceparent"),
@@ -301,7 +305,7 @@ def _delivery(body: Body) -> tuple[bool, bool]:
     return bool(body.background), bool(body.stream)
 
 
-def _upstream(
+def _engine_fields(
     raw: dict[str, Any], body: ChatBody | CompletionBody, priority: int, wants_usage: bool
 ) -> dict[str, Any]:
     """Return the body for the engine, without what is Headway's own."""
@@ -337,9 +341,9 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
     own: dict[str, Any] = {
-        field: target
-        for field, names in _SLO_NAMES.items()
-        if (target := _target(names, body, headers)) is not None
+        target: value
+        for target, names in _SLO_NAMES.items()
+        if (value := _target(names, body, headers)) is not None
     }
     if not own:
         return tier.slo  # one object for all requests without targets of their own

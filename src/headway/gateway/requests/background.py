@@ -48,7 +48,7 @@ class BackgroundWork:
             if error.status != 409 or (parsed := await self._path.with_earlier(parsed)).earlier is None:
                 raise
             return parsed.earlier  # it came at the same time
-        if self._path.on_disk:
+        if self._path.broker.on_disk:
             in_flight.drop_body()
         self.run(in_flight)
         return None
@@ -115,8 +115,8 @@ class BackgroundWork:
         if id not in self._running:
             return None
         in_flight, task = self._running[id]
-        if in_flight.closed:  # its end is being stored
+        if in_flight.ended:  # which is being stored
             await asyncio.wait([task])
             return None
         await tasks.cancel(task)
-        return None if in_flight.closed else in_flight
+        return None if in_flight.ended else in_flight

@@ -27,20 +27,14 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import (
-    ERROR_EVENT,
-    EngineKilled,
-    EngineResponse,
-    InFlightRequest,
-    Outcome,
-    TakenBack,
-)
+from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, TakenBack
 from headway.gateway.offload import offload
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
+from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import Tracing
 from headway.gateway.watch.usage import Usage
@@ -61,8 +55,8 @@ class RequestPath:
         self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
         usage: Usage, tracing: Tracing, observers: Observer,
     ) -> None:  # fmt: skip
-        self._limits, self._dispatcher, self._broker = limits, dispatcher, broker
-        self._lengths, self._tracing, self._observers, self.usage = lengths, tracing, observers, usage
+        self.limits, self._dispatcher, self.broker = limits, dispatcher, broker
+        self._lengths, self._tracing, self.observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
@@ -71,40 +65,32 @@ class RequestPath:
 
     # ---- in
 
-    def check_limits(self, key: Key, now: float) -> None:
-        """Refuse a request before its body is read (429): its tenant has used up its minute, or its room."""
-        self.check_rate(key, now)
-        self.check_room(key.tenant, key.max_queued)
-
     def check_rate(self, key: Key, now: float) -> None:
         """Refuse what counts as a request of a tenant that has used up its minute (429)."""
         try:
             self.usage.check(key, now)
         except RequestError:
-            self._observers.refused(Refused("rate_limit", key.tenant))
+            self.observers.refused(Refused("rate_limit", key.tenant))
             raise
 
-    def check_room(self, tenant: str, most: int | None = None) -> None:
-        """Refuse a request before its body is read (429), if its tenant may not have more of any class.
-
-        most: places of its tenant that may wait, as far as its key is concerned.
-        """
-        control = self._dispatcher.control
-        reject = control.controller.full(tenant, None, clock.now(), self._coming(), most)
+    def check_room(self, key: Key) -> None:
+        """Refuse a request before its body is read (429), if its tenant may not have more of any class."""
+        controller = self._dispatcher.control.controller
+        reject = controller.full(key.tenant, None, clock.now(), self._coming(), key.max_queued)
         if reject is not None:
-            self._observers.refused(Refused(reject.reason, tenant))
+            self.observers.refused(Refused(reject.reason, key.tenant))
             raise refusal(reject)
 
     def check_queue(self) -> None:
         """Refuse what the broker would not keep. HeadwayError (503)."""
-        if (problem := self._broker.problem()) is not None:
+        if (problem := self.broker.problem()) is not None:
             raise takes_nothing(problem)
 
     def check_capacity(self, request: Request, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
 
         Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up,
-        HeadwayError (503) while the controller cannot be reached. most: as in `check_room`.
+        HeadwayError (503) while the controller cannot be reached. most: places of its tenant that may wait.
         """
         if (problem := self._dispatcher.control.problem()) is not None:
             raise HeadwayError(
@@ -116,7 +102,7 @@ class RequestPath:
         reject = self.admission(request, most)
         if reject is None:
             return
-        self._observers.refused(Refused(reject.reason, request.tenant, request))
+        self.observers.refused(Refused(reject.reason, request.tenant, request))
         raise refusal(reject)
 
     def admission(self, request: Request, most: int | None = None) -> Reject | None:
@@ -129,21 +115,23 @@ class RequestPath:
         elsewhere = self._dispatcher.control.elsewhere
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
-    @property
-    def keepalive_s(self) -> float:
-        """Return how often streams that wait get a comment, 0 = never."""
-        return self._limits.keepalive_s
+    async def admit(self, parsed: ParsedRequest, most: int | None) -> ParsedRequest:
+        """Return a request with its run's deadline and the job of its idempotency key, if it has room.
 
-    @property
-    def on_disk(self) -> bool:
-        """Tell whether the broker keeps bodies on disk."""
-        return self._broker.on_disk
+        Errors as `with_earlier` and, for one without such a job, `check_capacity`.
+        """
+        if parsed.request.stage is not None:
+            parsed = replace(parsed, request=self._dispatcher.promised(parsed.request))
+        parsed = await self.with_earlier(parsed)
+        if parsed.earlier is None:
+            self.check_capacity(parsed.request, most)
+        return parsed
 
     async def with_earlier(self, parsed: ParsedRequest) -> ParsedRequest:
         """Return a request with the job accepted under its idempotency key; 422 if that is another's."""
         if parsed.digest is None:
             return parsed
-        job = await self._broker.get(parsed.request.id)
+        job = await self.broker.get(parsed.request.id)
         if job is not None:
             check_same(job, parsed.digest)
         return replace(parsed, earlier=job)
@@ -156,31 +144,28 @@ class RequestPath:
 
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps what its body holds of the memory."""
-        in_flight = InFlightRequest.of(parsed)
+        in_flight = InFlightRequest(
+            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background
+        )
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.obstacle(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
         self._storing[group] += places
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
-            await self._put(in_flight)
+            await self._put(in_flight, parsed.digest)
         except BaseException:
-            self._observers.ended(Ended(in_flight, clock.now(), "not_stored"))
+            self.observers.ended(Ended(in_flight, clock.now(), "not_stored"))
             raise
         finally:
-            self._stored(group, places)
+            self._storing -= Counter({group: places})
         in_flight.held = held.keep()
         self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
         return in_flight
 
-    def _stored(self, group: Group, places: int) -> None:
-        self._storing[group] -= places
-        if not self._storing[group]:
-            del self._storing[group]
-
-    async def _put(self, in_flight: InFlightRequest) -> None:
+    async def _put(self, in_flight: InFlightRequest, digest: str | None) -> None:
         try:
-            await self._broker.put(in_flight.to_job())
+            await self.broker.put(in_flight.to_job(digest))
         except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
             reason = "client_gone: disconnected while it was stored"
             await self.closings.fail(in_flight.id, reason, clock.now())
@@ -210,13 +195,14 @@ class RequestPath:
                     engine.lost()
                 attempts = await self._count_attempt(in_flight)
                 in_flight.raise_if_refused()
-                if attempts >= self._limits.max_attempts:
+                if attempts >= self.limits.max_attempts:
                     if lives:
                         raise
                     raise EngineKilled(engine.id, attempts) from error
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token = clock.now()
+                in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.tell(Started(in_flight.id))
                 return response
@@ -229,14 +215,14 @@ class RequestPath:
         in_flight.raise_if_refused()
         if not (in_flight.request.drop or engine.models.swaps):
             return await self._open_on(engine, in_flight)
-        in_flight.opening = asyncio.create_task(self._open_on(engine, in_flight))
+        in_flight.opening = opening = asyncio.create_task(self._open_on(engine, in_flight))
         try:
-            response = await in_flight.opening
+            response = await opening
         except asyncio.CancelledError:
-            await tasks.cancel(in_flight.opening)
+            await tasks.cancel(opening)
             in_flight.raise_if_refused()
             this = asyncio.current_task()
-            if in_flight.taken_back and this is not None and not this.cancelling():
+            if in_flight.state is RequestState.QUEUED and this is not None and not this.cancelling():
                 raise TakenBack from None
             raise
         finally:
@@ -282,7 +268,7 @@ class RequestPath:
         return upstream.parts(metadata), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
-        job = await self._patiently(lambda: self._broker.get(id))
+        job = await self._patiently(lambda: self.broker.get(id))
         if job is None or not job.body:
             raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
         return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
@@ -292,7 +278,7 @@ class RequestPath:
         in_flight.attempts += 1
         if not in_flight.background:
             return in_flight.attempts
-        return await self._patiently(lambda: self._broker.attempt(in_flight.id))
+        return await self._patiently(lambda: self.broker.attempt(in_flight.id))
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what the broker answers, once it does: while it is out, what it holds is not lost for that.
@@ -314,49 +300,40 @@ class RequestPath:
     async def finish(
         self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
     ) -> bool:
-        """Close a request as answered, first in the core, then in the broker. False when it was closed."""
-        if in_flight.closed:
+        """End a request as answered, first in the core, then in the broker. False when it had ended."""
+        if not in_flight.enter(RequestState.ENDED):
             return False
-        in_flight.closed = True
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, request.per_answer(output_tokens))
         self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
-        self._observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
+        self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
         return done
-
-    def streamed(self, request: Request, silence: float) -> None:
-        """Take note of the longest silence in a stream that is over, in seconds."""
-        self._observers.streamed(request, silence)
 
     async def fail(self, in_flight: InFlightRequest, reason: str, outcome: Outcome = "failed") -> None:
         """Close a request as failed, with the reason that the broker keeps."""
-        if in_flight.closed:
-            return
-        now = self._close(in_flight, reason, outcome)
-        await self.closings.fail(in_flight.id, reason, now)
+        if in_flight.enter(RequestState.ENDED):
+            now = self._close(in_flight, reason, outcome)
+            await self.closings.fail(in_flight.id, reason, now)
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""
-        self._close(in_flight, reason, "abandoned")
+        if in_flight.enter(RequestState.ENDED):
+            self._close(in_flight, reason, "abandoned")
 
     def _close(self, in_flight: InFlightRequest, reason: str, outcome: Outcome) -> float:
-        """Close a request without an answer; return when."""
-        in_flight.closed, now = True, clock.now()
+        """Let go of a request that has ended without an answer; return when."""
+        now = clock.now()
         in_flight.drop_body()
-        self._observers.ended(Ended(in_flight, now, outcome, reason=reason))
+        self.observers.ended(Ended(in_flight, now, outcome, reason=reason))
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
         return now
 
     async def close(self) -> None:
-        """Fail what is still open, and store its end."""
-        await self.fail_foreground("gateway_stopped")
-        await self.closings.retry()
-
-    async def fail_foreground(self, reason: str) -> None:
-        """Fail every request whose client waits on a connection; background work stays open in the broker."""
+        """Fail what still has a connection, and store its end; background work stays open in the broker."""
         for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
-            await self.fail(in_flight, reason)
+            await self.fail(in_flight, "gateway_stopped")
+        await self.closings.retry()

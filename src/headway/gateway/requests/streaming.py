@@ -24,8 +24,9 @@ from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, TENANT
-from headway.gateway.in_flight import CHUNK, EngineResponse, InFlightRequest, reason_of
+from headway.gateway.in_flight import InFlightRequest, reason_of
 from headway.gateway.offload import INLINE, offload
+from headway.gateway.requests.engine_response import CHUNK, EngineResponse
 from headway.gateway.requests.path import RequestPath
 
 log = logging.getLogger("headway.gateway")
@@ -108,7 +109,7 @@ class ResponseStream(LateResponse):
 
     def client_left(self) -> None:
         """End the work on a request whose client has disconnected, unless it has the whole response."""
-        if self._task is not None and not (self._complete or self._in_flight.closed):
+        if self._task is not None and not (self._complete or self._in_flight.ended):
             self._left = self._task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +137,11 @@ class ResponseStream(LateResponse):
     @contextmanager
     def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
         """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
-        every, loop, begun = self._path.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        every, loop, begun = (
+            self._path.limits.keepalive_s,
+            asyncio.get_running_loop(),
+            list[asyncio.Task[None]](),
+        )
         if not (every and self._in_flight.streams):
             yield
             return
@@ -207,7 +212,7 @@ class ResponseStream(LateResponse):
             await self._pass_on(reader, response, scope, send)
         finally:
             if reader.tokens > 1 or not reader.complete:
-                self._path.streamed(self._in_flight.request, response.silence)
+                self._path.observers.streamed(self._in_flight.request, response.silence)
         if reader.complete:
             await _drain(response)
 

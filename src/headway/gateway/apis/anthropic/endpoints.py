@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,12 +9,12 @@ from fastapi.responses import JSONResponse, Response
 
 from headway.errors import HeadwayError
 from headway.gateway.apis.anthropic.events import MessageEvents
-from headway.gateway.apis.anthropic.translate import chat_of, error_body, error_of, message_of
-from headway.gateway.apis.state import AppState, header_docs
-from headway.gateway.apis.translated import TranslatedResponse
-from headway.gateway.requests.streaming import ResponseStream
+from headway.gateway.apis.anthropic.translate import chat_of, error_body
+from headway.gateway.apis.api import Api, api_docs, body_docs
+from headway.gateway.apis.state import AppState
+from headway.gateway.offload import offload
+from headway.gateway.parsing.requests import ParsedRequest, read_json
 
-PATH = "/v1/messages"
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["model", "messages", "max_tokens"],
@@ -40,45 +38,33 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": "An error in Anthropic's shape."}
     for code in (400, 401, 403, 404, 413, 415, 429, 502, 503, 504)
 }
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The message; with `stream`, its events.", "content": {"text/event-stream": {}}},
-}
+DOCS = api_docs("messages", _SCHEMA, _ERRORS, "Answer a message: a chat, scheduled as all chats.")
+
+
+class MessagesApi(Api):
+    """Anthropic's Messages API."""
+
+    def read(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return chat_of(raw)
+
+    def writer(self, parsed: ParsedRequest) -> MessageEvents:
+        asked = parsed.request
+        return MessageEvents(asked.id, asked.adapter or asked.model, asked.prompt_tokens)
+
+    def error(self, error: HeadwayError) -> JSONResponse:
+        return JSONResponse(error_body(error.status, error.told), error.status, headers=error.headers)
 
 
 def add_message_endpoints(app: FastAPI, state: AppState) -> None:
-    """Add the endpoints."""
-    gateway = state.gateway
+    """Add what Anthropic's API has beside messages."""
 
-    @app.post(PATH, responses={**_ANSWERS, **_ERRORS}, openapi_extra=_BODY | {"parameters": header_docs()})
-    async def messages(request: Request) -> Response:
-        """Answer a message: a chat, scheduled as all chats."""
-        with gateway.bodies.hold() as held:
-            parsed = await state.parse("chat", request, held, chat_of)
-            in_flight = await gateway.path.accept(parsed, held)
-            inner = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
-            id, asked = in_flight.id, parsed.request
-            events = MessageEvents(id, asked.adapter or asked.model, asked.prompt_tokens)
-            headers = ((b"request-id", id.encode()),)
-            return TranslatedResponse(inner, events, partial(_translated, id), headers)
-
-    @app.post(f"{PATH}/count_tokens", responses=_ERRORS, openapi_extra=_BODY)
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS, openapi_extra=body_docs(_SCHEMA))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
         state.tenant(request)
         data = await state.body(request)
-        prompt = await state.prompt("chat", data, lambda raw: chat_of({"max_tokens": 1, **raw}))
+        prompt = await offload(
+            len(data),
+            lambda: state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)})),
+        )
         return JSONResponse({"input_tokens": prompt.tokens})
-
-
-def message_error(error: HeadwayError) -> JSONResponse:
-    """Return an error in Anthropic's shape."""
-    return JSONResponse(error_of(error), error.status, headers=error.headers)
-
-
-def _translated(id: str, status: int, data: bytes) -> bytes:
-    told = json.loads(data)
-    if status == 200:
-        return json.dumps(message_of(told, id)).encode()
-    error = told.get("error", told)  # vLLM's older shape has its fields at the top
-    return json.dumps(error_body(status, str(error.get("message", error)))).encode()

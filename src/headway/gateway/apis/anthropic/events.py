@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.gateway.apis.anthropic.translate import error_body, stop_of
+from headway.gateway.apis.anthropic.translate import error_body, message_of, stop_of
 from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
 
 # Type of a block -> type of its deltas, and the field that they have their text in.
@@ -52,6 +52,14 @@ class MessageEvents(ChatStream):
         self._ended: set[int] = set()  # tool calls that are over
         self._reason: tuple[str, str | None] = ("end_turn", None)
         self._usage = dict(self._head["usage"])
+        self.headers = ((b"request-id", id.encode()),)
+
+    def whole(self, status: int, data: bytes) -> bytes:
+        told = json.loads(data)
+        if status == 200:
+            return json.dumps(message_of(told, self._head["id"])).encode()
+        error = told.get("error", told)  # vLLM's older shape has its fields at the top
+        return json.dumps(error_body(status, str(error.get("message", error)))).encode()
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         code = error.get("code")  # vLLM's is the status; Headway's is a word

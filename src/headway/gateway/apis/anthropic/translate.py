@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headway.errors import HeadwayError, RequestError
+from headway.errors import RequestError
 from headway.gateway.apis.chat_stream import thought_of
 from headway.gateway.parsing.fields import list_in, object_in
 from headway.gateway.parsing.unsupported import MESSAGES, refuse
@@ -98,11 +98,6 @@ def stop_of(choice: Mapping[str, Any], calls: bool) -> tuple[str, str | None]:
     if choice.get("finish_reason") == "stop" and isinstance(word, str):
         return "stop_sequence", word
     return STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
-
-
-def error_of(error: HeadwayError) -> dict[str, Any]:
-    """Return an error in Anthropic's shape."""
-    return error_body(error.status, error.told)
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

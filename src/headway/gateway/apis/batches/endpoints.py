@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway import clock
 from headway.errors import RequestError
+from headway.gateway.apis.api import body_docs, error_docs, header_docs
 from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
-from headway.gateway.apis.runs import body_docs
-from headway.gateway.apis.state import AppState, error_docs, header_docs, refuse_compressed
+from headway.gateway.apis.state import AppState, refuse_compressed
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.idempotency import HEADER, batch_id, reused
 from headway.store.batches.port import PIECE, BatchStore, pieces
@@ -218,7 +218,7 @@ async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Batc
 def _batches(app: FastAPI, state: AppState) -> None:
     @app.post(
         "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 415, 422, 429, 503),
-        openapi_extra=body_docs(BatchBody) | {"parameters": header_docs(HEADER)},
+        openapi_extra=body_docs(BatchBody.model_json_schema()) | {"parameters": header_docs(HEADER)},
     )  # fmt: skip
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""

@@ -18,7 +18,7 @@ from headway import clock
 from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway import tasks
-from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, interpret_line
+from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, parse_line
 from headway.gateway.apis.batches.results import answered, as_response, conclude, refused, request_id
 from headway.gateway.apis.state import AppState
 from headway.gateway.budget import Held
@@ -221,7 +221,7 @@ class Execution:
         gateway, batch = self._state.gateway, self._batch
         self._check_room()
         text = await self._text(line)
-        _, parsed = await interpret_line(self._state, batch, text, None, size=len(text))
+        _, parsed = await offload(len(text), lambda: parse_line(self._state, batch, text, None))
         request = self._promised(line, parsed.request)
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant

@@ -14,29 +14,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from headway import clock
-from headway.config import Config, Key
+from headway.config import Key
 from headway.errors import HeadwayError, RequestError
-from headway.gateway.apis.responses.translate import chat_of
+from headway.gateway.apis.api import Api
+from headway.gateway.apis.responses.endpoints import ResponsesApi
 from headway.gateway.apis.state import AppState
-from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import checked
-from headway.gateway.parsing.requests import (
-    PATHS,
-    ChatBody,
-    CompletionBody,
-    Kind,
-    ParsedRequest,
-    read_json,
-)
+from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest, read_json
 from headway.store.batches.port import BatchStore, pieces
 from headway.store.batches.records import Batch, Line, input_gone
 
 MOST_ERRORS = 50  # that a batch lists
 _PAGE = 500  # lines that are stored at a time
-RESPONSES = "/v1/responses"  # its lines run as the chats that they are translated to
-KINDS: dict[str, Kind] = {
-    RESPONSES: "chat", **{PATHS[kind]: kind for kind in ("chat", "completions", "embeddings")}
-}  # fmt: skip
+RESPONSES = "/v1/responses"
+_GENERATED: tuple[Kind, ...] = ("chat", "completions", "embeddings")
+APIS: dict[str, Api] = {RESPONSES: ResponsesApi("chat"), **{PATHS[kind]: Api(kind) for kind in _GENERATED}}
 
 
 class LineBody(BaseModel):
@@ -48,40 +40,28 @@ class LineBody(BaseModel):
     body: dict[str, Any]
 
 
-async def interpret_line(
-    state: AppState, batch: Batch, text: bytes, key: Key | None, *, size: int
-) -> tuple[LineBody, ParsedRequest]:
-    """Check one line as its endpoint would; RequestError says what is wrong with it.
+def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> tuple[LineBody, ParsedRequest]:
+    """Parse one line as its endpoint would; RequestError says what is wrong with it.
 
-    key: what its claims are held against, None = nothing. size: of the text, 0 = work in this thread.
+    key: what its claims are held against, None = nothing.
     """
-    line = await offload(size, lambda: checked(LineBody, read_json(text)))
+    line = checked(LineBody, read_json(text))
     if line.url != batch.endpoint:
         raise RequestError(
             f"The url is {line.url[:64]!r}.", f"It must be the batch's endpoint, {batch.endpoint}.",
             param="url", code="invalid_url",
         )  # fmt: skip
-    kind = KINDS[batch.endpoint]
-
-    def validated() -> tuple[dict[str, Any], ChatBody | CompletionBody]:
-        raw = chat_of(line.body) if batch.endpoint == RESPONSES else line.body
-        return state.validated(kind, raw)
-
-    raw, body = await offload(size, validated)
-    if body.stream:
+    api = APIS[line.url]
+    headers = {"x-llm-d-inference-objective": "batch"} if "batch" in state.config.classes else {}
+    parsed = state.parser.parse(
+        api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now()
+    )
+    if parsed.stream:
         raise RequestError(
             "A line of a batch cannot stream.", "Leave out stream.", param="body.stream",
             code="stream_unsupported",
         )  # fmt: skip
-    parsed, _ = await state.interpreted(
-        kind, raw, body, class_headers(state.config), key, clock.now(), tenant=batch.tenant, size=size
-    )  # fmt: skip
     return line, parsed
-
-
-def class_headers(config: Config) -> dict[str, str]:
-    """Return the headers that give lines their class: batch, where the configuration has it."""
-    return {"x-llm-d-inference-objective": "batch"} if "batch" in config.classes else {}
 
 
 @dataclass(slots=True)
@@ -141,7 +121,7 @@ class LineCheck:
                 code="line_too_long",
             )  # fmt: skip
         self._count += 1
-        line, _ = await interpret_line(self.state, self.batch, text, key, size=0)
+        line, _ = parse_line(self.state, self.batch, text, key)
         digest = blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
             raise RequestError(

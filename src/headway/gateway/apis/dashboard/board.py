@@ -15,6 +15,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.gateway.control.targets import describe
 from headway.gateway.gateway import Gateway
+from headway.gateway.in_flight import RequestState
 from headway.gateway.watch.figures import figures
 from headway.gateway.watch.history import Pair, View
 
@@ -117,7 +118,7 @@ class Board:
         pair_of = self._gateway.metrics.history.pair
         for one in self._gateway.dispatcher.in_flight.values():
             line = lines[pair_of(one.request.tier, one.request.tenant)]
-            if one.engine_future.done() and one.sends:
+            if one.state in (RequestState.SENT, RequestState.ANSWERING):
                 line.inside += 1
                 inside[one.sends[-1][1]] += 1
             else:

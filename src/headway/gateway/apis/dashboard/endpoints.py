@@ -13,9 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from headway.errors import RequestError
+from headway.gateway.apis.api import error_docs
 from headway.gateway.apis.dashboard.board import Board
 from headway.gateway.apis.dashboard.explain import Explainer
-from headway.gateway.apis.state import AppState, error_docs
+from headway.gateway.apis.state import AppState
 from headway.gateway.watch.history import FINEST, WINDOWS, View
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places

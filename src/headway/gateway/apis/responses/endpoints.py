@@ -12,17 +12,16 @@ from fastapi.responses import JSONResponse, Response
 
 from headway import clock
 from headway.errors import RequestError
+from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
 from headway.gateway.apis.responses.events import ResponseEvents
 from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
-from headway.gateway.apis.state import AppState, error_docs, header_docs
-from headway.gateway.apis.translated import TranslatedResponse
+from headway.gateway.apis.state import AppState
 from headway.gateway.offload import offload
-from headway.gateway.parsing.requests import PATHS
-from headway.gateway.requests.streaming import ResponseStream
+from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.store.queue.port import Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
-_KEPT = ("id", "created_at", "status", "error")  # of a response that was accepted before
+_KEPT = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["model", "input"],
@@ -36,51 +35,28 @@ _SCHEMA: dict[str, Any] = {
         "service_tier": _TEXT, "user": _TEXT,
     },
 }  # fmt: skip
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The response; with `stream`, its events.", "content": {"text/event-stream": {}}},
-    **error_docs(400, 401, 403, 404, 413, 415, 422, 429, 502, 503, 504),
-}
+DOCS = api_docs("create", _SCHEMA, SCHEDULED, "Answer a response: a chat, scheduled as all chats.")
 
 
-def add_response_endpoints(app: FastAPI, state: AppState) -> None:
-    """Add the endpoints."""
-    _create(app, state)
-    _kept(app, state)
+class ResponsesApi(Api):
+    """OpenAI's Responses API."""
+
+    def read(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return chat_of(raw)
+
+    def echo(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return base_of(raw, "", 0)
+
+    def writer(self, parsed: ParsedRequest) -> ResponseEvents:
+        asked = parsed.request
+        return ResponseEvents(_echo(parsed) | {"id": asked.id, "created_at": int(clock.shown(asked.arrival))})
+
+    def queued(self, parsed: ParsedRequest, told: Mapping[str, Any]) -> Response:
+        return JSONResponse(_echo(parsed) | {name: told[name] for name in _KEPT if name in told})
 
 
-def _create(app: FastAPI, state: AppState) -> None:
-    gateway = state.gateway
-
-    @app.post("/v1/responses", responses=_ANSWERS, openapi_extra=_BODY | {"parameters": header_docs()})
-    async def create(request: Request) -> Response:
-        """Answer a response: a chat, scheduled as all chats."""
-        asked: dict[str, Any] = {}
-
-        def translate(raw: dict[str, Any]) -> dict[str, Any]:
-            asked.update(base_of(raw, "", 0))
-            return chat_of(raw)
-
-        with gateway.bodies.hold() as held:
-            parsed = await state.parse("chat", request, held, translate)
-            core = parsed.request
-            base = asked | {
-                "id": core.id, "created_at": int(clock.shown(core.arrival)),
-                "model": core.adapter or core.model,
-            }  # fmt: skip
-            if parsed.background:
-                obstacle = gateway.dispatcher.control.obstacle(parsed.request.model)
-                if (earlier := await gateway.background.accept(parsed, held)) is not None:
-                    kept = response_to(earlier)
-                    return JSONResponse(base | {name: kept[name] for name in _KEPT})
-                return JSONResponse(base | {"status": "queued"} | waiting_for(obstacle))
-            in_flight = await gateway.path.accept(parsed, held)
-            inner = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
-            return TranslatedResponse(inner, ResponseEvents(base), partial(_translated, base))
-
-
-def _translated(base: Mapping[str, Any], status: int, data: bytes) -> bytes:
-    return json.dumps(response_of(base, json.loads(data))).encode() if status == 200 else data
+def _echo(parsed: ParsedRequest) -> dict[str, Any]:
+    return {**parsed.echo, "model": parsed.request.adapter or parsed.request.model}
 
 
 # ---- background
@@ -99,7 +75,8 @@ async def _find(state: AppState, request: Request, id: str) -> Job:
     return job
 
 
-def _kept(app: FastAPI, state: AppState) -> None:
+def add_response_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints of background responses."""
     broker = state.gateway.broker
 
     @app.get("/v1/responses/{id}", responses=error_docs(401, 404))

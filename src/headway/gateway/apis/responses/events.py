@@ -13,6 +13,7 @@ from headway.gateway.apis.responses.translate import (
     end_of,
     message_item,
     reasoning_item,
+    response_of,
     text_part,
     usage_of,
 )
@@ -73,6 +74,9 @@ class ResponseEvents(ChatStream):
         self._latest: dict[tuple[str, int], _Item] = {}  # by type and number of the tool call
         self._end: dict[str, Any] = end_of("stop")
         self._usage: Mapping[str, Any] = {}
+
+    def whole(self, status: int, data: bytes) -> bytes:
+        return data if status != 200 else json.dumps(response_of(self._response, json.loads(data))).encode()
 
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()

@@ -1,0 +1,94 @@
+"""The one parse: the headers of a request and its body, as an engine takes it, become a `ParsedRequest`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headway.config import Config, Engine, Key
+from headway.engines.vllm.fatal_fields import check_fields
+from headway.engines.vllm.parsers import no_tool_parser, parsers
+from headway.errors import RequestError
+from headway.gateway.parsing.claims import check_claims
+from headway.gateway.parsing.grammars import check_grammars
+from headway.gateway.parsing.models import Served, ServedModels
+from headway.gateway.parsing.pooling import PATHS as POOLING
+from headway.gateway.parsing.requests import (
+    PATHS,
+    ChatBody,
+    CompletionBody,
+    Kind,
+    ParsedRequest,
+    interpret,
+    validate,
+)
+from headway.gateway.parsing.tokens import Prompt
+
+Fields = dict[str, Any]
+
+
+class Parser:
+    """Parses requests of all APIs; nothing is refused here for want of room.
+
+    config: its classes may change.
+    """
+
+    def __init__(self, models: ServedModels, config: Config) -> None:
+        self._models, self.config = models, config
+
+    def parse(
+        self, kind: Kind, raw: Fields, headers: Mapping[str, str], key: Key | None, *, tenant: str,
+        arrival: float,
+    ) -> ParsedRequest:  # fmt: skip
+        """Parse a request; RequestError names the field or header that is wrong.
+
+        raw: its body as JSON. key: what its claims are held against, None = nothing.
+        """
+        raw, body = self._validated(kind, raw)
+        served = self._models.find(body.model)
+        _check_engines(served, kind, raw, body)
+        prompt = served.counter.read(body, served.context)
+        parsed = interpret(
+            kind, raw, body, headers, self.config, model=served.model, adapter=served.adapter, tenant=tenant,
+            arrival=arrival, lengths=prompt.lengths, max_model_len=served.context,
+            max_running=served.max_running,
+        )  # fmt: skip
+        if key is not None:
+            own = body.priority is not None or "x-vllm-priority" in headers
+            check_claims(key, parsed.request, parsed.request.priority if own else None)
+        return parsed if parsed.request.stage is None else replace(parsed, prompt_ids=prompt.ids)
+
+    def prompt(self, kind: Kind, raw: Fields) -> Prompt:
+        """Return the tokens of a body's prompt; errors as `parse`."""
+        _, body = self._validated(kind, raw)
+        served = self._models.find(body.model)
+        return served.counter.read(body, served.context)
+
+    def _validated(self, kind: Kind, raw: Fields) -> tuple[Fields, ChatBody | CompletionBody]:
+        """Check the fields of a body, and return it with its model's own name."""
+        raw = {**raw, "model": self._models.meant(raw.get("model"))}
+        check_grammars(raw, self.config.grammars)
+        return raw, validate(kind, raw, self._models.longest)
+
+
+def _check_engines(served: Served, kind: Kind, raw: Fields, body: ChatBody | CompletionBody) -> None:
+    """Refuse what the model's engines cannot do, and fields that crash one of them."""
+    if (pools := kind in POOLING) != (served.engine.runner == "pooling"):
+        wanted = "pooling" if pools else "generate"
+        does = "generates text" if pools else "embeds text and generates none"
+        raise RequestError(
+            f"{PATHS[kind]} needs another model: {body.model!r} {does}.",
+            f'Use a model whose engine has runner = "{wanted}" in [[engines]].',
+            code="unsupported_task", param="model",
+        )  # fmt: skip
+    if isinstance(body, ChatBody) and body.tools:
+        _check_tools(served.engine, raw.get("tool_choice"))
+    for engine in served.engines:
+        check_fields(raw, engine.fatal)
+
+
+def _check_tools(engine: Engine, choice: Any) -> None:
+    """Refuse tools that the model may or must call, where nothing reads its calls."""
+    if engine.url is None and choice != "none" and parsers(engine).tool is None:
+        raise no_tool_parser()

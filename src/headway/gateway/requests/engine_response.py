@@ -1,0 +1,185 @@
+"""An engine's response to one request: its head, the bytes that follow, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from headway.engines.vllm.process.answers import read_answer, told_error
+from headway.engines.vllm.process.connection import (
+    BROKEN,
+    EngineGone,
+    MalformedAnswer,
+    OpenRequest,
+    engine_error,
+)
+from headway.gateway.budget import AnswerBudget, AnswerMemory
+from headway.gateway.offload import offload
+
+CHUNK = 2**14  # bytes of a response that are read at a time
+ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
+
+
+@dataclass(slots=True)
+class EngineResponse:
+    """An engine's response that has begun. `close` ends it.
+
+    status: of the HTTP response: 200, or that of an error.
+    streams: it is a stream of events; otherwise it is in `head`, whole.
+    head: the first chunk of a stream, otherwise the whole body: an answer, or an error in OpenAI's shape.
+    output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
+    engine: id of the engine.
+    memory: what is held of the answer.
+    silence: the longest wait for more of a stream that has begun, in seconds, without the time in which its
+        client did not read.
+    pooled: it is of a pooling model: data or results, and no choices.
+    """
+
+    status: int
+    streams: bool
+    engine: str
+    memory: AnswerMemory
+    _response: aiohttp.ClientResponse = field(repr=False)
+    _opened: OpenRequest = field(repr=False)
+    head: bytes = b""
+    output_tokens: int = 0
+    pooled: bool = False
+    silence: float = 0.0
+    _reading: bool = False
+    _silent_since: float | None = None  # from when nothing but comments has come
+    _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
+
+    @classmethod
+    async def open(
+        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, pooled: bool = False
+    ) -> EngineResponse:
+        """Post a request and return the response with its head.
+
+        engine: its id. stream: the request asks for a stream.
+        EngineGone when the engine breaks off, EngineTimeout when it takes too long, MalformedAnswer when it
+        answers something else than was asked for.
+        """
+        http = await request.__aenter__()
+        streams, memory = stream and http.status == 200, budget.of(engine)
+        response = cls(http.status, streams, engine, memory, http, request, pooled=pooled)
+        try:
+            response._watch_end()
+            await response._begin()
+        except BaseException:
+            await response.close()
+            raise
+        return response
+
+    async def _begin(self) -> None:
+        if self.status == 401:  # which its client would take for its own
+            what = "it refuses the gateway's key with status 401; see api_key of its [[engines]]"
+            raise MalformedAnswer(self.engine, what)
+        if self.status != 200 and not 400 <= self.status <= 599:
+            raise MalformedAnswer(self.engine, f"its status is {self.status}")
+        if not self.streams:
+            self.head = await self._read_all()
+            await self._check()
+        elif _is_stream(self._response):
+            self.head = await self._first_event()
+            self.silence = 0.0  # the wait for the first token is none
+        else:
+            raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
+
+    async def _first_event(self) -> bytes:
+        """Return what comes with the first event; comments before it are not tokens and are left out."""
+        head = await self.read()
+        while head and not _has_event(head):
+            self.memory.hold(len(head))
+            more = await self.read()
+            head = head.rpartition(b"\n")[2] + more if more else b""
+        return head
+
+    async def _check(self) -> None:
+        """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
+        try:
+            answer = await offload(len(self.head), lambda: read_answer(self.head, pooled=self.pooled))
+        except ValueError as error:
+            raise MalformedAnswer(self.engine, f"{error}, with status {self.status}") from error
+        if answer.failed != (self.status != 200):
+            raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
+        if answer.failed:
+            self.head = await offload(len(self.head), lambda: told_error(self.head))
+        self.output_tokens = answer.output_tokens or 0
+
+    async def read(self) -> bytes:
+        """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""
+        self._reading, began = True, self._silent_since or time.monotonic()
+        try:
+            chunk = await self._response.content.read(CHUNK)
+            self._silent_since = began if self.streams and not _has_event(chunk) else None
+            return chunk
+        except BROKEN as error:
+            raise engine_error(self.engine, error) from error
+        except RuntimeError as error:  # aiohttp's, for a connection that has been closed
+            raise EngineGone(self.engine, error) from error
+        finally:
+            self._reading, waited = False, time.monotonic() - began
+            if waited > self.silence:
+                self.silence = waited
+
+    @property
+    def retry_after(self) -> str | None:
+        """Seconds after which the engine wants to be asked again; None = it does not say."""
+        told = self._response.headers.get("retry-after", "")
+        return told if re.fullmatch("[0-9]{1,6}", told) else None
+
+    @property
+    def at_end(self) -> bool:
+        """Tell whether all of it has been read."""
+        return self._response.content.at_eof()
+
+    def _watch_end(self) -> None:
+        """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
+        connection = self._response.connection  # None when all has come
+        protocol = None if connection is None else connection.protocol
+        self._end = None if protocol is None else protocol.closed
+        if self._end is not None:
+            self._end.add_done_callback(self._closed)
+
+    def _closed(self, closed: asyncio.Future[None]) -> None:
+        if not closed.cancelled():
+            closed.exception()  # the reader gets it; nothing else asks for it
+        content = self._response.content
+        if self._reading and content.exception() is None and not content.is_eof():
+            content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))
+
+    async def _read_all(self) -> bytes:
+        parts, size = list[bytes](), self._response.content_length or 0
+        self.memory.hold(size)
+        size = 0
+        while part := await self.read():
+            parts.append(part)
+            size += len(part)
+            self.memory.hold(size)
+        return b"".join(parts)
+
+    async def close(self) -> None:
+        """Close the connection unless it was read to its end, which makes vLLM abort the request."""
+        if self._end is not None:
+            self._end.remove_done_callback(self._closed)
+        try:
+            await self._opened.__aexit__(None, None, None)
+        finally:
+            self.memory.close()
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    """Tell whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
+    kind, _, _ = response.headers.get("content-type", "").partition(";")
+    return kind.strip().lower() == "text/event-stream"
+
+
+def _has_event(data: bytes) -> bool:
+    """Tell whether this has more of a stream of events than comments."""
+    return data.startswith(b"data:") or any(
+        line.strip() and not line.startswith(b":") for line in data.split(b"\n")
+    )
