@@ -21,10 +21,10 @@ from asyncpg import Connection
 from headway.errors import HeadwayError
 from headway.store.batches.port import PIECE
 from headway.store.batches.postgres_files import PostgresFiles
-from headway.store.batches.postgres_session import StatementTimeout, Work, down
+from headway.store.batches.postgres_session import StatementTimeout, Work
 from headway.store.batches.records import EXPIRED, Batch, EndedLine, Line, StoredFile, too_many_open
-from headway.store.queue.postgres_calls import loaded, stored
-from headway.store.queue.postgres_link import Address
+from headway.store.postgres.link import Address
+from headway.store.postgres.schema import loaded, stored
 
 _LINES = 1000  # changed or deleted per transaction, so that no statement exceeds `timeout_s`
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))
@@ -181,7 +181,7 @@ class PostgresStore(PostgresFiles):
 
         async def checked(connection: Connection) -> Any:
             if await connection.fetchval(self.sql(_HELD), term) is None:
-                raise _not_held()
+                raise self._not_held()
             return await work(connection)
 
         return await self.change(checked)
@@ -193,6 +193,9 @@ class PostgresStore(PostgresFiles):
             return await connection.fetchval(self.sql(sql), *values)
 
         return await self._as_holder(work)
+
+    def _not_held(self) -> HeadwayError:
+        return self.down("another gateway runs batches now")
 
     # ---- lines
 
@@ -224,7 +227,7 @@ class PostgresStore(PostgresFiles):
         """End a line in one statement, which is a transaction; False when it has ended already."""
         ((held, ended),) = await self.rows(_RECORD, self._term, id, number, good, content)
         if not held:
-            raise _not_held()
+            raise self._not_held()
         return bool(ended)
 
     async def close_lines(self, id: str, end: int) -> int:
@@ -290,7 +293,7 @@ class PostgresStore(PostgresFiles):
                     await self.list_file(connection, file)
             ids = [None if file is None else file.id for file in (output, error)]
             if not await connection.fetchval(self.sql(_END), id, state, now, *ids):
-                raise down("the batch has ended already")
+                raise self.down("the batch has ended already")
 
         await self._as_holder(work)
         await self._clear(id)
@@ -304,7 +307,3 @@ class PostgresStore(PostgresFiles):
 
 def _batch(row: Any) -> Batch:
     return Batch(*(loaded(value) for value in row))
-
-
-def _not_held() -> HeadwayError:
-    return down("another gateway runs batches now")

@@ -23,12 +23,12 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
-from headway.store.queue.settling import deliver
 from headway.store.queue.sqlite_ends import END, FEW, Done, end_together
 from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, leave_open, open_file
 from headway.store.queue.sqlite_health import Watch, means_damage
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.queue.sqlite_rescue import RECOVER
+from headway.store.settling import deliver
 
 T = TypeVar("T")
 
