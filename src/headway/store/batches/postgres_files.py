@@ -104,16 +104,15 @@ class PostgresFiles(BatchSession):
 
     async def file(self, tenant: str, id: str) -> StoredFile | None:
         """Return a file of a tenant."""
-        rows = await self.rows(_GET, stored(id), stored(tenant))
-        return _file(rows[0]) if rows else None
+        found = await self.records(StoredFile, _GET, stored(id), stored(tenant))
+        return found[0] if found else None
 
     async def files(
         self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
     ) -> list[StoredFile]:
         """Return up to `limit` files of a tenant that come after one of them."""
         sql = _SOME % (("<", "DESC") if newest else (">", "ASC"))
-        rows = await self.rows(sql, stored(tenant), limit, stored(after), stored(purpose))
-        return [_file(row) for row in rows]
+        return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose))
 
     def path(self, id: str) -> Path | None:
         """Return None: no file is on this machine."""
@@ -174,7 +173,3 @@ class PostgresFiles(BatchSession):
             await connection.execute(self.sql(sql), *values)
 
         return work
-
-
-def _file(row: Any) -> StoredFile:
-    return StoredFile(*(loaded(value) for value in row))

@@ -15,6 +15,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.store.batches.postgres_schema import BATCHES
 from headway.store.postgres import session
 from headway.store.postgres.link import Address
+from headway.store.postgres.schema import loaded
 from headway.store.queue.postgres_schema import JOBS
 
 T = TypeVar("T")
@@ -65,6 +66,10 @@ class BatchSession(session.Session):
         """Return the rows of a statement; {s} in it is the schema."""
         text = self.sql(sql)
         return await self.ask(lambda connection: cast(Awaitable[list[Any]], connection.fetch(text, *values)))
+
+    async def records(self, kind: Callable[..., T], sql: str, *values: Any) -> list[T]:
+        """Return the rows of a statement, each as a record of that kind."""
+        return [kind(*(loaded(value) for value in row)) for row in await self.rows(sql, *values)]
 
     async def value(self, sql: str, *values: Any) -> Any:
         """Return the first column of a statement's first row, None when there is none."""

@@ -121,7 +121,7 @@ class Session:
         fix = f"Look at the PostgreSQL server, then {self._again}."
         return HeadwayError(f"{self._what} is out: {why}.", fix, status=503, kind="server_error")
 
-    async def end_session(self) -> None:
+    async def close(self) -> None:
         """Carry out the calls that were made, then release the thread and the connections."""
         if not self._closed:
             self._closed = True
@@ -203,14 +203,11 @@ class Session:
             return [self.down(error)] * len(group)
         except asyncpg.PostgresError as error:  # nothing is done
             refusal, state = error, error.sqlstate or ""
-        if state in AGAIN and tries < _TRIES:
+        if state in AGAIN and tries + 1 < _TRIES:
             return await self._outcomes(lane, group, tries + 1)
-        if state.startswith(UNFIT):
-            # Each by itself, so that only its own caller is hurt.
-            alone = len(group) > 1
-            return [
-                (await self._outcomes(lane, [call]))[0] if alone else self._unfit(refusal) for call in group
-            ]
+        if state.startswith(UNFIT) and len(group) > 1:  # each by itself, so that only its own caller is hurt
+            return [(await self._outcomes(lane, [call]))[0] for call in group]
         if state in STALE:
             lane.link.drop("its server takes no writes")
-        return [self._refused(refusal)] * len(group)
+        refused = self._unfit if state.startswith(UNFIT) else self._refused
+        return [refused(refusal)] * len(group)

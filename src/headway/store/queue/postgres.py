@@ -82,14 +82,9 @@ class PostgresBroker(Session):
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         outcome = await self._write(
-            "put",
-            id=job.id,
-            instant=job.arrival,
-            count=job.attempts,
-            job=job,
-            text=job.request,
+            "put", id=job.id, instant=job.arrival, count=job.attempts, job=job, text=job.request,
             body=job.body,
-        )
+        )  # fmt: skip
         if outcome != 1:
             raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
 
@@ -148,10 +143,6 @@ class PostgresBroker(Session):
     def problem(self) -> str | None:
         """Return why jobs can be neither stored nor read now; None while both connections are up."""
         return None if self._closed else self._writer.problem or self._reader.problem
-
-    async def close(self) -> None:
-        """Carry out the calls made so far, end the lease, then release the thread and the connections."""
-        await self.end_session()
 
     async def _write(self, verb: str, **more: Any) -> Any:
         return await self._ask(self._writes, verb, **more)
