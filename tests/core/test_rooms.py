@@ -20,7 +20,7 @@ PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
 POLICY = WORDS | {
     f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")
 }
-SESSIONS = {"store.postgres", "store.settling"}
+SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
 STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
 BELOW_GATEWAY = GROUND | POLICY | CLOCK | STORE | {"cluster.backends", "cluster.wire", "engines", "models"}
@@ -46,10 +46,11 @@ ALLOWED = {
     "policy.recipes": GROUND | {"policy.core", "policy.apps", "policy.plan", "policy.pack"},
     "client": {"errors"},  # applications import it, with httpx and nothing of ours
     "store.settling": GROUND,
+    "store.sqlite": GROUND,
     "store.postgres": GROUND | CLOCK | {"store.settling"},
     "store.queue": GROUND | CLOCK | SESSIONS,
     "store.batches": GROUND | SESSIONS | {"store.queue"},
-    "store.journal": GROUND,
+    "store.journal": GROUND | {"store.sqlite"},
     "cluster.wire": GROUND | CLOCK,
     "models": GROUND,
     "cluster.backends": GROUND | {"policy.apps"},
