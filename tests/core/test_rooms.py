@@ -20,7 +20,8 @@ PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
 POLICY = WORDS | {
     f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")
 }
-STORE = {"store.queue", "store.journal", "store.batches"}
+SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
+STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
 BELOW_GATEWAY = GROUND | POLICY | CLOCK | STORE | {"cluster.backends", "cluster.wire", "engines", "models"}
 # The gateway's rooms, lowest first: each imports those before it.
@@ -44,9 +45,12 @@ ALLOWED = {
     "policy.pack": PURE,
     "policy.recipes": GROUND | {"policy.core", "policy.apps", "policy.plan", "policy.pack"},
     "client": {"errors"},  # applications import it, with httpx and nothing of ours
-    "store.queue": GROUND | CLOCK,
-    "store.batches": GROUND | {"store.queue"},
-    "store.journal": GROUND,
+    "store.settling": GROUND,
+    "store.sqlite": GROUND,
+    "store.postgres": GROUND | CLOCK | {"store.settling"},
+    "store.queue": GROUND | CLOCK | SESSIONS,
+    "store.batches": GROUND | SESSIONS | {"store.queue"},
+    "store.journal": GROUND | {"store.sqlite"},
     "cluster.wire": GROUND | CLOCK,
     "models": GROUND,
     "cluster.backends": GROUND | {"policy.apps"},

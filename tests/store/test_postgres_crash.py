@@ -31,8 +31,8 @@ from tests.store.killed import (
 from tests.store.stores import FAR, gateways, job, take_ids
 
 from headway.errors import HeadwayError
+from headway.store.postgres.link import Address, Lost
 from headway.store.queue.postgres import PostgresBroker
-from headway.store.queue.postgres_link import Address, Lost
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from headway.store.batches.records import (
     no_room,
     too_many_open,
 )
-from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, in_thread
+from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 
@@ -83,7 +82,7 @@ class DirectoryStore(SqliteFile):
             ).fetchone()
             if used + file.size > most:
                 raise no_room(most)
-            _add_file(db, file)
+            add(db, "files", file)
 
     @in_thread
     def file(self, tenant: str, id: str) -> StoredFile | None:
@@ -170,8 +169,7 @@ class DirectoryStore(SqliteFile):
             (count,) = db.execute(sql, [batch.tenant]).fetchone()
             if count >= most:
                 raise too_many_open(count, most)
-            row = [getattr(batch, field.name) for field in fields(Batch)]
-            db.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({_marks(_BATCH)})", row)
+            add(db, "batches", batch)
         self.added.append(batch)
         return True
 
@@ -351,7 +349,7 @@ class DirectoryStore(SqliteFile):
         with self.transaction() as db:
             for file in (output, error):
                 if file is not None:
-                    _add_file(db, file)
+                    add(db, "files", file)
             ids = [None if file is None else file.id for file in (output, error)]
             sql = "UPDATE batches SET state = ?, ended = ?, output_file = ?, error_file = ? WHERE id = ?"
             db.execute(sql, [state, now, *ids, id])
@@ -366,15 +364,6 @@ def _settle(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _marks(columns: str) -> str:
-    return ", ".join("?" * len(columns.split(",")))
-
-
-def _add_file(db: sqlite3.Connection, file: StoredFile) -> None:
-    row = [getattr(file, field.name) for field in fields(StoredFile)]
-    db.execute(f"INSERT INTO files ({_FILE}) VALUES ({_marks(_FILE)})", row)
 
 
 def _forget_lines(db: sqlite3.Connection, id: str) -> None:

@@ -21,10 +21,10 @@ from asyncpg import Connection
 from headway.errors import HeadwayError
 from headway.store.batches.port import PIECE
 from headway.store.batches.postgres_files import PostgresFiles
-from headway.store.batches.postgres_session import StatementTimeout, Work, down
+from headway.store.batches.postgres_session import StatementTimeout, Work
 from headway.store.batches.records import EXPIRED, Batch, EndedLine, Line, StoredFile, too_many_open
-from headway.store.queue.postgres_calls import loaded, stored
-from headway.store.queue.postgres_link import Address
+from headway.store.postgres.link import Address
+from headway.store.postgres.schema import stored
 
 _LINES = 1000  # changed or deleted per transaction, so that no statement exceeds `timeout_s`
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))
@@ -113,7 +113,7 @@ class PostgresStore(PostgresFiles):
         """Finish the calls that were made and let another gateway hold."""
         with suppress(HeadwayError):
             await self.release()
-        await self.end_session()
+        await super().close()
 
     # ---- batches
 
@@ -137,16 +137,16 @@ class PostgresStore(PostgresFiles):
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
         """Return a batch of a tenant."""
-        rows = await self.rows(_GET, stored(id), stored(tenant))
-        return _batch(rows[0]) if rows else None
+        found = await self.records(Batch, _GET, stored(id), stored(tenant))
+        return found[0] if found else None
 
     async def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
         """Return up to `limit` batches of a tenant that were made before one of them, the newest first."""
-        return [_batch(row) for row in await self.rows(_SOME, stored(tenant), limit, stored(after))]
+        return await self.records(Batch, _SOME, stored(tenant), limit, stored(after))
 
     async def open_batches(self) -> list[Batch]:
         """Return the batches that have not ended, the most urgent first."""
-        return [_batch(row) for row in await self.rows(_OPEN)]
+        return await self.records(Batch, _OPEN)
 
     async def cancel(self, tenant: str, id: str, now: float) -> bool:
         """Ask for the end of a batch; False when it ends or has ended already."""
@@ -181,7 +181,7 @@ class PostgresStore(PostgresFiles):
 
         async def checked(connection: Connection) -> Any:
             if await connection.fetchval(self.sql(_HELD), term) is None:
-                raise _not_held()
+                raise self._not_held()
             return await work(connection)
 
         return await self.change(checked)
@@ -193,6 +193,9 @@ class PostgresStore(PostgresFiles):
             return await connection.fetchval(self.sql(sql), *values)
 
         return await self._as_holder(work)
+
+    def _not_held(self) -> HeadwayError:
+        return self.down("another gateway runs batches now")
 
     # ---- lines
 
@@ -217,14 +220,13 @@ class PostgresStore(PostgresFiles):
 
     async def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
         """Return up to `limit` lines behind that number which have no end, in order."""
-        rows = await self.rows(_OPEN_LINES, id, after, limit)
-        return [Line(*(loaded(value) for value in row)) for row in rows]
+        return await self.records(Line, _OPEN_LINES, id, after, limit)
 
     async def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
         """End a line in one statement, which is a transaction; False when it has ended already."""
         ((held, ended),) = await self.rows(_RECORD, self._term, id, number, good, content)
         if not held:
-            raise _not_held()
+            raise self._not_held()
         return bool(ended)
 
     async def close_lines(self, id: str, end: int) -> int:
@@ -262,8 +264,7 @@ class PostgresStore(PostgresFiles):
 
     async def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
         """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""
-        rows = await self.rows(_ENDED_LINES, id, after, limit, PIECE)
-        return [EndedLine(*(loaded(value) for value in row)) for row in rows]
+        return await self.records(EndedLine, _ENDED_LINES, id, after, limit, PIECE)
 
     # ---- ends of batches
 
@@ -290,7 +291,7 @@ class PostgresStore(PostgresFiles):
                     await self.list_file(connection, file)
             ids = [None if file is None else file.id for file in (output, error)]
             if not await connection.fetchval(self.sql(_END), id, state, now, *ids):
-                raise down("the batch has ended already")
+                raise self.down("the batch has ended already")
 
         await self._as_holder(work)
         await self._clear(id)
@@ -300,11 +301,3 @@ class PostgresStore(PostgresFiles):
         with suppress(HeadwayError):
             await self.clear_lines(id)
             await self.rows(_CLEARED, id)
-
-
-def _batch(row: Any) -> Batch:
-    return Batch(*(loaded(value) for value in row))
-
-
-def _not_held() -> HeadwayError:
-    return down("another gateway runs batches now")

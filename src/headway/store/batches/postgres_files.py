@@ -13,11 +13,10 @@ from asyncpg import Connection
 
 from headway.errors import HeadwayError
 from headway.store.batches.port import PIECE, STALE_S
-from headway.store.batches.postgres_session import Session, Work, down
+from headway.store.batches.postgres_session import BatchSession, Work
 from headway.store.batches.records import StoredFile, in_use, input_gone, no_file, no_room
-from headway.store.queue.postgres_calls import loaded, stored
-from headway.store.queue.postgres_link import Address
-from headway.store.queue.postgres_schema import lock_of
+from headway.store.postgres.link import Address
+from headway.store.postgres.schema import loaded, lock_of, stored
 
 _CHUNKS = 32  # deleted per transaction, so that it ends in time whatever the size of the file
 _FILE = ", ".join(field.name for field in fields(StoredFile))
@@ -54,7 +53,7 @@ _LEFT = """SELECT id FROM {s}.files WHERE state <> 'stored'
     AND (state = 'gone' OR grown < clock_timestamp() - make_interval(secs => $1))"""
 
 
-class PostgresFiles(Session):
+class PostgresFiles(BatchSession):
     """The part of the store that keeps files; see `BatchStore` for what its methods do."""
 
     def __init__(self, address: Address) -> None:
@@ -75,7 +74,7 @@ class PostgresFiles(Session):
         for start in range(0, len(content), PIECE):
             chunk = content[start : start + PIECE]
             if await self.value(_APPEND, stored(id), at + start, chunk, len(chunk)) is None:
-                raise down("the upload has been given up")
+                raise self.down("the upload has been given up")
 
     async def discard(self, id: str) -> None:
         """Delete an upload. If its outcome is not known it may be listed: then it is not any more."""
@@ -101,20 +100,19 @@ class PostgresFiles(Session):
         """Turn an upload into a file. HeadwayError (503) unless all of it has come."""
         row = stored(file.id), file.size, stored(file.name), file.created
         if not await connection.fetchval(self.sql(_LIST), *row):
-            raise down("the upload is not complete")
+            raise self.down("the upload is not complete")
 
     async def file(self, tenant: str, id: str) -> StoredFile | None:
         """Return a file of a tenant."""
-        rows = await self.rows(_GET, stored(id), stored(tenant))
-        return _file(rows[0]) if rows else None
+        found = await self.records(StoredFile, _GET, stored(id), stored(tenant))
+        return found[0] if found else None
 
     async def files(
         self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
     ) -> list[StoredFile]:
         """Return up to `limit` files of a tenant that come after one of them."""
         sql = _SOME % (("<", "DESC") if newest else (">", "ASC"))
-        rows = await self.rows(sql, stored(tenant), limit, stored(after), stored(purpose))
-        return [_file(row) for row in rows]
+        return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose))
 
     def path(self, id: str) -> Path | None:
         """Return None: no file is on this machine."""
@@ -175,7 +173,3 @@ class PostgresFiles(Session):
             await connection.execute(self.sql(sql), *values)
 
         return work
-
-
-def _file(row: Any) -> StoredFile:
-    return StoredFile(*(loaded(value) for value in row))

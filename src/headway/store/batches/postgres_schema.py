@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from asyncpg import Connection
-
-from headway.store.queue.postgres_schema import check_rights, check_version, foreign, lock_of, tables
-
-VERSION = 1  # of what follows, in the table batches_meta
+from headway.store.postgres.schema import Tables
 
 # A file is first an "upload", which `writer` writes and which grew at an instant; then "stored", or "gone",
 # while its chunks are deleted. Chunks and answers are not compressed, so that a part of one is read without
@@ -47,21 +43,4 @@ ALTER TABLE {s}.chunks ALTER content SET STORAGE EXTERNAL;
 ALTER TABLE {s}.lines ALTER content SET STORAGE EXTERNAL;
 INSERT INTO {s}.batch_runner (term, until) VALUES (0, '-infinity');
 """
-_TABLES = ("batch_runner", "files", "chunks", "batches", "lines")
-
-
-async def prepare(connection: Connection, schema: str, *, make: bool) -> None:
-    """Check the tables in the broker's schema, which is there; with `make` they are made if there are none.
-
-    Raises ConfigError when they cannot be used.
-    """
-    async with connection.transaction():
-        await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(schema))
-        if "batches_meta" not in await tables(connection, schema):
-            if not make:
-                raise foreign(schema, set())
-            await connection.execute(_SCHEMA.replace("{s}", f'"{schema}"'))
-            await connection.execute(f'INSERT INTO "{schema}".batches_meta VALUES ({VERSION})')
-        version = await connection.fetchval(f'SELECT version FROM "{schema}".batches_meta')
-    check_version(schema, version, VERSION)
-    await check_rights(connection, schema, _TABLES)
+BATCHES = Tables("batches_meta", 1, ("batch_runner", "files", "chunks", "batches", "lines"), _SCHEMA)

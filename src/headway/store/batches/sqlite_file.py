@@ -18,9 +18,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
-from headway.store.queue.sqlite_file import leave_open
 from headway.store.queue.sqlite_health import Watch, limit_log, means_damage
 from headway.store.queue.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
+from headway.store.sqlite import connect, leave_open
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -115,8 +115,8 @@ class SqliteFile:
             if file.exists():
                 size = file.stat().st_size
                 stored = StoredFile(file.name, batch.tenant, file.name, "batch", size, batch.created)
-                _add(target, "files", stored)
-                _add(target, "batches", batch)
+                add(target, "files", stored, "ON CONFLICT DO NOTHING")
+                add(target, "batches", batch, "ON CONFLICT DO NOTHING")
         target.execute(_CHECK_AGAIN)
         return unreadable
 
@@ -141,14 +141,9 @@ class SqliteFile:
             if durable != self._durable:
                 self._db.execute(f"PRAGMA synchronous = {'full' if durable else 'normal'}")
                 self._durable = durable
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
 
     def rows(self, sql: str, *values: object) -> list[Any]:
         """Return what a query finds."""
@@ -176,21 +171,14 @@ def in_thread(
 
 
 def _open(path: str) -> sqlite3.Connection:
-    private.database(path)
-    db = sqlite3.connect(path, _PATIENCE, isolation_level=None, check_same_thread=False)
-    try:
-        _prepare(db)
-    except BaseException:
-        db.close()
-        raise
-    return db
+    return connect(path, _PATIENCE, _prepare)
 
 
-def _add(target: sqlite3.Connection, table: str, row: StoredFile | Batch) -> None:
+def add(db: sqlite3.Connection, table: str, row: StoredFile | Batch, conflict: str = "") -> None:
+    """Insert a file or batch. conflict: what is done when it is there, in SQL."""
     values = [getattr(row, field.name) for field in fields(row)]
     marks = ", ".join("?" * len(values))
-    sql = f"INSERT INTO {table} ({COLUMNS[type(row)]}) VALUES ({marks}) ON CONFLICT DO NOTHING"
-    target.execute(sql, values)
+    db.execute(f"INSERT INTO {table} ({COLUMNS[type(row)]}) VALUES ({marks}) {conflict}", values)
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection) -> int:

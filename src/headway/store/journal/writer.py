@@ -17,6 +17,7 @@ from pathlib import Path
 
 from headway import private
 from headway.store.journal.rows import APPLICATION, VERSION, EngineRow, Row, insert, schema, values
+from headway.store.sqlite import connect, make
 
 PATTERN = "journal-*.sqlite"
 MIB = 2**20
@@ -91,21 +92,14 @@ class Writer:
         private.directory(self._folder)
         self._sweep()
         self._path = self._folder / f"journal-{time.time_ns() // 1000:016d}-{os.getpid()}.sqlite"
-        private.database(self._path)
-        db = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA journal_mode = wal")
-            db.execute("PRAGMA synchronous = normal")
-            db.execute(f"PRAGMA wal_autocheckpoint = {self._log_pages}")
-            db.executescript(
-                f"BEGIN; {schema()} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-                " COMMIT;"
-            )
-        except BaseException:
-            db.close()
-            raise
-        self._db = db
-        return db, True
+        self._db = connect(self._path, 5.0, self._prepare)
+        return self._db, True
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA journal_mode = wal")
+        db.execute("PRAGMA synchronous = normal")
+        db.execute(f"PRAGMA wal_autocheckpoint = {self._log_pages}")
+        make(db, schema(), APPLICATION, VERSION)
 
     def _sweep(self) -> None:
         """Delete the oldest files until there is room for another, and those that are too old."""

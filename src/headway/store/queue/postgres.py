@@ -8,31 +8,29 @@ returns after the commit that contains it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
 from itertools import count
-from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import asyncpg
 from asyncpg import Connection
 
+from headway.errors import HeadwayError
+from headway.store.postgres.link import Address, Lost
+from headway.store.postgres.schema import loaded, lock_of, stored
+from headway.store.postgres.session import Lane, Session
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
-from headway.store.queue.postgres_calls import Call, Lane, check, down, loaded, stored, unfit
-from headway.store.queue.postgres_link import Address, Link, Lost, Out
-from headway.store.queue.postgres_schema import lock_of
+from headway.store.queue.postgres_calls import Call, check, together, unfit
+from headway.store.queue.postgres_schema import JOBS
 
 GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
 READS = 16  # that share one round trip: each answer may be megabytes
 SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
-log = logging.getLogger("headway.store.queue")
 
 FIELDS = tuple(field.name for field in fields(Job))
 GET = f"SELECT {', '.join(FIELDS)} FROM {{s}}.jobs WHERE id = ANY ($1)"
@@ -47,12 +45,9 @@ UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call =
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 
 ALONE = ("take", "forget")  # what looks at other gateways' leases
-UNFIT = ("22", "23", "54")  # classes of errors that are one call's fault: data, constraint, limit
-AGAIN = ("40P01", "40001")  # ended in favour of another gateway's transaction, nothing is done
-STALE = ("25006", "0A000")  # another connection would do better: a server that takes no writes, an old plan
 
 
-class PostgresBroker:
+class PostgresBroker(Session):
     """A `Broker` in one schema of a PostgreSQL database, for any number of gateways on any machines.
 
     Raises ConfigError when the server or the schema cannot be used, or when the clocks of the server and this
@@ -68,18 +63,12 @@ class PostgresBroker:
     on_disk = True
 
     def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
-        self.owner = owner
-        self._schema, self._lock = f'"{address.schema}"', lock_of(address.schema)
+        self.owner, self._lock = owner, lock_of(address.schema)
         self._numbers = count(secrets.randbits(62))  # another connection under this name has others
         self._doubtful: dict[str, list[int]] = {"put": [], "take": []}
         self._most_apart_s = most_apart_s
         self._unsure = False  # whether the last renewal's outcome is known
-        self._closed = False
-        opened: Future[tuple[Lane, Lane]] = Future()
-        # A daemon: a gateway that dies without close() must not wait for calls that never come.
-        self._thread = Thread(target=self._serve, args=(address, opened), name="broker-postgres", daemon=True)
-        self._thread.start()
-        self._writes, self._reads = opened.result()
+        super().__init__(address, "The broker", "send the request again")
 
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
@@ -93,14 +82,9 @@ class PostgresBroker:
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         outcome = await self._write(
-            "put",
-            id=job.id,
-            instant=job.arrival,
-            count=job.attempts,
-            job=job,
-            text=job.request,
+            "put", id=job.id, instant=job.arrival, count=job.attempts, job=job, text=job.request,
             body=job.body,
-        )
+        )  # fmt: skip
         if outcome != 1:
             raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
 
@@ -160,121 +144,48 @@ class PostgresBroker:
         """Return why jobs can be neither stored nor read now; None while both connections are up."""
         return None if self._closed else self._writer.problem or self._reader.problem
 
-    async def close(self) -> None:
-        """Carry out the calls made so far, end the lease, then release the thread and the connections."""
-        if not self._closed:
-            self._closed = True
-            with suppress(RuntimeError):  # the thread has ended by itself
-                self._loop.call_soon_threadsafe(self._writes.close)
-        await asyncio.to_thread(self._thread.join)
-
-    # ---- on the caller's event loop
-
     async def _write(self, verb: str, **more: Any) -> Any:
         return await self._ask(self._writes, verb, **more)
 
-    async def _ask(self, lane: Lane, verb: str, **more: Any) -> Any:
-        if self._closed:
-            raise down("it is closed")
-        future = asyncio.get_running_loop().create_future()
-        call = Call(verb, next(self._numbers), future, **more)
+    async def _ask(self, lane: Lane[Call], verb: str, **more: Any) -> Any:
+        call = Call(verb, next(self._numbers), **more)
         check(call)
-        lane.add(call)
-        return await future
+        return await self.call(lane, call)
 
     # ---- on the broker's thread
 
-    def _serve(self, address: Address, opened: Future[tuple[Lane, Lane]]) -> None:
-        try:
-            asyncio.run(self._main(address, opened))
-        except BaseException as error:
-            if opened.done():
-                raise
-            opened.set_exception(error)
-
-    async def _main(self, address: Address, opened: Future[tuple[Lane, Lane]]) -> None:
-        self._loop = asyncio.get_running_loop()
+    async def _begin(self, held: AsyncExitStack) -> None:
         if math.isfinite(self._most_apart_s):
-            await address.check_clock(self._most_apart_s)
-        token = secrets.token_hex(8)
-        write, read = f"headway-write-{token}", f"headway-read-{token}"
-        self._writer = Link(
-            await address.connect_writer(write, make=True), partial(address.connect_writer, write, make=False)
-        )
-        try:
-            self._reader = Link(await address.connect(read), partial(address.connect, read))
-        except BaseException:
-            await self._writer.close()
-            raise
-        writes, reads = Lane(GROUP, self._commit), Lane(READS, self._look)
-        kept = [asyncio.create_task(link.run()) for link in (self._writer, self._reader)]
-        reading = asyncio.create_task(reads.run())
-        opened.set_result((writes, reads))
-        await writes.run()
-        reads.close()
-        await reading
-        await self._leave()
-        for task in kept:
-            task.cancel()
-        await asyncio.gather(*kept, return_exceptions=True)
-        await self._writer.close()
-        await self._reader.close()
+            await self._address.check_clock(self._most_apart_s)
+        self._writer, self._reader = await self._link(held, "write", [JOBS]), await self._link(held, "read")
+        self._writes = Lane(self._writer, partial(together, limit=GROUP), self._change)
+        self._reads = Lane(self._reader, partial(together, limit=READS), self._look)
+        self._lanes += self._writes, self._reads
 
     async def _leave(self) -> None:
-        await self._commit([Call("leave", 0, self._loop.create_future())])  # else the lease runs out
+        await self._outcomes(self._writes, [Call("leave", 0)])  # else the lease runs out
 
-    async def _look(self, group: list[Call]) -> Sequence[Any]:
-        """Return the jobs that calls of `get` ask for, what one of `gone` does, or what each failed with."""
+    def _unfit(self, error: asyncpg.PostgresError) -> HeadwayError:
+        # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
+        return unfit(error.__cause__ or error.args[0])
+
+    async def _look(self, group: list[Call], tries: int, connection: Connection) -> Sequence[Any]:
+        """Return the jobs that calls of `get` ask for, or what one of `gone` does."""
         first = group[0]
-        ids = list({stored(id) for id in (*first.ids, *(call.id for call in group if call.id is not None))})
-        asked = (self._sql(GONE), ids, self.owner) if first.verb == "gone" else (self._sql(GET), ids)
-        try:
-            rows = await self._reader.ask(lambda connection: connection.fetch(*asked))
-        except (Out, Lost) as error:
-            return [down(str(error))] * len(group)
-        except asyncpg.PostgresError as error:
-            return await self._refused(self._reader, self._look, group, error)
         if first.verb == "gone":
+            ids = list({stored(id) for id in first.ids})
+            rows = await connection.fetch(self.sql(GONE), ids, self.owner)
             return [{loaded(row["id"]): row["ended"] for row in rows}]
+        rows = await connection.fetch(self.sql(GET), list({stored(call.id) for call in group}))
         found = {row["id"]: row for row in rows}
         return [_job(found.get(stored(call.id))) for call in group]
 
-    async def _commit(self, group: list[Call]) -> Sequence[Any]:
-        """Apply the group in one transaction; return each call's value, or its error."""
-        alone = any(call.verb in ALONE for call in group)
-        while True:
-            try:
-                if group[0].verb == "cancel":
-                    return [await self._writer.ask(partial(self._cancel, group[0]))]
-                return cast(list[Any], await self._writer.ask(partial(self._apply, group, alone)))
-            except Out as error:
-                return [down(str(error))] * len(group)
-            except Lost as error:
-                self._doubt(group)
-                return [down(str(error))] * len(group)
-            except asyncpg.PostgresError as error:
-                if alone or error.sqlstate not in AGAIN:
-                    return await self._refused(self._writer, self._commit, group, error)
-                alone = True  # then no other transaction has locked its rows
-
-    async def _refused(
-        self, link: Link, again: Callable[[list[Call]], Awaitable[Sequence[Any]]], group: list[Call],
-        error: asyncpg.PostgresError,
-    ) -> Sequence[Any]:  # fmt: skip
-        """Return the outcomes of a group that PostgreSQL refused, and that has done nothing.
-
-        If a value is unfit each call is carried out by itself, so that only its own caller is hurt.
-        """
-        state = error.sqlstate or ""
-        if state.startswith(UNFIT):
-            if len(group) > 1:
-                return [(await again([call]))[0] for call in group]
-            # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
-            return [unfit(error.__cause__ or error.args[0])]
-        log.error("PostgreSQL refuses calls: %s (%s)", error.args[0], state)
-        if state in STALE:
-            link.drop("its server takes no writes")
-        return [down(f"its server refuses ({type(error).__name__})")] * len(group)
+    async def _change(self, group: list[Call], tries: int, connection: Connection) -> Sequence[Any]:
+        """Apply the group in one transaction."""
+        if group[0].verb == "cancel":
+            return [await self._cancel(group[0], connection)]
+        # After a failure alone: then no other transaction has locked its rows.
+        return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
 
     async def _apply(self, group: list[Call], alone: bool, connection: Connection) -> list[Any]:
         await self._undo(connection)
@@ -293,18 +204,18 @@ class PostgresBroker:
         return outcomes
 
     async def _cancel(self, call: Call, connection: Connection) -> bool:
-        return bool(await connection.fetchval(self._sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
+        return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
         """Return jobs that were taken, in a statement of its own: large answers hold up no commit."""
         try:
-            found = await connection.fetch(self._sql(TAKEN), taken, self.owner)
+            found = await connection.fetch(self.sql(TAKEN), taken, self.owner)
         except asyncpg.PostgresError as error:  # the take is committed, so that it has to be undone
             raise Lost("taken jobs cannot be read") from error
         rows = {row["seq"]: row for row in found}
         return [job for seq in taken if (job := _job(rows.get(seq))) is not None]
 
-    def _doubt(self, group: list[Call]) -> None:
+    def _doubt(self, group: Sequence[Call]) -> None:
         for call in group:
             if call.verb in self._doubtful:
                 self._doubtful[call.verb].append(call.number)
@@ -313,11 +224,8 @@ class PostgresBroker:
     async def _undo(self, connection: Connection) -> None:
         for verb, sql in (("put", UNDO_PUTS), ("take", UNDO_TAKES)):
             if numbers := self._doubtful[verb]:
-                await connection.execute(self._sql(sql), self.owner, numbers)
+                await connection.execute(self.sql(sql), self.owner, numbers)
                 numbers.clear()
-
-    def _sql(self, statement: str) -> str:
-        return statement.replace("{s}", self._schema)
 
 
 def _job(row: Any) -> Job | None:

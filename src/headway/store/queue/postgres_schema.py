@@ -1,21 +1,8 @@
-"""The PostgreSQL broker's tables and the function that carries out calls, in a schema of the database.
-
-All statements name the schema, so that a session's `search_path` does not matter.
-"""
+"""The queue's tables in PostgreSQL, and the function that carries out calls."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from typing import Any
-
-from asyncpg import Connection
-
-from headway.errors import ConfigError
-
-VERSION = 1  # of what follows, in the table headway_meta
-OLDEST = 140000  # PostgreSQL 14: pg_terminate_backend that waits
-PARAM = "broker.postgres.schema"
+from headway.store.postgres.schema import Tables
 
 # `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job: by it one
 # is undone whose outcome the connection's end has hidden. Bodies are not compressed: a put would wait for it.
@@ -126,95 +113,4 @@ _FREE = f"""
 CREATE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
     SELECT ARRAY ({FREE}) $free$;
 """
-_SCHEMA = _TABLES + _FREE + _APPLY
-
-_RELATIONS = """SELECT relname FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-    WHERE nspname = $1 AND relkind IN ('r', 'p', 'v', 'm', 'f')"""
-_RIGHTS = """SELECT bool_and(has_table_privilege(format('%I.%I', $1::text, name), what))
-    FROM unnest($2::text[]) AS name,
-        unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS what"""
-
-
-def lock_of(schema: str) -> int:
-    """Return the number of the advisory lock that the gateways of one schema share."""
-    digest = hashlib.sha256(f"headway {schema}".encode()).digest()
-    return int.from_bytes(digest[:8], "big", signed=True)
-
-
-async def prepare(connection: Connection, schema: str, *, make: bool) -> None:
-    """Check the database and its tables; with `make` they are made where there are none.
-
-    Raises ConfigError when the database or the schema cannot be used. The lock lets gateways that start
-    together make one schema.
-    """
-    _check_server(await connection.fetchrow(_SERVER))
-    async with connection.transaction():
-        await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(schema))
-        found = await tables(connection, schema)
-        if not found and make:
-            await _make(connection, schema)
-        elif "headway_meta" not in found:
-            raise foreign(schema, found)
-        version = await connection.fetchval(f'SELECT version FROM "{schema}".headway_meta')
-    check_version(schema, version, VERSION)
-    await check_rights(connection, schema, ("jobs", "leases"))
-
-
-async def tables(connection: Connection, schema: str) -> set[str]:
-    """Return the names of the tables in a schema, and of what is like one."""
-    return {row["relname"] for row in await connection.fetch(_RELATIONS, schema)}
-
-
-def check_version(schema: str, found: int, known: int) -> None:
-    """Raise ConfigError when the tables of a schema are another Headway's."""
-    if found != known:
-        raise ConfigError(
-            f"The schema {schema} has version {found}; this Headway knows {known}.",
-            "Use the Headway that made it, or give this one another schema.", param=PARAM,
-        )  # fmt: skip
-
-
-async def check_rights(connection: Connection, schema: str, names: Sequence[str]) -> None:
-    """Raise ConfigError when the user may not read and change these tables."""
-    if not await connection.fetchval(_RIGHTS, schema, names):
-        raise ConfigError(
-            f"The user may not change the tables in the schema {schema}.",
-            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.",
-            param="broker.postgres.url",
-        )  # fmt: skip
-
-
-_SERVER = """SELECT current_setting('server_version_num')::integer AS version,
-    current_setting('server_encoding') AS encoding"""
-
-
-def _check_server(row: Any) -> None:
-    if row["version"] < OLDEST:
-        problem = f"The PostgreSQL server is of version {row['version'] // 10000}."
-        raise ConfigError(problem, f"Headway needs {OLDEST // 10000} or newer.", param="broker.postgres.url")
-    if row["encoding"] != "UTF8":
-        problem = f"The database has the encoding {row['encoding']}, which cannot hold every text."
-        raise ConfigError(
-            problem, "Create one with: createdb --encoding=UTF8 --template=template0 NAME",
-            param="broker.postgres.url",
-        )  # fmt: skip
-
-
-async def _make(connection: Connection, schema: str) -> None:
-    if not await connection.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
-        await connection.execute(f'CREATE SCHEMA "{schema}"')
-    await connection.execute(_SCHEMA.replace("{s}", f'"{schema}"'))
-    await connection.execute(f'INSERT INTO "{schema}".headway_meta VALUES ({VERSION})')
-
-
-def foreign(schema: str, found: set[str]) -> ConfigError:
-    """Return the error of a schema whose tables are gone, or another program's."""
-    if not found:
-        return ConfigError(
-            f"The schema {schema} has no tables any more.",
-            "Restore the database, or start the gateways anew with an empty queue.", param=PARAM,
-        )  # fmt: skip
-    return ConfigError(
-        f"The schema {schema} has another program's tables, such as {min(found)}.",
-        "Give the broker a schema of its own.", param=PARAM,
-    )  # fmt: skip
+JOBS = Tables("headway_meta", 1, ("jobs", "leases"), _TABLES + _FREE + _APPLY)

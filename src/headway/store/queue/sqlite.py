@@ -23,12 +23,13 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
-from headway.store.queue.settling import deliver
 from headway.store.queue.sqlite_ends import END, FEW, Done, end_together
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, leave_open, open_file
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, open_file
 from headway.store.queue.sqlite_health import Watch, means_damage
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.queue.sqlite_rescue import RECOVER
+from headway.store.settling import deliver
+from headway.store.sqlite import leave_open
 
 T = TypeVar("T")
 
@@ -270,10 +271,9 @@ class SqliteBroker:
             self._readers.shutdown()  # reads that were asked for before close() are answered
 
     def _leave(self) -> None:
-        with suppress(sqlite3.Error):  # a lease that cannot be ended runs out
+        with suppress(sqlite3.Error), self._db:  # a lease that cannot be ended runs out
             self._turns.begin(self._db)
             self._db.execute(LEAVE, [self.owner])
-            self._db.execute("COMMIT")
 
     def _next_group(self) -> list[_Call] | None:
         """Wait up to `TICK_S` for a call; return it with all that wait behind it, None = closed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -11,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite_health import limit_log
 from headway.store.queue.sqlite_rescue import check_sound
+from headway.store.sqlite import connect, make
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
 VERSION = 2  # of the schema below, in PRAGMA user_version
@@ -60,15 +61,9 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
         private.database(path)  # first: SQLite deletes the log of an empty file
     check_sound(path, "The broker", PARAM)
     with _errors_explained(path), locked(path) as lock:
-        writing = _connect(path)
+        writing = connect(path, PATIENCE, partial(_prepare_writer, path, lock, synchronous))
         try:
-            _prepare(writing, path)
-            _end_leases_of_other_boots(writing, lock)
-            writing.execute("PRAGMA journal_mode = wal")
-            writing.execute(f"PRAGMA synchronous = {synchronous}")
-            limit_log(writing)
-            reading = _connect(path)
-            reading.execute("PRAGMA query_only = on")
+            reading = connect(path, PATIENCE, lambda db: db.execute("PRAGMA query_only = on"))
         except BaseException:
             writing.close()
             raise
@@ -77,14 +72,7 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
 def new_file(path: str) -> sqlite3.Connection:
     """Make a file and return a connection to it."""
-    private.database(path)
-    db = _connect(path)
-    try:
-        _prepare(db, path)
-    except BaseException:
-        db.close()
-        raise
-    return db
+    return connect(path, PATIENCE, partial(_prepare, path=path))
 
 
 @contextmanager
@@ -159,15 +147,6 @@ class Identity:
         return tuple(_identity(path) for path in self._paths)
 
 
-def leave_open(*connections: sqlite3.Connection) -> None:
-    """Keep connections to a file that was replaced until the process ends.
-
-    To close the last one would delete the write-ahead log by its name, which is the new file's by now.
-    """
-    for connection in connections:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-
-
 def _identity(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
@@ -209,22 +188,25 @@ class Turns:
         os.close(self._lock)
 
 
-def _connect(path: str) -> sqlite3.Connection:
-    # Transactions are begun by hand, and each connection is made here but used by one other thread.
-    return sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+def _prepare_writer(path: str, lock: int, synchronous: str, db: sqlite3.Connection) -> None:
+    _prepare(db, path)
+    _end_leases_of_other_boots(db, lock)
+    db.execute("PRAGMA journal_mode = wal")
+    db.execute(f"PRAGMA synchronous = {synchronous}")
+    limit_log(db)
 
 
 def _prepare(db: sqlite3.Connection, path: str) -> None:
     """Make the schema in an empty file, migrate an older one; refuse a foreign or newer file."""
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-        _run(db, SCHEMA)
+        make(db, SCHEMA, APPLICATION, VERSION)
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
         fix = "Give the broker a file of its own."
         raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
     if version == 1:
-        _run(db, FROM_VERSION_1)
+        make(db, FROM_VERSION_1, APPLICATION, VERSION)
     elif version != VERSION:
         fix = "Use the Headway that made it, or give this one a new file."
         message = f"{path} has schema version {version}; this Headway knows {VERSION}."
@@ -243,9 +225,3 @@ def _end_leases_of_other_boots(db: sqlite3.Connection, lock: int) -> None:
     if boot and noted != boot:
         os.ftruncate(lock, 0)
         os.pwrite(lock, boot, 0)
-
-
-def _run(db: sqlite3.Connection, script: str) -> None:
-    # In one transaction: a crash leaves the file as it was or wholly changed.
-    marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-    db.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")

@@ -44,10 +44,9 @@ def rescue(path: str, make: Make, fill: Callable[[sqlite3.Connection], int]) -> 
     """
     file = f"{path}{_RESCUED}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        with closing(make(file)) as target:
+        with closing(make(file)) as target, target:
             target.execute("BEGIN")
             unreadable = fill(target)
-            target.execute("COMMIT")
     except BaseException:
         _delete(file)
         raise
@@ -85,10 +84,9 @@ def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None
     unreadable = 0
     with closing(make(new)) as target:
         for file in (*rescued, *([path] if os.path.exists(path) else [])):
-            with closing(sqlite3.connect(file, isolation_level=None)) as source:
+            with closing(sqlite3.connect(file, isolation_level=None)) as source, target:
                 target.execute("BEGIN")
                 unreadable += merge(source, target)
-                target.execute("COMMIT")
         counts = target.execute(count).fetchone()
     _replace(path, new, aside)
     for file in rescued:  # last: as long as one has its name, no gateway starts
