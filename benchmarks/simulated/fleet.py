@@ -16,8 +16,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.fleet import DURATION, INSTANCES, MIX, RATE, TAIL
-from headway.errors import ConfigError
+from benchmarks.real.fleet import DURATION, INSTANCES, MIX, RATE, TAIL, check_swaps, shares_of
 from headway.policy.forecast.latency import profiles
 from headway.policy.forecast.latency.laws import Additive
 from headway.policy.forecast.latency.profiles import FixedLatency
@@ -58,18 +57,12 @@ class Trial:
     seeds: int = 5
     slow: float = _SLOW
 
-    @property
-    def shares(self) -> list[float]:
-        """The share of the requests that asks for each model."""
-        frequent = len(MODELS) - 1
-        return [(1 - self.tail) / frequent] * frequent + [self.tail]
-
     def workload(self, seed: int) -> Workload:
         """Return the requests of a seed; prompts are equally likely of any length between their limits."""
         rng, parts = np.random.default_rng(seed), list[Workload]()
         at = gamma(self.rate, self.burstiness, self.duration, rng)
         tiers = rng.choice(len(self.mix.tiers), at.size, p=self.mix.shares)
-        models = rng.choice(len(MODELS), at.size, p=self.shares)
+        models = rng.choice(len(MODELS), at.size, p=shares_of(len(MODELS), self.tail))
         for (t, tier), (m, model) in itertools.product(enumerate(self.mix.tiers), enumerate(MODELS)):
             assert tier.prompt_tokens is not None, "the fleet's classes have prompts within limits"
             mine = at[(tiers == t) & (models == m)]
@@ -105,20 +98,10 @@ class Trial:
         )  # fmt: skip
 
 
-def check(systems: Sequence[str]) -> None:
-    """Raise ConfigError unless every system swaps models."""
-    for name in systems:
-        if not find(name).planner().swaps:
-            raise ConfigError(
-                f"The recipe {name} never swaps models, so it cannot serve {len(MODELS)} models on "
-                f"{len(INSTANCES)} instances.", "Use a recipe that swaps models, such as qlm.",
-            )  # fmt: skip
-
-
 @experiment("fleet", "sim", f"Several models on two instances ({SIMULATED})")
 def main(ask: Ask, trial: Trial) -> Result:
     """Simulate; `quick`: two minutes of arrivals, two seeds. The figures are means over the seeds."""
-    check(trial.systems)
+    check_swaps(trial.systems)
     if ask.quick:
         trial = replace(trial, duration=min(trial.duration, 120.0), seeds=min(trial.seeds, 2))
     values: dict[tuple[str, str], dict[str, list[float]]] = {}
