@@ -13,6 +13,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
+from benchmarks.papers.hermes_plots import plots
 from benchmarks.papers.hermes_policy import policy_rows
 from benchmarks.papers.hermes_prewarm import KS, prewarm_rows, prewarmed
 from benchmarks.papers.hermes_workloads import (
@@ -111,7 +112,7 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
         "(Llama-2-7B on an A100, KV for 40,000 tokens); graphs learned from other runs than those served; "
         f"{plan.seeds} seed(s), figures over all of their runs."
     )
-    return Result(figures, workload, lambda: _pictures(results))
+    return Result(figures, workload, lambda: plots(results))
 
 
 def _together(some: Sequence[Served]) -> Served:
@@ -183,9 +184,3 @@ def _graph_rows(results: Results) -> list[Row]:
 
 def _of(some: Sequence[Served], system: str, setting: str) -> Served:
     return next(one for one in some if one.system == system and one.setting.name == setting)
-
-
-def _pictures(results: Results) -> Mapping[str, bytes]:
-    from benchmarks.papers.hermes_plots import plots
-
-    return plots(results)

@@ -14,6 +14,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
+from benchmarks.papers.hermes_plots import hit_ratios
 from benchmarks.papers.hermes_workloads import (
     GRAPHS,
     HERMES,
@@ -145,8 +146,6 @@ def main(ask: Ask) -> Result:
 
 def pictures(results: Sequence[Cached]) -> Mapping[str, bytes]:
     """Return {name: PNG} of figure 13."""
-    from benchmarks.papers.hermes_plots import hit_ratios
-
     hits = {(one.system, one.case.setting.name): one.hit_pct for one in results if one.requests}
     return {"hermes-caches": hit_ratios(hits)}
 

@@ -7,7 +7,7 @@ accuracy and the planning time. Workloads: `qlm_workloads.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from rich.progress import track
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.parts import Experiment, part, run_each
 from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
+from benchmarks.papers.qlm_plots import plots
 from benchmarks.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
 from headway.policy.recipes.registry import find
@@ -122,7 +123,7 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
         "the seconds of arrivals; throughput = requests ended / seconds until then."
     )
     notes = ("A row with a paper's figure has the best of all settings ('up to'): docs/bench/qlm.md.",)
-    return Result([*rows(results), *claims(results)], workload, lambda: _pictures(results), notes=notes)
+    return Result([*rows(results), *claims(results)], workload, lambda: plots(results), notes=notes)
 
 
 def run(plan: Plan, seed: int, *, bar: bool) -> Results:
@@ -142,9 +143,3 @@ def run(plan: Plan, seed: int, *, bar: bool) -> Results:
     forecasts = [*chain.from_iterable(estimated)]
     planned = [planning(find(QLM), queued, _PLANNED, seed) for queued in shown(plan.queues, "planning")]
     return Results(trials, deltas, forecasts, planned)
-
-
-def _pictures(results: Results) -> Mapping[str, bytes]:
-    from benchmarks.papers.qlm_plots import plots
-
-    return plots(results)

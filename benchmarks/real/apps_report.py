@@ -12,6 +12,7 @@ from benchmarks.experiment import Result, experiment
 from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, shares, source
 from benchmarks.real.apps import ALL, RUNS, Outcome, Ran, Served, Trial, completion_times
+from benchmarks.real.apps_plots import draw
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Record, Results
 from headway.whatif.measured.systems import STOCK, total
@@ -43,7 +44,7 @@ def result(trial: Trial, outcome: Outcome) -> Result:
     variant = f", {trial.variant}" if trial.variant else ""
     return Result(
         [replace(row, setting=row.setting + variant) for row in rows], _describe(trial, outcome),
-        lambda: _pictures(outcome.served), system_grid(rows), _notes(outcome.served),
+        lambda: draw(outcome.served), system_grid(rows), _notes(outcome.served),
     )  # fmt: skip
 
 
@@ -132,9 +133,3 @@ def reductions(results: Mapping[str, Served]) -> list[Row]:
         rows.append(Row("act.mean.reduction_pct", _HERMES, f"{ALL}, against {name}", mean, "%"))
         rows.append(Row("act.p95.reduction_pct", _HERMES, f"{ALL}, against {name}", p95, "%"))
     return rows
-
-
-def _pictures(results: Mapping[str, Served]) -> dict[str, bytes]:
-    from benchmarks.real.apps_plots import draw
-
-    return draw(results)

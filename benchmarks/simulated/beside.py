@@ -25,6 +25,7 @@ from headway.simulate.workload.arrivals import phases
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat
 from headway.types import Floats, Slo
 from headway.whatif import slo_violations
+from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
@@ -156,8 +157,6 @@ def plot(rows: Sequence[Row], mark: str = "") -> bytes:
 
     mark: text on the picture, such as SIMULATED
     """
-    from headway.whatif.output.plots import png, sheet
-
     at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
     systems = list(dict.fromkeys(row.system for row in rows))
     figure, (left, right) = sheet(1, 2, 9, 4)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiment import Result, computed, experiment
-from benchmarks.simulated import default_rows
+from benchmarks.simulated import default_plots, default_rows
 from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
@@ -194,8 +194,6 @@ def rows_of(found: Mapping[Cell, Figures]) -> list[Row]:
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
-    from benchmarks.simulated import default_plots
-
     made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
         "matrix": default_plots.matrix, "measures": default_plots.measures, "spread": default_plots.spread,
         "errors": default_plots.errors,

@@ -27,6 +27,7 @@ from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload, concat, gamma, single
 from headway.types import Instance
 from headway.whatif.load.mix import Mix, format_slo
+from headway.whatif.output.plots import colours, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 MODELS = ("smollm2", "smollm2-near", "smollm2-short")
@@ -156,8 +157,6 @@ def _classes(mix: Mix) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
-    from headway.whatif.output.plots import colours, png, sheet
-
     figure, grid = sheet(1, 1, 7.2, 3.4)
     axes, systems = grid[0], list(dict.fromkeys(row.system for row in rows))
     settings = list(dict.fromkeys(row.setting for row in rows if row.id == "attainment"))

@@ -25,6 +25,7 @@ from headway.policy.recipes.default import DEFAULT
 from headway.policy.recipes.registry import find
 from headway.ports import Planner
 from headway.types import Command, Floats, Instance, Plan, Request, Send, Slo
+from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 
 QUEUED = (1_000, 100_000, 1_000_000)
@@ -171,8 +172,6 @@ def main(ask: Ask) -> Result:
 
 def plot(points: Sequence[Point]) -> bytes:
     """Return a PNG: microseconds per event against queued requests, one line per planner and fleet."""
-    from headway.whatif.output.plots import png, sheet
-
     figure, (axes,) = sheet(1, 1, 7, 4)
     for name in dict.fromkeys(point.planner for point in points):
         for style, instances in zip(("-", "--"), FLEETS, strict=True):

@@ -23,6 +23,7 @@ from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
 from headway.whatif.experiment import Fleet
+from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row
 
 PROFILE = "opt-13b-a100"
@@ -153,8 +154,6 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
 
 def plot(points: Sequence[Point]) -> bytes:
     """Return a PNG of the speed against the rate."""
-    from headway.whatif.output.plots import png, sheet
-
     figure, (axes,) = sheet(1, 1, 7, 3.6)
     for recipe in RECIPES:
         mine = [point for point in points if point.recipe == recipe]
