@@ -1,4 +1,7 @@
-"""The commands of `headway bench` that run from a checkout; each takes --quick, --json, --seed and --out."""
+"""The commands of `headway bench` that run from a checkout; each takes --quick, --json, --seed and --out.
+
+A command that names a function has no body: that function gets what was asked, and the command's options.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.gateway_commands import accept, advise, attack, batch, faults, nodes, overhead, soak
-from headway.cli.bench_commands import bench_app, listed, mix_of, with_slos
+from headway.cli.bench_commands import bench_app as bench_app
+from headway.cli.bench_commands import command, listed, mix_of, with_slos
 from headway.cli.options import (
     AppSystems,
     Burstiness,
@@ -16,18 +19,15 @@ from headway.cli.options import (
     FleetRate,
     FleetSeeds,
     FleetSimulated,
-    Json,
     Kill,
     MaxRunning,
     MixName,
     Model,
-    Out,
-    Quick,
+    PeerNames,
     Rounds,
     RunLoad,
     RunRate,
     Scale,
-    Seed,
     Slos,
     Swapping,
     Tail,
@@ -35,10 +35,12 @@ from headway.cli.options import (
 )
 from headway.errors import ConfigError
 from headway.plugins import attribute
+from headway.whatif.output.results import Ask
 
 
-@bench_app.command()
+@command()
 def truth(
+    ask: Ask,
     systems: Annotated[str, typer.Option(help="Comma-separated recipes.")] = "vllm,slack",
     model: Model = "smollm2",
     mix: MixName = "chat-batch",
@@ -54,10 +56,6 @@ def truth(
         str | None, typer.Option(help="Both loads in requests/s instead, as in 1.5,2.8.")
     ] = None,
     max_running: MaxRunning = 16,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Compare the simulator with a real vLLM: one trace below and above saturation, and step by step."""
     from benchmarks.validate import validate
@@ -66,47 +64,122 @@ def truth(
 
     setup = Setup(
         mix_of(mix, slo), standard_engine(model, max_running=max_running, blocks=None), listed(systems),
-        {"below": below, "above": above}, validate.fixed(rates), duration, seed,
+        {"below": below, "above": above}, validate.fixed(rates), duration, ask.seed,
     )  # fmt: skip
-    validate.main(setup, quick=quick, as_json=as_json, out=out)
+    validate.main(ask, setup)
 
 
-bench_app.command()(overhead)
-bench_app.command()(attack)
-bench_app.command()(batch)
-bench_app.command()(soak)
-bench_app.command()(faults)
-bench_app.command()(accept)
-bench_app.command()(nodes)
-bench_app.command()(advise)
+@command("benchmarks.real.overhead:main")
+def overhead(ask: Ask, peers: PeerNames = None) -> None:
+    """Measure Headway's own cost: the gateway in front of a FAKE engine, the hook inside vLLM's scheduler."""
 
 
-@bench_app.command()
-def speed(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+@command("benchmarks.real.attack:main")
+def attack(ask: Ask) -> None:
+    """Attack the gateway in front of a FAKE engine: what others notice, its memory, what is lost."""
+
+
+@command()
+def batch(
+    ask: Ask,
+    model: Model = "smollm2",
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the batch.")] = 10_000,
+    rate: Annotated[float, typer.Option(min=0.001, help="Interactive requests per second.")] = 1.0,
+    duration: Duration = 120.0,
+    max_running: MaxRunning = 16,
+) -> None:
+    """Serve interactive requests beside a batch on real vLLM, and kill the gateway in the middle of it."""
+    from benchmarks.real.batch import Trial, main
+    from headway.whatif.measured.systems import standard_engine
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    main(ask, Trial(engine, lines, rate, duration, ask.seed))
+
+
+@command()
+def soak(
+    ask: Ask,
+    only: Annotated[str, typer.Option(help="Comma-separated: streams, kills, requests, calls.")] = "",
+) -> None:
+    """Test the gateway's endurance: 10,000 streams, 200 kills, 200,000 requests, 10,000 made-up calls."""
+    from benchmarks.real.soak import main
+
+    main(ask, listed(only))
+
+
+@command()
+def faults(
+    ask: Ask,
+    only: Annotated[str, typer.Option(help="Comma-separated kinds of faults; none = all.")] = "",
+    count: Annotated[
+        int | None, typer.Option("--faults", min=1, help="How many; else 1000, with --quick 30.")
+    ] = None,
+) -> None:
+    """Kill, pause and cut off gateways, controllers, agents, engines, RabbitMQ and PostgreSQL under load."""
+    from benchmarks.real.faults.main import main
+
+    main(ask, listed(only), count)
+
+
+@command("benchmarks.real.accept:main")
+def accept(
+    ask: Ask,
+    backlog: Annotated[
+        int | None, typer.Option(min=1, help="Requests of the backlog; else 100,000, with --quick 3,000.")
+    ] = None,
+) -> None:
+    """Measure how fast requests are accepted, by queue and gateways, and the takeover of a backlog."""
+
+
+@command("benchmarks.real.nodes_report:main")
+def nodes(
+    ask: Ask,
+    recipe: Annotated[str, typer.Option(help="A recipe that swaps models.")] = "headway",
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, of all models.")] = 0.8,
+    duration: Duration = 600.0,
+) -> None:
+    """Serve three models with real vLLM on two Ray nodes of this machine, and kill each part once."""
+
+
+@command()
+def advise(
+    ask: Ask,
+    mix: MixName = "deadlines",
+    model: Model = "smollm2",
+    recipe: Annotated[str, typer.Option(help="Recipe to serve with.")] = "headway",
+    loads: Annotated[
+        str, typer.Option(help="Multiples of the capacity; the journal is of the first.")
+    ] = "0.9,1.3",
+    duration: Duration = 240.0,
+    max_running: MaxRunning = 16,
+) -> None:
+    """Predict attainment from a real gateway's journal at two loads, and serve them really."""
+    from benchmarks.real.foresight import Trial, main
+    from headway.cli.journal_commands import numbers
+    from headway.whatif.measured.systems import standard_engine
+
+    engine = standard_engine(model, max_running=max_running, blocks=None)
+    main(ask, Trial(mix_of(mix, None), engine, recipe, numbers(loads), duration, ask.seed))
+
+
+@command("benchmarks.simulated.speed:main")
+def speed(ask: Ask) -> None:
     """Measure the simulator's speed, and a packer's decision time beside vLLM's schedule()."""
-    from benchmarks.simulated.speed import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
-def planner(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+@command("benchmarks.simulated.planner:main")
+def planner(ask: Ask) -> None:
     """Measure the planner's cost per event and per plan against the length of the queue."""
-    from benchmarks.simulated.planner import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
-def predictor(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+@command("benchmarks.real.predictor:main")
+def predictor(ask: Ask) -> None:
     """Measure accuracy and cost of output lengths predicted from prompts (EcoServe 2.3)."""
-    from benchmarks.real.predictor import main
-
-    main(quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
+@command("benchmarks.simulated.default:main")
 def default(
+    ask: Ask,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell, from --seed on.")] = 3,
     hindsight: Annotated[
         int,
@@ -116,19 +189,13 @@ def default(
             "the bound.",
         ),
     ] = 0,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Compare the default recipe with all others on all grounds (SIMULATED), and with an upper bound."""
-    from benchmarks.simulated.default import main
-
-    main(seeds=seeds, hindsight=hindsight, quick=quick, as_json=as_json, seed=seed, out=out)
 
 
-@bench_app.command()
+@command()
 def rivals(
+    ask: Ask,
     grounds: Annotated[
         str, typer.Option(help="Only these grounds, comma-separated, without other settings of rivals.")
     ] = "",
@@ -137,10 +204,6 @@ def rivals(
     ] = "",
     real: Annotated[bool, typer.Option("--real", help="Two grounds on real engines started here.")] = False,
     duration: Annotated[float, typer.Option(min=1, help="With --real: seconds of arrivals.")] = 60.0,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Compare the default with other papers' SLO schedulers (SIMULATED without --real)."""
     if real and (grounds or rivals):
@@ -148,16 +211,16 @@ def rivals(
     if real:
         from benchmarks.rivals.real import main as on_engines
 
-        on_engines(seconds=duration, quick=quick, as_json=as_json, seed=seed, out=out)
+        on_engines(ask, duration)
         return
-    only = {"grounds": listed(grounds), "rivals": listed(rivals)}
     from benchmarks.rivals.bench import main
 
-    main(**only, quick=quick, as_json=as_json, seed=seed, out=out)
+    main(ask, listed(grounds), listed(rivals))
 
 
-@bench_app.command()
+@command()
 def beside(
+    ask: Ask,
     real: Annotated[bool, typer.Option("--real", help="On real engines started here.")] = False,
     systems: Annotated[
         str, typer.Option(help="With --real, comma-separated: vllm-fcfs, vllm-priority and recipes.")
@@ -172,27 +235,23 @@ def beside(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="With --real: rounds over all systems.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="With --real: batch limit of every engine.")] = 16,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Run interactive bursts beside a batch with a completion deadline (SIMULATED without --real)."""
     if not real:
         from benchmarks.simulated.beside import main
 
-        main(quick=quick, as_json=as_json, seed=seed, out=out)
+        main(ask)
         return
     from benchmarks.real import beside as live
     from headway.whatif.measured.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    trial = live.Trial(engine, listed(systems), duration, rounds, seed, capacity)
-    live.main(trial, quick=quick, as_json=as_json, out=out)
+    live.main(ask, live.Trial(engine, listed(systems), duration, rounds, ask.seed, capacity))
 
 
-@bench_app.command()
+@command(quick=FleetQuick)
 def fleet(
+    ask: Ask,
     systems: Swapping = None,
     model: Model = "smollm2",
     slo: Slos = None,
@@ -204,10 +263,6 @@ def fleet(
     kill: Kill = False,
     simulated: FleetSimulated = False,
     seeds: FleetSeeds = 5,
-    quick: FleetQuick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Serve three models on two real vLLM instances (a core each) that swap them, one recipe after the other.
 
@@ -216,25 +271,21 @@ def fleet(
     """
     from benchmarks.real import fleet as live
     from benchmarks.real.fleet_report import main
+    from benchmarks.simulated import fleet as virtual
 
-    mix = with_slos(live.MIX, slo)
     names = live.SYSTEMS if systems is None else listed(systems)
+    what = (names, with_slos(live.MIX, slo), rate, tail, burstiness, duration, max_running)
+    if simulated and kill:
+        raise ConfigError("No engine is killed in a simulated fleet.", "Leave out --kill or --simulated.")
     if simulated:
-        from benchmarks.simulated import fleet as virtual
-
-        if kill:
-            raise ConfigError("No engine is killed in a simulated fleet.", "Leave out --kill or --simulated.")
-        setting = virtual.Trial(names, mix, rate, tail, burstiness, duration, max_running, seed, seeds)
-        virtual.main(setting, quick=quick, as_json=as_json, out=out)
-        return
-    trial = live.Trial(
-        live.make_models(model), names, mix, rate, tail, burstiness, duration, max_running, kill, seed
-    )
-    main(trial, quick=quick, as_json=as_json, out=out)
+        virtual.main(ask, virtual.Trial(*what, seeds))
+    else:
+        main(ask, live.Trial(live.make_models(model), *what, kill, ask.seed))
 
 
-@bench_app.command()
+@command()
 def apps(
+    ask: Ask,
     systems: AppSystems = None,
     model: Model = "smollm2",
     slo: Slos = None,
@@ -246,10 +297,6 @@ def apps(
     rounds: Rounds = 1,
     max_running: MaxRunning = 16,
     together: Together = False,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Run LLM applications beside chat with an SLO on real vLLM: stock, parrot, vtc and hermes."""
     from benchmarks.real import apps as live
@@ -260,20 +307,16 @@ def apps(
     names = live.SYSTEMS if systems is None else listed(systems)
     engine = standard_engine(model, max_running=max_running, blocks=None)
     shape = Shape(scale, burstiness, with_slos(CHAT, slo))
-    trial = live.Trial(engine, names, shape, load, rate, duration, rounds, together, seed)
-    main(trial, quick=quick, as_json=as_json, out=out)
+    main(ask, live.Trial(engine, names, shape, load, rate, duration, rounds, together, ask.seed))
 
 
-@bench_app.command()
+@command()
 def papers(
+    ask: Ask,
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     only: Annotated[
         str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")
     ] = "",
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
     from benchmarks.papers import PAPERS, PARTED
@@ -283,4 +326,4 @@ def papers(
     more: dict[str, Any] = {"only": listed(only)} if only else {}
     if more and name not in PARTED:
         raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
-    attribute(PAPERS[name])(quick=quick, as_json=as_json, seed=seed, out=out, **more)
+    attribute(PAPERS[name])(ask, **more)

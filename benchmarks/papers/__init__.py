@@ -1,12 +1,8 @@
 """The papers whose tables are reproduced: {name: module:function} of each benchmark."""
 
 PAPERS = {
-    "anneal": "benchmarks.papers.anneal:main",
-    "bros": "benchmarks.papers.bros:main",
-    "ecoserve": "benchmarks.papers.ecoserve:main",
-    "hermes": "benchmarks.papers.hermes:main",
-    "hermes-caches": "benchmarks.papers.hermes_caches:main",
-    "qlm": "benchmarks.papers.qlm:main",
+    name: f"benchmarks.papers.{name.replace('-', '_')}:main"
+    for name in ("anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm")
 }
 # Those whose `main` takes `only`.
 PARTED = ("bros", "ecoserve", "hermes", "qlm")

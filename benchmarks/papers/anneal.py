@@ -8,13 +8,13 @@ the event simulator, whose engine batches continuously and has a latency of its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.papers.anneal_cases import (
     PROFILE,
     Case,
@@ -36,7 +36,7 @@ from headway.policy.plan.assign import Assignment
 from headway.simulate.workload.arrivals import poisson
 from headway.types import Instance, Ints
 from headway.whatif.output.plots import colours, line_legend, png, sheet
-from headway.whatif.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import SIMULATED, Ask, Grid, Row, show
 
 ANNEAL, VLLM, BEST = "anneal", "vllm", "exhaustive"
 BATCHES = (1, 2, 4)
@@ -94,42 +94,29 @@ FULL = Plan(
 QUICK = Plan(
     10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1)
 )  # fmt: skip
+_NOTES = (
+    "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and"
+    " its Table 2;",
+    "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
+    f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f}"
+    " so that code has",
+    "ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own. Lengths are",
+    "true ones; learned: the mean of the task's answers so far.",
+    "overhead.ms: one search on this machine, the median; exhaustive: the mean. hot: first temperature,",
+    "in requests; moves: at each of the 32 temperatures. The paper's figures are of one draw each.",
+)
 _ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the overhead alone
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run and print; `quick` takes fewer cases, and fewer settings of the event simulator."""
-    began, plan = time.perf_counter(), QUICK if quick else FULL
-    parts: tuple[tuple[str, Callable[[Plan, int], Iterator[Row]]], ...] = (
-        ("orders", _orders), ("search", _sweeps), ("lengths", _errors), ("instances", _instances),
-        ("event simulator", _together), ("loads", _loads),
-    )  # fmt: skip
-    rows = list[Row]()
-    with Progress(disable=as_json, transient=True) as progress:
-        _compile(seed)
-        for name, part in parts:
-            task = progress.add_task(name, total=None)
-            rows += part(plan, seed)
-            progress.update(task, total=1, completed=1)
-    report = Report(
-        "anneal", "sim", f"SLO-aware scheduling ({SIMULATED})", rows, time.perf_counter() - began,
-        About(_describe(plan), seed), _grid(rows), notes=_notes(),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"anneal": _plot(rows)})
-
-
-def _notes() -> tuple[str, ...]:
-    return (
-        "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and"
-        " its Table 2;",
-        "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
-        f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f}"
-        " so that code has",
-        "ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own. Lengths are",
-        "true ones; learned: the mean of the task's answers so far.",
-        "overhead.ms: one search on this machine, the median; exhaustive: the mean. hot: first temperature,",
-        "in requests; moves: at each of the 32 temperatures. The paper's figures are of one draw each.",
-    )
+@experiment("anneal", "sim", f"SLO-aware scheduling ({SIMULATED})")
+def main(ask: Ask) -> Result:
+    """Run; `quick` takes fewer cases, and fewer settings of the event simulator."""
+    plan, rows = QUICK if ask.quick else FULL, list[Row]()
+    _compile(ask.seed)
+    parts = (_orders, _sweeps, _errors, _instances, _together, _loads)
+    for part in track(parts, "simulating", disable=ask.as_json, transient=True):
+        rows += part(plan, ask.seed)
+    return Result(rows, _describe(plan), lambda: {"anneal": _plot(rows)}, _grid(rows), _NOTES)
 
 
 def _describe(plan: Plan) -> str:

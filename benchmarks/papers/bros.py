@@ -10,18 +10,17 @@ queue; those that copy KV have the same host memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.papers import bros_choices, closed_loop
 from benchmarks.papers.bros_claims import UNITS, Case, Point, claims, measured
 from benchmarks.papers.observers import TokenDeadlines, inside
-from benchmarks.papers.parts import Experiment, choose
+from benchmarks.papers.parts import Experiment, part
 from headway.policy.forecast.latency import profiles
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.outcome import Outcome
@@ -29,7 +28,7 @@ from headway.simulate.workload.lengths import draw
 from headway.simulate.workload.traffic import Workload, concat, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
 from headway.whatif.output.plots import line_legend, png, sheet
-from headway.whatif.output.results import SIMULATED, About, Report, deliver, row_grid
+from headway.whatif.output.results import SIMULATED, Ask
 
 OPT_13B, OPT_30B, LLAMA_3 = "opt-13b-a100", "opt-30b-a100-40g-tp4", "llama-3-70b-a100-tp8"
 SLO = Slo(ttft=0.4, tpot=0.2)
@@ -58,7 +57,7 @@ _COMPARED = ("bros", "bros-paper", "vllm-v0", "rr", "tgi")
 _ALONE = ("bros", "bros-paper", "vllm-v0", "tgi")
 _SHARED = ("bros", "bros-recompute", "bros-plain-blocks")
 _SHARED_CASE = Case(OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")  # 7.4.1
-_MEASURED: tuple[str, ...] = ()  # parts beside the experiments
+_MEASURED: dict[str, str] = {}  # parts beside the experiments
 
 
 def _both(profile: str, sharegpt: tuple[float, ...], lmsys: tuple[float, ...]) -> tuple[Case, ...]:
@@ -101,27 +100,18 @@ def quick_plan() -> Plan:
     return Plan(experiments, 30.0, 1)
 
 
-def part(plan: Plan, only: Sequence[str]) -> Plan:
-    """Return the named parts of a plan, () = all. ConfigError for names that are of no part."""
-    return replace(plan, experiments=choose(plan.experiments, _MEASURED, only)[0])
-
-
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+@experiment("papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})")
+def main(ask: Ask, only: Sequence[str] = ()) -> Result:
     """Simulate every system at every rate; `quick`: few systems, one rate, 30 seconds, one seed."""
-    began, plan = time.perf_counter(), part(quick_plan() if quick else full(), only)
-    points = sweep(plan, seed, bar=not as_json)
+    plan = part(quick_plan() if ask.quick else full(), only, _MEASURED)
+    points = sweep(plan, ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: batch limit {RUNNING}, {BUDGET} tokens an iteration, {plan.duration:g} s; rate = "
         f"real-time requests/s, Poisson (TTFT 0.4 s, TPOT 0.2 s), beside a closed loop of {BATCH} "
         "best-effort ones (512-1024 in, 32-128 out); throughput counts requests that end within that time."
     )
-    figures = [*measured(points), *claims(points)]
-    report = Report(
-        "papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})", figures,
-        time.perf_counter() - began, About(workload, seed), row_grid(figures),
-        notes=("Claims are averages over the rates and seeds; .least and .most are those of one seed.",),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: plots(points))
+    notes = ("Claims are averages over the rates and seeds; .least and .most are those of one seed.",)
+    return Result([*measured(points), *claims(points)], workload, lambda: plots(points), notes=notes)
 
 
 def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
@@ -133,14 +123,11 @@ def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
     )  # fmt: skip
     loads: dict[tuple[Case, float, int], Workload] = {}
     points = []
-    with Progress(disable=not bar) as progress:
-        task = progress.add_task("simulating", total=len(jobs))
-        for case, rate, number, system in jobs:
-            if (case, rate, number) not in loads:
-                loads = {(case, rate, number): traffic(case, rate, plan.duration, number)}
-            load = loads[case, rate, number]
-            points.append(measure(system, case, load, rate, plan.duration, number))
-            progress.advance(task)
+    for case, rate, number, system in track([*jobs], "simulating", disable=not bar):
+        if (case, rate, number) not in loads:
+            loads = {(case, rate, number): traffic(case, rate, plan.duration, number)}
+        load = loads[case, rate, number]
+        points.append(measure(system, case, load, rate, plan.duration, number))
     return points
 
 

@@ -7,15 +7,15 @@ the paper's settings; each choice of the scheduler alone; sweeps of padding, res
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 
 from matplotlib.axes import Axes
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.papers.ecoserve_choices import (
     SWEEPS,
     Swept,
@@ -48,17 +48,16 @@ from benchmarks.papers.ecoserve_tables import (
     measured,
     rates,
 )
-from benchmarks.papers.parts import Experiment, choose
+from benchmarks.papers.parts import Experiment, part
 from benchmarks.papers.trial import Trial, trial
 from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 BASELINES = (BASE, "vllm-v0", "vllm", "fastgen", "multires", *MAX_ALLOCATION)
 _COMPARED = (ECOSERVE, ORACLE, BASE, "fastgen")
 _SPREAD = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen", "orca")  # run with every seed
 
-
-_MEASURED = ("choices", "sweeps")  # parts beside the experiments
+_MEASURED = {"choices": "choices", "sweeps": "points"}  # parts beside the experiments
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,8 @@ class Plan:
     share: seconds of arrivals, as a share of the data set's
     seeds: of them, from the given one on; other cases than the plain one, and systems that no claim is
         about, use the first
-    points: points of each sweep
-    measured: the parts of `_MEASURED` that are run: every choice alone, the sweeps
+    points: points of each sweep, 0 = none is run
+    choices: every choice is run alone
     """
 
     experiments: tuple[Experiment[Case], ...]
@@ -79,7 +78,7 @@ class Plan:
     share: float
     seeds: int
     points: int
-    measured: frozenset[str]
+    choices: bool
 
 
 def full() -> Plan:
@@ -89,7 +88,7 @@ def full() -> Plan:
         Experiment("copies", (Case(copies=2.0), Case(copies=5.0)), _COMPARED),
         Experiment("long", (Case(span=5.0),), (ECOSERVE, ORACLE, BASE)),
     )
-    return Plan(experiments, None, 1.0, 3, 6, frozenset(_MEASURED))
+    return Plan(experiments, None, 1.0, 3, 6, True)
 
 
 def quick_plan() -> Plan:
@@ -102,38 +101,26 @@ def quick_plan() -> Plan:
         "bookcorpus": (0.3, 0.4, 0.5),
     }  # fmt: skip
     systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
-    return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, frozenset({"sweeps"}))
+    return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, False)
 
 
-def part(plan: Plan, only: Sequence[str]) -> Plan:
-    """Return the named parts of a plan, () = all. ConfigError for names that are of no part."""
-    experiments, chosen = choose(plan.experiments, _MEASURED, only)
-    return replace(plan, experiments=experiments, measured=plan.measured & chosen)
-
-
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
-    """Simulate and print; `quick`: about a minute. only: parts, () = all."""
-    began, plan = time.perf_counter(), part(quick_plan() if quick else full(), only)
+@experiment("ecoserve", "sim", f"EcoServe ({SIMULATED})")
+def main(ask: Ask, only: Sequence[str] = ()) -> Result:
+    """Simulate; `quick`: about a minute. only: parts, () = all."""
+    plan, seed = part(quick_plan() if ask.quick else full(), only, _MEASURED), ask.seed
     seeds = [seed + i for i in range(plan.seeds)]
-    with Progress(disable=as_json, transient=True) as bar:
-        _compile(seed)
-        trials: Trials = {}
-        total = sum(1 for _ in _planned(plan, seeds))
-        for case, one in bar.track(_trials(plan, seeds), total=total, description="rates"):
-            trials.setdefault(case, []).append(one)
-        points = plan.points if "sweeps" in plan.measured else 0
-        swept_count = len(DATA) * len(SWEEPS) * points
-        swept = list(bar.track(sweeps(seeds, plan.share, points), total=swept_count, description="sweeps"))
-        alone: list[tuple[str, Trial]] = []
-        if "choices" in plan.measured:
-            chosen = choices(seeds, plan.share)
-            alone += bar.track(chosen, total=count_choices(seeds), description="choices")
+    shown = partial(track, disable=ask.as_json, transient=True)
+    _compile(seed)
+    trials: Trials = {}
+    total = sum(1 for _ in _planned(plan, seeds))
+    for case, one in shown(_trials(plan, seeds), "rates", total):
+        trials.setdefault(case, []).append(one)
+    points = sweeps(seeds, plan.share, plan.points)
+    swept = list(shown(points, "sweeps", len(DATA) * len(SWEEPS) * plan.points))
+    chosen = choices(seeds, plan.share) if plan.choices else iter(())
+    alone = list(shown(chosen, "choices", count_choices(seeds)))
     rows = [*measured(trials), *choice_rows(alone), *sweep_rows(swept), *_claims(trials, seed)]
-    report = Report(
-        "ecoserve", "sim", f"EcoServe ({SIMULATED})", rows, time.perf_counter() - began,
-        About(_describe(plan), seed), row_grid(rows), notes=NOTES,
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(trials, swept, seed))
+    return Result(rows, _describe(plan), lambda: _pictures(trials, swept, seed), notes=NOTES)
 
 
 NOTES = (

@@ -6,17 +6,16 @@ that are prewarmed (`hermes_prewarm.py`), and the time of the policy. Workloads:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
+from benchmarks.papers.hermes_plots import plots
 from benchmarks.papers.hermes_policy import policy_rows
-from benchmarks.papers.hermes_prewarm import KS, Warmed, prewarm_rows, prewarmed
+from benchmarks.papers.hermes_prewarm import KS, prewarm_rows, prewarmed
 from benchmarks.papers.hermes_workloads import (
     DEFAULT,
     FACTORS,
@@ -30,14 +29,14 @@ from benchmarks.papers.hermes_workloads import (
     serve,
     source,
 )
-from benchmarks.papers.parts import Experiment, choose
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from benchmarks.papers.parts import Experiment, part, run_each
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
 _ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
 _WARMED = ("CG", "PE")  # applications with backends that have to be started
 _DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl", DEFAULT)
-_MEASURED = ("prewarm", "policy")  # parts beside the experiments
+_MEASURED = {"prewarm": "ks", "policy": "live"}  # parts beside the experiments
 # What the paper reports, in percent: reductions of the mean and the P95 at 1x (5.2), of one 7B model.
 _REDUCTION = {"vllm": (77.0, 82.4), "parrot": (76.7, 69.0), "vtc": (66.7, 74.1)}
 _REDUCTION_70B = {"vllm": (58.5, 62.2), "parrot": (39.1, 21.7), "vtc": (50.3, 45.8)}  # two 70B models at 3x
@@ -94,11 +93,18 @@ def _deadlines() -> Setting:
     return Setting("15 minutes", window=WINDOWS["2x"], deadlines=True)
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+@experiment("papers hermes", "sim", f"Hermes, its ablations and its baselines ({SIMULATED})")
+def main(ask: Ask, only: Sequence[str] = ()) -> Result:
     """Run the evaluation; `quick`: a minute of it, 3x with one seed. only: parts, () = all."""
-    began = time.perf_counter()
-    plan = part(_plan(quick), only)
-    results, warmed = run(plan, seed, bar=not as_json)
+    plan = part(quick() if ask.quick else full(), only, _MEASURED)
+    seeds = range(ask.seed, ask.seed + plan.seeds)
+
+    def served(system: str, setting: Setting) -> Served:
+        return _together([serve(system, setting, number) for number in seeds])
+
+    results: Results = run_each(plan.experiments, served, bar=not ask.as_json)
+    apps = track(_WARMED if plan.ks else (), "prewarming", disable=ask.as_json)
+    warmed = [one for app in apps for one in prewarmed(app, plan.ks, ask.seed)]
     figures = [*_act_rows(results), *_deadline_rows(results), *_graph_rows(results)]
     figures += [*prewarm_rows(warmed), *policy_rows(plan.live)]
     workload = (
@@ -106,43 +112,7 @@ def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Seque
         "(Llama-2-7B on an A100, KV for 40,000 tokens); graphs learned from other runs than those served; "
         f"{plan.seeds} seed(s), figures over all of their runs."
     )
-    report = Report(
-        "papers hermes", "sim", f"Hermes, its ablations and its baselines ({SIMULATED})", figures,
-        time.perf_counter() - began, About(workload, seed), row_grid(figures),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
-
-
-def part(plan: Plan, only: Sequence[str]) -> Plan:
-    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
-    experiments, chosen = choose(plan.experiments, _MEASURED, only)
-    return Plan(
-        experiments, plan.seeds,
-        plan.live if "policy" in chosen else (), plan.ks if "prewarm" in chosen else (),
-    )  # fmt: skip
-
-
-def run(plan: Plan, seed: int, *, bar: bool) -> tuple[dict[str, list[Served]], list[Warmed]]:
-    """Run a plan; what two experiments have in common runs once. One `Served` per system and setting."""
-    jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
-    done: dict[tuple[str, Setting], Served] = {}
-    with Progress(disable=not bar) as progress:
-        apps = _WARMED if plan.ks else ()
-        total = len(jobs) * plan.seeds + len(apps) * (len(plan.ks) + 1)
-        task = progress.add_task("simulating", total=total)
-        for system, setting in jobs:
-            some = []
-            for number in range(seed, seed + plan.seeds):
-                some.append(serve(system, setting, number))
-                progress.advance(task)
-            done[system, setting] = _together(some)
-        warmed = []
-        for app in apps:
-            warmed += prewarmed(app, plan.ks, seed, partial(progress.advance, task))
-    served = {
-        e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments
-    }
-    return served, warmed
+    return Result(figures, workload, lambda: plots(results))
 
 
 def _together(some: Sequence[Served]) -> Served:
@@ -214,13 +184,3 @@ def _graph_rows(results: Results) -> list[Row]:
 
 def _of(some: Sequence[Served], system: str, setting: str) -> Served:
     return next(one for one in some if one.system == system and one.setting.name == setting)
-
-
-def _plan(short: bool) -> Plan:
-    return quick() if short else full()
-
-
-def _pictures(results: Results) -> Mapping[str, bytes]:
-    from benchmarks.papers.hermes_plots import plots
-
-    return plots(results)

@@ -7,14 +7,14 @@ does; they differ in what the caches hold (`simulate/cache_policy.py`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
+from benchmarks.papers.hermes_plots import hit_ratios
 from benchmarks.papers.hermes_workloads import (
     GRAPHS,
     HERMES,
@@ -33,7 +33,7 @@ from headway.simulate.replay import replay
 from headway.simulate.warm_engines import Adapters, KvCache
 from headway.simulate.workload.run_prefixes import templates, with_prefixes
 from headway.types import Floats
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {"lru": Lru, "epwq": WaitingQueue, HERMES: Prewarmed}
 NO_CACHE = "no-cache"
@@ -100,23 +100,11 @@ def cases(*, quick: bool) -> list[Case]:
     return [*every, slow, Case(lora), Case(replace(lora, name=_ALL, apps=()))]
 
 
-def run(some: Sequence[Case], seeds: Sequence[int], done: Callable[[], None]) -> list[Cached]:
+def run(some: Sequence[Case], seeds: Sequence[int], *, bar: bool) -> list[Cached]:
     """Run every case with every policy, and the first one without a cache; all seeds together."""
-    jobs: list[tuple[str, Case]] = [(NO_CACHE, some[0])]
-    jobs += [(system, case) for case in some for system in POLICIES]
-    out = []
-    for system, case in jobs:
-        each = []
-        for seed in seeds:
-            each.append(_serve(system, case, seed))
-            done()
-        out.append(_together(each))
-    return out
-
-
-def count(some: Sequence[Case], seeds: int) -> int:
-    """Return how many simulations `run` makes."""
-    return (1 + len(some) * len(POLICIES)) * seeds
+    jobs = [(NO_CACHE, some[0]), *((system, case) for case in some for system in POLICIES)]
+    shown = track(jobs, "simulating", disable=not bar)
+    return [_together([_serve(system, case, seed) for seed in seeds]) for system, case in shown]
 
 
 def rows(results: Sequence[Cached]) -> list[Row]:
@@ -144,29 +132,20 @@ def rows(results: Sequence[Cached]) -> list[Row]:
     return out
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
+@experiment("papers hermes-caches", "sim", f"Hermes, caches of KV and LoRA adapters ({SIMULATED})")
+def main(ask: Ask) -> Result:
     """Run figure 13 alone; `quick`: a fifth of three settings, one seed."""
-    began = time.perf_counter()
-    some, seeds = cases(quick=quick), range(seed, seed + (1 if quick else 2))
-    with Progress(disable=as_json) as progress:
-        task = progress.add_task("simulating", total=count(some, len(seeds)))
-        results = run(some, seeds, lambda: progress.advance(task))
-    figures = rows(results)
+    seeds = range(ask.seed, ask.seed + (1 if ask.quick else 2))
+    results = run(cases(quick=ask.quick), seeds, bar=not ask.as_json)
     text = (
         f"{SIMULATED}: {source()}; caches in front of one engine (Llama-2-7B on an A100, KV for 40,000 "
         f"tokens); {len(seeds)} seed(s), figures over all of their runs."
     )
-    report = Report(
-        "papers hermes-caches", "sim", f"Hermes, caches of KV and LoRA adapters ({SIMULATED})", figures,
-        time.perf_counter() - began, About(text, seed), row_grid(figures),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: pictures(results))
+    return Result(rows(results), text, lambda: pictures(results))
 
 
 def pictures(results: Sequence[Cached]) -> Mapping[str, bytes]:
     """Return {name: PNG} of figure 13."""
-    from benchmarks.papers.hermes_plots import hit_ratios
-
     hits = {(one.system, one.case.setting.name): one.hit_pct for one in results if one.requests}
     return {"hermes-caches": hit_ratios(hits)}
 

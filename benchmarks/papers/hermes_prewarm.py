@@ -7,7 +7,7 @@ recorded, and taken to be half of their median. Each application runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +47,7 @@ class Warmed:
     units: int
 
 
-def prewarmed(app: str, ks: Sequence[float], seed: int, done: Callable[[], None]) -> list[Warmed]:
+def prewarmed(app: str, ks: Sequence[float], seed: int) -> list[Warmed]:
     """Run an application without prewarming, and with every K."""
     served, taught = pool()
     rng = np.random.default_rng(seed)
@@ -68,7 +68,6 @@ def prewarmed(app: str, ks: Sequence[float], seed: int, done: Callable[[], None]
         act, warm = float((replayed.end - apps.arrival).mean()), replayed.pool
         cold = cold or act
         out.append(Warmed(app, k, act, cold, warm.idle, warm.used, warm.hits, warm.units))
-        done()
     return out[1:]
 
 

@@ -1,14 +1,18 @@
-"""The parts of a paper's evaluation, and which of them are run (`--only`)."""
+"""The parts of a paper's evaluation, which of them are run (`--only`), and how."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from rich.progress import track
 
 from headway.errors import ConfigError
 
 SettingT = TypeVar("SettingT")
+ServedT = TypeVar("ServedT")
+PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +24,28 @@ class Experiment(Generic[SettingT]):
     systems: tuple[str, ...]
 
 
-def choose(
-    experiments: Sequence[Experiment[SettingT]], measured: Sequence[str], only: Sequence[str]
-) -> tuple[tuple[Experiment[SettingT], ...], frozenset[str]]:
-    """Return the experiments that `only` names, and all names in it; () = everything.
+def part(plan: PlanT, only: Sequence[str], measured: Mapping[str, str]) -> PlanT:
+    """Return the named parts of a plan, () = all. ConfigError for names that are of no part.
 
-    measured: names of the parts beside the experiments. ConfigError for names that are of no part.
+    measured: parts beside `plan.experiments`, each with the field of the plan that is empty without it
     """
-    known = [*(one.name for one in experiments), *measured]
-    chosen = parts(only or known, known)
-    return tuple(one for one in experiments if one.name in chosen), chosen
-
-
-def parts(only: Sequence[str], known: Sequence[str]) -> frozenset[str]:
-    """Return the named parts. ConfigError when one of them is not known."""
+    whole: Any = plan
+    known = [*(one.name for one in whole.experiments), *measured]
     for name in only:
         if name not in known:
             raise ConfigError(f"These tables have no part {name!r}.", f"Use some of {', '.join(known)}.")
-    return frozenset(only)
+    if not only:
+        return plan
+    empty = {field: type(getattr(plan, field))() for name, field in measured.items() if name not in only}
+    chosen = tuple(one for one in whole.experiments if one.name in only)
+    smaller: PlanT = replace(whole, experiments=chosen, **empty)
+    return smaller
+
+
+def run_each(
+    experiments: Sequence[Experiment[SettingT]], serve: Callable[[str, SettingT], ServedT], *, bar: bool
+) -> dict[str, list[ServedT]]:
+    """Run every system in every setting of each experiment; what two of them have in common runs once."""
+    jobs = {(system, one): None for e in experiments for one in e.settings for system in e.systems}
+    done = {job: serve(*job) for job in track([*jobs], "simulating", disable=not bar)}
+    return {e.name: [done[system, one] for one in e.settings for system in e.systems] for e in experiments}

@@ -7,19 +7,21 @@ accuracy and the planning time. Workloads: `qlm_workloads.py`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from itertools import chain
 
-from rich.progress import Progress
+from rich.progress import track
 
-from benchmarks.papers.parts import Experiment, choose
+from benchmarks.experiment import Result, experiment
+from benchmarks.papers.parts import Experiment, part, run_each
 from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
+from benchmarks.papers.qlm_plots import plots
 from benchmarks.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
 from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
 from headway.policy.recipes.registry import find
-from headway.whatif.output.results import SIMULATED, About, Report, deliver, row_grid
+from headway.whatif.output.results import SIMULATED, Ask
 
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
@@ -29,7 +31,7 @@ ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-d
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
 ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
-_MEASURED = ("delta", "estimator", "planning")  # parts beside the experiments
+_MEASURED = {"delta": "deltas", "estimator": "estimated", "planning": "queues"}
 _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
@@ -110,72 +112,34 @@ _SHARES = (0.05, 0.2, 0.5, 1.0)
 _SCALES = (1.0, 3.0, 11.0)
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+@experiment("papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})")
+def main(ask: Ask, only: Sequence[str] = ()) -> Result:
     """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
-    began = time.perf_counter()
-    results = run(part(_plan(quick), only), seed, bar=not as_json)
-    figures = [*rows(results), *claims(results)]
+    results = run(part(quick() if ask.quick else full(), only, _MEASURED), ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "
         f"variation of {CV:g}; load = work that arrives / capacity of the fleet; latency-sensitive requests "
         "are due in 25 s, batch ones in 300 s. A run ends with its last request, at most after four times "
         "the seconds of arrivals; throughput = requests ended / seconds until then."
     )
-    report = Report(
-        "papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})", figures,
-        time.perf_counter() - began, About(workload, seed), row_grid(figures),
-        notes=("A row with a paper's figure has the best of all settings ('up to'): docs/bench/qlm.md.",),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(results))
-
-
-def part(plan: Plan, only: Sequence[str]) -> Plan:
-    """Return the named experiments of a plan, and of `_MEASURED`; () = all. ConfigError for other names."""
-    experiments, chosen = choose(plan.experiments, _MEASURED, only)
-    return Plan(
-        experiments,
-        plan.queues if "planning" in chosen else (),
-        plan.estimated if "estimator" in chosen else 0,
-        plan.deltas if "delta" in chosen else (), plan.delta_setting,
-    )  # fmt: skip
+    notes = ("A row with a paper's figure has the best of all settings ('up to'): docs/bench/qlm.md.",)
+    return Result([*rows(results), *claims(results)], workload, lambda: plots(results), notes=notes)
 
 
 def run(plan: Plan, seed: int, *, bar: bool) -> Results:
-    """Run a plan; what two experiments have in common runs once."""
+    """Run a plan."""
     from headway.policy.recipes.qlm import with_delta
 
-    jobs = {(system, one): None for e in plan.experiments for one in e.settings for system in e.systems}
-    estimated = ESTIMATED if plan.estimated else {}
-    steps = len(jobs) + len(plan.deltas) + len(plan.queues) + len(estimated)
-    with Progress(disable=not bar) as progress:
-        task = progress.add_task("simulating", total=steps)
-        done: dict[tuple[str, Setting], Trial] = {}
-        for system, setting in jobs:
-            done[system, setting] = trial(system, find(system), setting, seed)
-            progress.advance(task)
-        deltas = {}
-        for delta in plan.deltas:
-            deltas[delta] = trial(QLM, with_delta(delta), plan.delta_setting, seed)
-            progress.advance(task)
-        forecasts = []
-        for name, profile in estimated.items():
-            forecasts += estimates(name, profile, plan.estimated, seed)
-            progress.advance(task)
-        planned = []
-        for queued in plan.queues:
-            planned.append(planning(find(QLM), queued, _PLANNED, seed))
-            progress.advance(task)
-    trials = {
-        e.name: [done[system, one] for one in e.settings for system in e.systems] for e in plan.experiments
+    def served(system: str, setting: Setting) -> Trial:
+        return trial(system, find(system), setting, seed)
+
+    trials, shown = run_each(plan.experiments, served, bar=bar), partial(track, disable=not bar)
+    deltas = {
+        delta: trial(QLM, with_delta(delta), plan.delta_setting, seed)
+        for delta in shown(plan.deltas, "group sizes")
     }
+    profiles = ESTIMATED.items() if plan.estimated else ()
+    estimated = (estimates(*one, plan.estimated, seed) for one in shown(profiles, "estimating"))
+    forecasts = [*chain.from_iterable(estimated)]
+    planned = [planning(find(QLM), queued, _PLANNED, seed) for queued in shown(plan.queues, "planning")]
     return Results(trials, deltas, forecasts, planned)
-
-
-def _plan(short: bool) -> Plan:
-    return quick() if short else full()
-
-
-def _pictures(results: Results) -> Mapping[str, bytes]:
-    from benchmarks.papers.qlm_plots import plots
-
-    return plots(results)

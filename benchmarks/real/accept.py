@@ -12,15 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real.attack_clients import say
 from benchmarks.real.fake_engine import NAME
 from benchmarks.real.peers import HEADWAY, servers
@@ -28,7 +27,8 @@ from benchmarks.real.servers.parts import Cluster, Shape, clusters
 from headway.config import Wire
 from headway.errors import EngineError
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Row
+from headway.whatif.output.results import say as tell
 
 SQLITE = "sqlite, one process"
 _CLIENTS = 32
@@ -64,15 +64,16 @@ QUICK = Sizes(2.0, ((1, 1), (2, 1)), 3000)
 WHOLE = Sizes(15.0, ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3)), 100_000)
 
 
-def main(backlog: int | None, *, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure, print the result, and write page and plot when a folder is given."""
-    began, sizes = time.perf_counter(), QUICK if quick else WHOLE
-    sizes = Sizes(sizes.seconds, sizes.grid, backlog or sizes.backlog)
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("start", total=len(sizes.grid) + 2)
-        rows = measure(sizes, lambda what: progress.update(task, advance=1, description=what))
-    report = build(rows, time.perf_counter() - began, seed)
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"accept": plot(rows)})
+@experiment("accept", "vllm", "Accepting requests")
+def main(ask: Ask, backlog: int | None) -> Result:
+    """Measure; backlog: its requests instead of the usual ones."""
+    sizes = QUICK if ask.quick else WHOLE
+    return result(measure(replace(sizes, backlog=backlog or sizes.backlog), tell))
+
+
+def result(rows: Sequence[Row]) -> Result:
+    """Return the findings."""
+    return Result(rows, WORKLOAD, lambda: {"accept": plot(rows)}, notes=_NOTES)
 
 
 def measure(sizes: Sizes, tick: Tick) -> list[Row]:
@@ -195,19 +196,7 @@ def _rss(process: Any) -> float:
     return float(process.memory_info().rss) / _MIB
 
 
-# ---- the report
-
-
-def build(rows: list[Row], seconds: float, seed: int) -> Report:
-    """Return the report with a line per figure."""
-    lines = [[row.setting, row.id, show(row.ours), row.unit] for row in rows]
-    return Report(
-        "accept", "vllm", "Accepting requests", rows, seconds, About(WORKLOAD, seed),
-        Grid(("setting", "figure", "value", "unit"), [lines], ("value",)), notes=_NOTES,
-    )  # fmt: skip
-
-
-def plot(rows: list[Row]) -> bytes:
+def plot(rows: Sequence[Row]) -> bytes:
     """Return a PNG of what is accepted per second, and per second of the gateways' CPU time."""
     figure, panels = sheet(1, 2, 11.0, 3.0)
     for axes, id in zip(panels, ("accept.req_per_s", "accept.req_per_cpu_s"), strict=True):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, shares, source
 from benchmarks.real.apps import ALL, RUNS, Outcome, Ran, Served, Trial, completion_times
+from benchmarks.real.apps_plots import draw
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Record, Results
 from headway.whatif.measured.systems import STOCK, total
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Row, system_grid
 
 _HERMES = "hermes"
 _QUICK = ("vllm-fcfs", _HERMES)
@@ -25,39 +25,26 @@ _SECONDS = "headway_run_seconds"
 Figure = tuple[str, str, float | None, str]
 
 
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run and print; `quick`: two systems, some seconds of small runs at a rate that is given."""
-    if quick:
+@experiment("apps", "vllm", "Application runs beside chat on vLLM")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Run; `quick`: two systems, some seconds of small runs at a rate that is given."""
+    if ask.quick:
         names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
         trial = replace(
             trial, systems=names, rate=trial.rate or _QUICK_RATE, rounds=1, together=True,
             duration=min(trial.duration, _QUICK_SECONDS), shape=replace(trial.shape, scale=_QUICK_SCALE),
         )  # fmt: skip
-    began = time.perf_counter()
-    outcome = asyncio.run(apps.run(trial))
-    built = build(trial, outcome, time.perf_counter() - began)
-    deliver(built, as_json=as_json, out=out, pictures=lambda: _pictures(outcome.served))
+    return result(trial, asyncio.run(apps.run(trial)))
 
 
-def build(trial: Trial, outcome: Outcome, seconds: float) -> Report:
-    """Return the report: a line per figure, a column per system."""
+def result(trial: Trial, outcome: Outcome) -> Result:
+    """Return the findings; the table has a line per figure, a column per system."""
     rows = [row for name, served in outcome.served.items() for row in rows_of(name, served)]
     rows += reductions(outcome.served)
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row.id, row.setting), {})[row.system] = row
-    lines = [
-        [f"{id} {next(iter(line.values())).unit}", setting]
-        + [show(line[name].ours) if name in line else "-" for name in outcome.served]
-        for (id, setting), line in found.items()
-    ]
     variant = f", {trial.variant}" if trial.variant else ""
-    rows = [replace(row, setting=row.setting + variant) for row in rows]
-    return Report(
-        "apps", "vllm", "Application runs beside chat on vLLM", rows, seconds,
-        About(_describe(trial, outcome), trial.seed),
-        Grid(["figure", "setting", *outcome.served], [lines], tuple(outcome.served)),
-        notes=_notes(outcome.served),
+    return Result(
+        [replace(row, setting=row.setting + variant) for row in rows], _describe(trial, outcome),
+        lambda: draw(outcome.served), system_grid(rows), _notes(outcome.served),
     )  # fmt: skip
 
 
@@ -146,9 +133,3 @@ def reductions(results: Mapping[str, Served]) -> list[Row]:
         rows.append(Row("act.mean.reduction_pct", _HERMES, f"{ALL}, against {name}", mean, "%"))
         rows.append(Row("act.p95.reduction_pct", _HERMES, f"{ALL}, against {name}", p95, "%"))
     return rows
-
-
-def _pictures(results: Mapping[str, Served]) -> dict[str, bytes]:
-    from benchmarks.real.apps_plots import draw
-
-    return draw(results)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import resource
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real.attack_clients import (
     ATTACKS,
     BETA,
@@ -32,7 +32,7 @@ from benchmarks.real.health_watch import HealthWatch, health_watch
 from benchmarks.real.peers import servers
 from headway.errors import ConfigError
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Grid, Row, show
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _HEALTH_S = HANG_S / 2  # so that a hang is noticed while it lasts
@@ -63,13 +63,11 @@ _NOTES = (
 )
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Attack, print the result, and write page and plot when a folder is given."""
+@experiment("attack", "vllm", "The gateway under attack")
+def main(ask: Ask) -> Result:
+    """Attack."""
     _raise_file_limit()
-    began = time.perf_counter()
-    rows = measure(1.3 if quick else 20.0)
-    report = build(rows, time.perf_counter() - began, seed)
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"attack": plot(rows)})
+    return result(measure(1.3 if ask.quick else 20.0))
 
 
 def _raise_file_limit() -> None:
@@ -144,17 +142,15 @@ async def _honest(target: Target) -> None:
 # ---- the report
 
 
-def build(rows: list[Row], seconds: float, seed: int) -> Report:
-    """Return the report with a line per attack."""
+def result(rows: list[Row]) -> Result:
+    """Return the findings, a line per attack."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     values = {(row.setting, row.id): row.ours for row in rows}
     lines = [[setting, *(show(values[setting, id]) for id in UNITS)] for setting in settings]
     goals = ["goal, at most", *(show(GOALS[id]) if id in GOALS else "" for id in UNITS)]
     header = ("attack", *(id.removeprefix("attack.") for id in UNITS))
-    return Report(
-        "attack", "vllm", "The gateway under attack", rows, seconds, About(WORKLOAD, seed),
-        Grid(header, [lines, [goals]]), notes=_NOTES,
-    )  # fmt: skip
+    grid = Grid(header, [lines, [goals]])
+    return Result(rows, WORKLOAD, lambda: {"attack": plot(rows)}, grid, _NOTES)
 
 
 def plot(rows: list[Row]) -> bytes:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
@@ -30,7 +30,7 @@ from headway.whatif.load import generator, mix, report
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.systems import answering
 from headway.whatif.output.plots import colours, line_legend, png, sheet
-from headway.whatif.output.results import About, Report, Row, deliver, row_grid, say
+from headway.whatif.output.results import Ask, Row, say
 
 ALONE, BESIDE = "interactive alone", "interactive beside the batch"
 _NAME, _WINDOW, _LEASE_S = "headway", "24h", 5.0
@@ -231,27 +231,22 @@ def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
     ]
 
 
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run and print; `quick`: a small batch beside some seconds of interactive requests."""
-    if quick:
+@experiment("batch", "vllm", "Interactive requests beside a batch on vLLM")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Run; `quick`: a small batch beside some seconds of interactive requests."""
+    if ask.quick:
         trial = replace(
             trial, lines=min(trial.lines, _QUICK_LINES), seconds=min(trial.seconds, _QUICK_SECONDS)
         )
-    began = time.perf_counter()
     outcome = asyncio.run(run(trial))
-    rows = rows_of(trial, outcome)
     interactive = mix.describe(mix.Mix("interactive", (_INTERACTIVE,)))
     workload = (
         f"{interactive}; {trial.rate:g} requests/s for {trial.seconds:g} s, alone and beside a batch of "
         f"{trial.lines} lines ({mix.describe(mix.Mix('lines', (_LINES,)))}) with a window of {_WINDOW}; the "
         f"gateway killed in the middle; batch limit {trial.engine.max_running}, no prefix caching."
     )
-    built = Report(
-        "batch", "vllm", "Interactive requests beside a batch on vLLM", rows, time.perf_counter() - began,
-        About(workload, trial.seed), row_grid(rows),
-        notes=report.warnings({name: (found, {}) for name, found in outcome.records.items()}),
-    )  # fmt: skip
-    deliver(built, as_json=as_json, out=out, pictures=lambda: {"batch": plot(outcome)})
+    notes = report.warnings({name: (found, {}) for name, found in outcome.records.items()})
+    return Result(rows_of(trial, outcome), workload, lambda: {"batch": plot(outcome)}, notes=notes)
 
 
 def plot(outcome: Outcome) -> bytes:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.simulated import beside
 from benchmarks.simulated.beside import ALONE, BESIDE, Figures
 from headway.config import Engine
@@ -23,7 +22,7 @@ from headway.whatif.load import mix, report
 from headway.whatif.load.metrics import attainment, values
 from headway.whatif.load.records import Call, Record, Results
 from headway.whatif.measured import compare
-from headway.whatif.output.results import About, Report, deliver, row_grid
+from headway.whatif.output.results import Ask
 
 _INTERACTIVE = mix.Tier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _PHASES = 6  # three bursts, each followed by idle time
@@ -123,25 +122,21 @@ def _p99(records: Sequence[Record]) -> float:
         return float(np.quantile([record.ttft for record in records], 0.99)) if records else math.nan
 
 
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run and print; `quick`: some seconds of short answers, with a capacity that is given."""
-    if quick:
+@experiment("beside", "vllm", "Interactive bursts beside a batch with a deadline on vLLM")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Run; `quick`: some seconds of short answers, with a capacity that is given."""
+    if ask.quick:
         trial = replace(
             trial, seconds=min(trial.seconds, _QUICK_SECONDS), rounds=1,
             capacity=trial.capacity or _QUICK_CAPACITY,
             interactive=replace(trial.interactive, max_tokens=_QUICK_TOKENS),
         )  # fmt: skip
-    began = time.perf_counter()
     outcome = asyncio.run(run(trial))
     plain = beside.rows_of({key: figures(records) for key, records in outcome.found.items()})
     rows = [replace(row, setting=f"{row.setting}, {trial.seconds:g} s") for row in plain]
     runs: Results = {f"{name}, {kind}": (records, {}) for (name, kind), records in outcome.found.items()}
-    built = Report(
-        "beside", "vllm", "Interactive bursts beside a batch with a deadline on vLLM", rows,
-        time.perf_counter() - began, About(_describe(trial, outcome), trial.seed), row_grid(rows),
-        notes=report.warnings(runs),
-    )  # fmt: skip
-    deliver(built, as_json=as_json, out=out, pictures=lambda: {"beside": beside.plot(plain)})
+    notes, told = report.warnings(runs), _describe(trial, outcome)
+    return Result(rows, told, lambda: {"beside": beside.plot(plain)}, notes=notes)
 
 
 def _describe(trial: Trial, outcome: Outcome) -> str:

@@ -79,8 +79,7 @@ class Trial:
     @property
     def shares(self) -> list[float]:
         """The share of the requests that asks for each model."""
-        frequent = len(self.models) - 1
-        return [(1 - self.tail) / frequent] * frequent + [self.tail]
+        return shares_of(len(self.models), self.tail)
 
     @property
     def variant(self) -> str:
@@ -151,13 +150,24 @@ def check(trial: Trial) -> None:
 
     if not trial.systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(swapping())}.")
+    check_swaps(trial.systems)
     for name in trial.systems:
+        preflight(Config(recipe=name, engines=trial.engines()))
+
+
+def check_swaps(systems: Sequence[str]) -> None:
+    """Raise ConfigError unless every system swaps models."""
+    for name in systems:
         if not find(name).planner().swaps:
             raise ConfigError(
-                f"The recipe {name} never swaps models, so it cannot serve {len(trial.models)} models on "
+                f"The recipe {name} never swaps models, so it cannot serve more models than "
                 f"{len(INSTANCES)} instances.", f"Use {', '.join(swapping())}.",
             )  # fmt: skip
-        preflight(Config(recipe=name, engines=trial.engines()))
+
+
+def shares_of(models: int, tail: float) -> list[float]:
+    """Return the share of the requests that asks for each model."""
+    return [(1 - tail) / (models - 1)] * (models - 1) + [tail]
 
 
 @asynccontextmanager

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real import fleet
 from benchmarks.real.fleet import FINISHED, Run, Trial
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Results
 from headway.whatif.measured.systems import Counts, total
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Row, system_grid
 
 _QUICK_SECONDS, _QUICK_TAIL = 10.0, 0.3
 _SWAPS, _LOADS = "headway_model_swaps_total", "headway_model_swap_seconds"
@@ -24,35 +23,19 @@ _DOWN, _LOADING = "#222222", "#dddddd"
 Figure = tuple[str, str, float | None, str]
 
 
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run and print; `quick`: one system, no model of another shape, some seconds of arrivals."""
-    if quick:
+@experiment("fleet", "vllm", "Several models on two vLLM instances")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Run; `quick`: one system, no model of another shape, some seconds of arrivals."""
+    if ask.quick:
         models, seconds = trial.models[:-1], min(trial.duration, _QUICK_SECONDS)
         names = tuple(name for name in trial.systems if name == "qlm") or trial.systems[:1]
         trial = replace(trial, models=models, systems=names, tail=_QUICK_TAIL, duration=seconds)
-    began = time.perf_counter()
     runs = asyncio.run(fleet.run(trial))
-    built = build(trial, runs, time.perf_counter() - began)
-    deliver(built, as_json=as_json, out=out, pictures=lambda: draw(runs))
-
-
-def build(trial: Trial, runs: Mapping[str, Run], seconds: float) -> Report:
-    """Return the report: a line per figure, a column per system."""
     rows = [row for name, run in runs.items() for row in rows_of(name, run)]
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row.id, row.setting), {})[row.system] = row
-    lines = [
-        [f"{id} {next(iter(line.values())).unit}", setting]
-        + [show(line[name].ours) if name in line else "-" for name in runs]
-        for (id, setting), line in found.items()
-    ]
     variant = f", {trial.variant}" if trial.variant else ""
-    rows = [replace(row, setting=row.setting + variant) for row in rows]
-    return Report(
-        "fleet", "vllm", "Several models on two vLLM instances", rows, seconds,
-        About(_describe(trial), trial.seed), Grid(["figure", "setting", *runs], [lines], tuple(runs)),
-        notes=report.warnings({name: (run.records, {}) for name, run in runs.items()}),
+    return Result(
+        [replace(row, setting=row.setting + variant) for row in rows], _describe(trial), lambda: draw(runs),
+        system_grid(rows), report.warnings({name: (run.records, {}) for name, run in runs.items()}),
     )  # fmt: skip
 
 

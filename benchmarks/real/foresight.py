@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from benchmarks.experiment import Result, experiment
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
 from headway.policy.recipes.registry import find
@@ -31,7 +32,7 @@ from headway.whatif.load import generator, metrics, mix
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.compare import BURST, steady
 from headway.whatif.measured.systems import answering, gateway
-from headway.whatif.output.results import About, Report, Row, deliver, row_grid
+from headway.whatif.output.results import Ask, Row
 from headway.whatif.scenario import faster
 
 _SETTLE_S = 4.0  # until the journal has the last rows
@@ -142,14 +143,14 @@ def _compared(system: str, setting: str, real: Sequence[Record], guess: Sequence
     return rows
 
 
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run, predict and print."""
-    if quick:
+@experiment("advise", "vllm", "What was predicted from a journal, and what vLLM did")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Run and predict."""
+    if ask.quick:
         trial = replace(
             trial, duration=min(trial.duration, _QUICK_SECONDS), loads=trial.loads[:2],
             capacity=trial.capacity or _QUICK_CAPACITY,
         )  # fmt: skip
-    began = time.perf_counter()
     outcome = asyncio.run(run(trial))
     rows, known = rows_of(trial, outcome)
     one = next(iter(known.values()))
@@ -159,8 +160,4 @@ def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
         f"Predicted from the journal of the first load: {one.iterations} iterations, fitted within "
         f"{one.error:.1%} of their time."
     )
-    report = Report(
-        "advise", "vllm", "What was predicted from a journal, and what vLLM did", rows,
-        time.perf_counter() - began, About(about, trial.seed), row_grid(rows),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out)
+    return Result(rows, about)

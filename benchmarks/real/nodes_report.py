@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real import nodes
 from benchmarks.real.fleet import Trial, check, make_models
 from benchmarks.real.nodes import BACKGROUND, KILLS, Seen
 from headway.whatif.load import metrics, mix
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Row
 
 _QUICK = ("controller", "engine")
 _NOTES = (
@@ -22,19 +20,14 @@ _NOTES = (
 )
 
 
-def main(
-    recipe: str, rate: float, duration: float, *, quick: bool, as_json: bool, seed: int, out: Path | None
-) -> None:
-    """Serve a load on two Ray nodes while parts are killed; print the result, write page and plot."""
+@experiment("nodes", "vllm", "Two Ray nodes, and a kill of each part")
+def main(ask: Ask, recipe: str, rate: float, duration: float) -> Result:
+    """Serve a load on two Ray nodes while parts are killed."""
     nodes.check_ray()
-    began, kills = time.perf_counter(), _QUICK if quick else KILLS
-    trial = Trial(
-        make_models("smollm2"), (recipe,), rate=rate, duration=15.0 if quick else duration, seed=seed
-    )
+    duration = 15.0 if ask.quick else duration
+    trial = Trial(make_models("smollm2"), (recipe,), rate=rate, duration=duration, seed=ask.seed)
     check(trial)
-    seen = nodes.run(trial, kills)
-    report = build(trial, seen, time.perf_counter() - began)
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"nodes": plot(seen)})
+    return result(trial, nodes.run(trial, _QUICK if ask.quick else KILLS))
 
 
 def rows(system: str, seen: Seen) -> list[Row]:
@@ -54,10 +47,8 @@ def rows(system: str, seen: Seen) -> list[Row]:
     ]
 
 
-def build(trial: Trial, seen: Seen, seconds: float) -> Report:
-    """Return the report."""
-    made = rows(trial.systems[0], seen)
-    lines = [[row.setting, row.id, show(row.ours), row.unit] for row in made]
+def result(trial: Trial, seen: Seen) -> Result:
+    """Return the findings."""
     killed = ", ".join(f"{what} after {at:.0f} s" for at, what in seen.kills)
     workload = (
         f"{mix.describe(trial.mix)}; not streamed, one of {BACKGROUND} of the class batch in the background; "
@@ -65,10 +56,7 @@ def build(trial: Trial, seen: Seen, seconds: float) -> Report:
         f"at {trial.rate:g} req/s for {trial.duration:g} s; two gateways, two controllers, two agents on two "
         f"Ray nodes, RabbitMQ and PostgreSQL, all on this machine. Killed: {killed}."
     )
-    return Report(
-        "nodes", "vllm", "Two Ray nodes, and a kill of each part", made, seconds, About(workload, trial.seed),
-        Grid(("setting", "figure", "value", "unit"), [lines], ("value",)), notes=_NOTES,
-    )  # fmt: skip
+    return Result(rows(trial.systems[0], seen), workload, lambda: {"nodes": plot(seen)}, notes=_NOTES)
 
 
 def plot(seen: Seen) -> bytes:

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real.dashboard_cost import dashboard_rows
 from benchmarks.real.fake_engine import NAME
-from benchmarks.real.peer_gateways import KNOWN, gateway, ratio_rows
+from benchmarks.real.peer_gateways import KNOWN, chosen, gateway, ratio_rows
 from benchmarks.real.peer_gateways import versions as peer_versions
 from benchmarks.real.peers import DIRECT, Peer, servers, set_answers
 from benchmarks.real.planning_overhead import planning_rows
@@ -33,7 +34,7 @@ from headway.errors import EngineError
 from headway.types import Floats
 from headway.whatif.load import prompts
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, versions
+from headway.whatif.output.results import Ask, Row
 
 _CLIENTS, _STREAMS = 32, 64
 _CHAT = f"chat, 16 tokens at once, idle {NAME}"
@@ -43,10 +44,10 @@ _FAST = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} as fast as it can"
 _PACED = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} at 100 tokens/s each"
 
 
-def main(names: Sequence[str], *, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure, print the result, and write page and plot when a folder is given; names: of the peers."""
-    measured = measure(names, quick, seed)
-    deliver(build(measured, seed), as_json=as_json, out=out, pictures=lambda: {"overhead": plot(measured)})
+@experiment("overhead", "vllm", "Overhead of gateway and scheduler hook")
+def main(ask: Ask, peers: str | None = None) -> Result:
+    """Measure; peers: their names, comma-separated."""
+    return result(measure(chosen(peers), ask.quick, ask.seed))
 
 
 @dataclass(slots=True)
@@ -60,15 +61,13 @@ class Measured:
     rows: list[Row] = field(default_factory=list)
     times: dict[str, dict[str, Floats]] = field(default_factory=dict)
     peers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
     """Start the servers, measure the gateway and the peers, then the hook."""
     from benchmarks.real.hook_overhead import hook_rows  # imports vLLM
 
-    began, made = time.perf_counter(), Measured()
-    rng = np.random.default_rng([seed, 7])
+    made, rng = Measured(), np.random.default_rng([seed, 7])
     if names:
         made.peers = peer_versions(names)
     with (
@@ -81,7 +80,6 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
         made.rows += dashboard_rows(systems[0], systems[1], 1.0 if quick else 15.0, seed)
     made.rows += planning_rows(2.0 if quick else 20.0)
     made.rows += hook_rows(quick, seed)
-    made.seconds = time.perf_counter() - began
     return made
 
 
@@ -243,19 +241,10 @@ DURABLE = (
 )
 
 
-def build(measured: Measured, seed: int) -> Report:
-    """Return the report with a line per figure."""
-    lines = [[row.id, row.system, _show(row.ours), row.unit, row.setting] for row in measured.rows]
-    return Report(
-        "overhead", "vllm", "Overhead of gateway and scheduler hook", measured.rows, measured.seconds,
-        About(WORKLOAD, seed, versions={**versions(), **measured.peers}),
-        Grid(("figure", "system", "value", "unit", "setting"), [lines], ("value",)),
-        notes=[DURABLE] if measured.peers else [],
-    )  # fmt: skip
-
-
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+def result(found: Measured) -> Result:
+    """Return the findings."""
+    notes = [DURABLE] if found.peers else []
+    return Result(found.rows, WORKLOAD, lambda: {"overhead": plot(found)}, notes=notes, versions=found.peers)
 
 
 def plot(measured: Measured) -> bytes:

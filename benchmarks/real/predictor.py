@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real import repeated_answers
 from benchmarks.real.boosted import boosted
 from headway.errors import ConfigError
@@ -44,7 +45,7 @@ from headway.ports import Lengths
 from headway.types import Floats, Request
 from headway.whatif.load.prompts import find
 from headway.whatif.output.plots import colours, legend, png, sheet
-from headway.whatif.output.results import About, Report, Row, deliver, row_grid
+from headway.whatif.output.results import Ask, Row
 
 DATA = ("alpaca", "alpaca_eval", "code_alpaca_2k", "gsm8k_test", "humaneval")
 QUICK = {"alpaca": 500, "alpaca_eval": 120}
@@ -132,29 +133,23 @@ class Constant(TaskLengths):
         """Learn nothing."""
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick` reads part of two data sets. ConfigError without data or encoder."""
-    began = time.perf_counter()
+@experiment("predictor", "sim", "Prediction of output lengths")
+def main(ask: Ask) -> Result:
+    """Measure; `quick` reads part of two data sets. ConfigError without data or encoder."""
     _needs_data()
     one_thread()  # as in service
     embed = _embedder()
-    with Progress(disable=as_json) as bar:
-        sets = [
-            read(name, QUICK[name] if quick else None, embed) for name in bar.track(QUICK if quick else DATA)
-        ]
-        sets.append(together(sets, np.random.default_rng(seed)))
+    with Progress(disable=ask.as_json) as bar:
+        names = bar.track(QUICK if ask.quick else DATA)
+        sets = [read(name, QUICK[name] if ask.quick else None, embed) for name in names]
+        sets.append(together(sets, np.random.default_rng(ask.seed)))
         static = {data.name: trial(data, embed) for data in bar.track(sets)}
         online = {f"{data.name}, online": prequential(data) for data in bar.track(sets)}
     results = {**static, **online, "alpaca (Vicuna-7B)": {"other-answers": repeated()}}
     sizes = ", ".join(f"{data.name} {len(data):,}" for data in sets)
     workload = f"prompts with recorded answers: {sizes}; {TOKENS} tokens; {NOTE}"
-    rows = list(rows_of(results))
-    report = Report(
-        "predictor", "sim", "Prediction of output lengths", rows, time.perf_counter() - began,
-        About(workload, seed), row_grid(rows),
-    )  # fmt: skip
     first = sets[0].name
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"predictor": plot(first, static[first])})
+    return Result(list(rows_of(results)), workload, lambda: {"predictor": plot(first, static[first])})
 
 
 def _needs_data() -> None:

@@ -7,8 +7,7 @@ about an engine: what is measured is what the gateway loses, breaks, and keeps i
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real import soak_calls, soak_kills, soak_requests, soak_streams
 from benchmarks.real.fake_engine import NAME
 from headway.errors import ConfigError
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Grid, Row, show
 
 # Row -> the goal, at most; the other rows have none.
 GOALS = {
@@ -79,18 +79,16 @@ PARTS: dict[str, Part] = {
 }
 
 
-def main(names: tuple[str, ...], *, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure parts (none named: all), print the result, and write page and plot when a folder is given."""
-    for name in names:
+@experiment("soak", "vllm", "The gateway's endurance")
+def main(ask: Ask, only: Sequence[str] = ()) -> Result:
+    """Measure parts, () = all."""
+    for name in only:
         if name not in PARTS:
             raise ConfigError(f"There is no part {name!r}.", f"Use some of {', '.join(PARTS)}.", param="only")
-    began = time.perf_counter()
-    rows = measure(names or tuple(PARTS), QUICK if quick else Sizes(), seed)
-    report = build(rows, time.perf_counter() - began, seed)
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"soak": plot(rows)})
+    return result(measure(only or tuple(PARTS), QUICK if ask.quick else Sizes(), ask.seed))
 
 
-def measure(names: tuple[str, ...], sizes: Sizes, seed: int) -> list[Row]:
+def measure(names: Sequence[str], sizes: Sizes, seed: int) -> list[Row]:
     """Measure the parts, one after the other, each in a folder and with servers of its own."""
     rows = list[Row]()
     with Progress(console=Console(stderr=True)) as progress:
@@ -104,17 +102,15 @@ def measure(names: tuple[str, ...], sizes: Sizes, seed: int) -> list[Row]:
 # ---- the report
 
 
-def build(rows: list[Row], seconds: float, seed: int) -> Report:
-    """Return the report with a line per figure, its goal beside it."""
+def result(rows: list[Row]) -> Result:
+    """Return the findings, a line per figure, its goal beside it."""
     lines = [
         [row.setting, row.id, show(row.ours), show(GOALS[row.id]) if row.id in GOALS else "", row.unit]
         for row in rows
     ]
     header = ("setting", "figure", "value", "goal, at most", "unit")
-    return Report(
-        "soak", "vllm", "The gateway's endurance", rows, seconds, About(WORKLOAD, seed),
-        Grid(header, [lines], ("value", "goal, at most")), notes=_NOTES,
-    )  # fmt: skip
+    grid = Grid(header, [lines], ("value", "goal, at most"))
+    return Result(rows, WORKLOAD, lambda: {"soak": plot(rows)}, grid, _NOTES)
 
 
 def plot(rows: list[Row]) -> bytes:

@@ -7,20 +7,19 @@ grounds, and the row of the rival is its best there, by each measure.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.rivals import fidelity
 from benchmarks.rivals.cells import Cell, Job, run
 from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversations
 from benchmarks.rivals.measures import Figures, mean
 from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, LINE, RIVALS, STOCK, rival_of, settings
 from headway.errors import ConfigError
-from headway.whatif.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import SIMULATED, Ask, Grid, Row, show
 
 _CLOSE = 1.0  # points below the best rival
 _NARROW = 2.0  # points of lead below which a cell is run with three seeds
@@ -36,35 +35,29 @@ _GROUPS = {"rivals' grounds": False, "own grounds": True}
 _OURS = (DEFAULT, LINE, *STOCK)  # what runs beside the rivals
 
 
-def main(
-    *, grounds: Sequence[str] = (), rivals: Sequence[str] = (), quick: bool, as_json: bool, seed: int,
-    out: Path | None,
-) -> None:  # fmt: skip
+@experiment("rivals", "sim", f"The default recipe beside the SLO schedulers of other papers ({SIMULATED})")
+def main(ask: Ask, grounds: Sequence[str] = (), rivals: Sequence[str] = ()) -> Result:
     """Run all cells; `quick`: one load per ground, fewer requests, the strongest rivals. At most a minute.
 
     grounds, rivals: those alone, the rivals by their own settings, without `fidelity.*`; () = all. A rival
         does not run on every ground, and in a quick run only on some.
     """
-    began = time.perf_counter()
     check_names(grounds, rivals)
-    chosen = bool(grounds or rivals)
-    asked = [job for job in jobs(seed, quick=quick) if not chosen or _is_chosen(job, grounds, rivals)]
-    found = run(asked, bar=not as_json)
-    if not quick:
-        found |= run(more_seeds(found, seed), bar=not as_json)
+    chosen, seed = bool(grounds or rivals), ask.seed
+    asked = [job for job in jobs(seed, quick=ask.quick) if not chosen or _is_chosen(job, grounds, rivals)]
+    found = run(asked, bar=not ask.as_json)
+    if not ask.quick:
+        found |= run(more_seeds(found, seed), bar=not ask.as_json)
     rows = rows_of(found, asked)
     if not chosen:
-        rows += fidelity.rows(found, seed, quick=quick)
+        rows += fidelity.rows(found, seed, quick=ask.quick)
     workload = (
         f"{SIMULATED}: {len({row.setting for row in rows if row.system == DEFAULT and 'x' in row.setting})} "
         f"cells; load = arrivals as a multiple of what stock vLLM completes of a burst. Azure's "
         f"conversations: {conversations().about}."
     )
-    title = f"The default recipe beside the SLO schedulers of other papers ({SIMULATED})"
-    seconds, about = time.perf_counter() - began, About(workload, seed)
     notes = [*_notes(rows), *([] if chosen else fidelity.UNREPRODUCED)]
-    report = Report("rivals", "sim", title, rows, seconds, about, _grid(rows), notes=notes)
-    deliver(report, as_json=as_json, out=out)
+    return Result(rows, workload, grid=_grid(rows), notes=notes)
 
 
 # ---- jobs

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Literal
 
 import numpy as np
-from rich.progress import Progress
 
+from benchmarks.experiment import computed
 from benchmarks.rivals.grounds import ARENAS
 from benchmarks.rivals.measures import Figures, figures
 from benchmarks.rivals.systems import LINE, system
@@ -97,15 +94,5 @@ def highest(search: Search) -> float:
 
 def run(jobs: Sequence[Job], *, bar: bool, processes: int | None = None) -> dict[Job, Figures | float]:
     """Compute the jobs on all cores, the searches first, which take longest."""
-    jobs = sorted(dict.fromkeys(jobs), key=lambda job: isinstance(job, Cell))
-    found: dict[Job, Figures | float] = {}
-    with (
-        Progress(disable=not bar) as progress,
-        ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn")) as pool,
-    ):
-        task = progress.add_task("simulating", total=len(jobs))
-        pending = {pool.submit(compute, job): job for job in jobs}
-        for done in as_completed(pending):
-            found[pending[done]] = done.result()
-            progress.advance(task)
-    return {job: found[job] for job in jobs}
+    jobs = sorted(jobs, key=lambda job: isinstance(job, Cell))
+    return computed(jobs, compute, bar=bar, processes=processes)

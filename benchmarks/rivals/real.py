@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real.beside import without_prefixes
 from benchmarks.rivals.systems import DEFAULT
 from headway.simulate.workload.arrivals import poisson
@@ -24,7 +24,7 @@ from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured import compare
 from headway.whatif.measured.systems import standard_engine
-from headway.whatif.output.results import About, Report, Row, deliver, row_grid
+from headway.whatif.output.results import Ask, Row
 
 # Name in the rows -> what is started: a stock policy or a recipe.
 SYSTEMS = {
@@ -148,16 +148,16 @@ def _late(record: Record) -> float:
     return max(0.0, *over, ((record.tpot or 0.0) - slo.tpot) * tokens if slo.tpot else 0.0)
 
 
-def main(*, seconds: float, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Run and print; `quick`: the default and one rival, some seconds of short answers, a given capacity."""
+@experiment("rivals", "vllm", "The default recipe beside the SLO schedulers of other papers on real engines")
+def main(ask: Ask, seconds: float) -> Result:
+    """Run; `quick`: the default and one rival, some seconds of short answers, a given capacity."""
     # Engines of rivals import `benchmarks`, too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
     )
-    chat = replace(_CHAT, max_tokens=_QUICK_TOKENS) if quick else _CHAT
-    seconds = _QUICK_SECONDS if quick else seconds
-    began = time.perf_counter()
-    found, alone, capacity = asyncio.run(run(chat, seconds, seed, quick=quick))
+    chat = replace(_CHAT, max_tokens=_QUICK_TOKENS) if ask.quick else _CHAT
+    seconds = _QUICK_SECONDS if ask.quick else seconds
+    found, alone, capacity = asyncio.run(run(chat, seconds, ask.seed, quick=ask.quick))
     rows = rows_of(found)
     classes = "; ".join(mix.describe(one) for one in grounds(chat, alone, seconds).values())
     about = (
@@ -165,8 +165,4 @@ def main(*, seconds: float, quick: bool, as_json: bool, seed: int, out: Path | N
         f"{LOAD:g} x {capacity:.2f} requests/s for {seconds:g} s on each ground, batch limit 16."
     )
     notes = report.warnings({f"{name}, {ground}": (records, {}) for (name, ground), records in found.items()})
-    built = Report(
-        "rivals", "vllm", "The default recipe beside the SLO schedulers of other papers on real engines",
-        rows, time.perf_counter() - began, About(about, seed), row_grid(rows), notes=notes,
-    )  # fmt: skip
-    deliver(built, as_json=as_json, out=out)
+    return Result(rows, about, notes=notes)

@@ -11,13 +11,12 @@ clients that know of no SLOs.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.simulated.grounds import Ground, capacity
 from headway.policy.recipes.registry import find
 from headway.simulate.outcome import Outcome
@@ -26,7 +25,8 @@ from headway.simulate.workload.arrivals import phases
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat
 from headway.types import Floats, Slo
 from headway.whatif import slo_violations
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 SYSTEMS = ("vllm", "vllm-priority", "slack", "headway")
 ALONE, BESIDE = "interactive alone", "beside the batch"
@@ -145,15 +145,11 @@ def compute(systems: Sequence[str], share: float, seed: int) -> tuple[list[Row],
     return rows_of(found), workload
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Simulate and print; `quick`: a quarter of the batch and of its time."""
-    began = time.perf_counter()
-    rows, workload = compute(SYSTEMS, 0.25 if quick else 1.0, seed)
-    report = Report(
-        "beside", "sim", f"Interactive bursts beside a batch with a deadline ({SIMULATED})", rows,
-        time.perf_counter() - began, About(workload, seed), row_grid(rows),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"beside": plot(rows, SIMULATED)})
+@experiment("beside", "sim", f"Interactive bursts beside a batch with a deadline ({SIMULATED})")
+def main(ask: Ask) -> Result:
+    """Simulate; `quick`: a quarter of the batch and of its time."""
+    rows, workload = compute(SYSTEMS, 0.25 if ask.quick else 1.0, ask.seed)
+    return Result(rows, workload, lambda: {"beside": plot(rows, SIMULATED)})
 
 
 def plot(rows: Sequence[Row], mark: str = "") -> bytes:
@@ -161,8 +157,6 @@ def plot(rows: Sequence[Row], mark: str = "") -> bytes:
 
     mark: text on the picture, such as SIMULATED
     """
-    from headway.whatif.output.plots import png, sheet
-
     at = {(row.id, row.system, row.setting): row.ours or 0.0 for row in rows}
     systems = list(dict.fromkeys(row.system for row in rows))
     figure, (left, right) = sheet(1, 2, 9, 4)

@@ -8,21 +8,16 @@ falls when forecasts of lengths or of latency are wrong.
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
-from benchmarks.simulated import default_rows
+from benchmarks.experiment import Result, computed, experiment
+from benchmarks.simulated import default_plots, default_rows
 from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
@@ -47,7 +42,7 @@ from headway.simulate.bound import bound
 from headway.simulate.forecasts import Noisy
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 
 def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
@@ -91,18 +86,16 @@ _QUICK_OTHERS_HELD = (STOCK, "slack", "edf")  # compiled loops, all of them
 _QUICK_REQUESTS, _QUICK_HELD = 600, 200
 
 
-def main(
-    *, seeds: int = 3, hindsight: int = 0, quick: bool, as_json: bool, seed: int, out: Path | None
-) -> None:
+@experiment("default", "sim", f"The default recipe beside all others ({SIMULATED})")
+def main(ask: Ask, seeds: int = 3, hindsight: int = 0) -> Result:
     """Run all cells with that many seeds; `quick`: 1.3x only, one seed, four recipes, fewer requests.
 
     hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none.
     """
-    began = time.perf_counter()
-    cells = quick_cells(seed) if quick else all_cells(range(seed, seed + seeds))
-    found = run(cells, bar=not as_json)
+    cells = quick_cells(ask.seed) if ask.quick else all_cells(range(ask.seed, ask.seed + seeds))
+    found = computed(cells, compute, bar=not ask.as_json)
     if hindsight:
-        found |= run(hindsight_cells(found, hindsight), bar=not as_json)
+        found |= computed(hindsight_cells(found, hindsight), compute, bar=not ask.as_json)
     rows = rows_of(found)
     count, grounds = len({cell.seed for cell in cells}), len({cell.ground.name for cell in cells})
     workload = (
@@ -110,12 +103,9 @@ def main(
         "arrivals as a multiple of what stock vLLM completes of a burst; attainment = promised requests with "
         "every target met; share = of the bound that no schedule can pass."
     )
-    report = Report(
-        "default", "sim", f"The default recipe beside all others ({SIMULATED})", rows,
-        time.perf_counter() - began, About(workload, seed), grid(rows, ABLATIONS),
-        notes=notes(rows, places_of(found)),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(rows))
+    return Result(
+        rows, workload, lambda: _pictures(rows), grid(rows, ABLATIONS), notes(rows, places_of(found))
+    )
 
 
 def all_cells(seeds: Sequence[int]) -> list[Cell]:
@@ -157,25 +147,6 @@ def hindsight_cells(found: dict[Cell, Figures], trials: int) -> list[Cell]:
         and rows.get(("share_of_bound", DEFAULT, cell.setting), 100.0) < _LOW
         and rows["attainment.promised", BOUND, cell.setting] > HIGH
     ]
-
-
-def run(cells: Sequence[Cell], *, bar: bool) -> dict[Cell, Figures]:
-    """Compute the cells on all cores."""
-    with (
-        Progress(disable=not bar) as progress,
-        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
-    ):
-        task = progress.add_task("simulating", total=len(cells))
-        found = {}
-        for cell, seen in zip(cells, pool.map(compute, cells, chunksize=_chunk(cells)), strict=True):
-            found[cell] = seen
-            progress.advance(task)
-    return found
-
-
-def _chunk(cells: Sequence[Cell]) -> int:
-    """Return how many cells a process takes at once: a search takes minutes, so it is one."""
-    return 1 if any(cell.trials for cell in cells) else 4
 
 
 def compute(cell: Cell) -> Figures:
@@ -223,8 +194,6 @@ def rows_of(found: Mapping[Cell, Figures]) -> list[Row]:
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
-    from benchmarks.simulated import default_plots
-
     made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
         "matrix": default_plots.matrix, "measures": default_plots.measures, "spread": default_plots.spread,
         "errors": default_plots.errors,

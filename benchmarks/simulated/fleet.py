@@ -8,18 +8,15 @@ measured.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
-from benchmarks.real.fleet import DURATION, INSTANCES, MIX, RATE, TAIL
-from headway.errors import ConfigError
+from benchmarks.experiment import Result, experiment
+from benchmarks.real.fleet import DURATION, INSTANCES, MIX, RATE, TAIL, check_swaps, shares_of
 from headway.policy.forecast.latency import profiles
 from headway.policy.forecast.latency.laws import Additive
 from headway.policy.forecast.latency.profiles import FixedLatency
@@ -30,7 +27,8 @@ from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload, concat, gamma, single
 from headway.types import Instance
 from headway.whatif.load.mix import Mix, format_slo
-from headway.whatif.output.results import SIMULATED, About, Grid, Report, Row, deliver, show
+from headway.whatif.output.plots import colours, png, sheet
+from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 MODELS = ("smollm2", "smollm2-near", "smollm2-short")
 _PROFILE = "smollm2-135m-cpu2"
@@ -57,22 +55,15 @@ class Trial:
     burstiness: float = 1.0
     duration: float = DURATION
     max_running: int = 8
-    seed: int = 0
     seeds: int = 5
     slow: float = _SLOW
-
-    @property
-    def shares(self) -> list[float]:
-        """The share of the requests that asks for each model."""
-        frequent = len(MODELS) - 1
-        return [(1 - self.tail) / frequent] * frequent + [self.tail]
 
     def workload(self, seed: int) -> Workload:
         """Return the requests of a seed; prompts are equally likely of any length between their limits."""
         rng, parts = np.random.default_rng(seed), list[Workload]()
         at = gamma(self.rate, self.burstiness, self.duration, rng)
         tiers = rng.choice(len(self.mix.tiers), at.size, p=self.mix.shares)
-        models = rng.choice(len(MODELS), at.size, p=self.shares)
+        models = rng.choice(len(MODELS), at.size, p=shares_of(len(MODELS), self.tail))
         for (t, tier), (m, model) in itertools.product(enumerate(self.mix.tiers), enumerate(MODELS)):
             assert tier.prompt_tokens is not None, "the fleet's classes have prompts within limits"
             mine = at[(tiers == t) & (models == m)]
@@ -108,30 +99,29 @@ class Trial:
         )  # fmt: skip
 
 
-def check(systems: Sequence[str]) -> None:
-    """Raise ConfigError unless every system swaps models."""
-    for name in systems:
-        if not find(name).planner().swaps:
-            raise ConfigError(
-                f"The recipe {name} never swaps models, so it cannot serve {len(MODELS)} models on "
-                f"{len(INSTANCES)} instances.", "Use a recipe that swaps models, such as qlm.",
-            )  # fmt: skip
-
-
-def main(trial: Trial, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Simulate and print; `quick`: two minutes of arrivals, two seeds."""
-    check(trial.systems)
-    if quick:
+@experiment("fleet", "sim", f"Several models on two instances ({SIMULATED})")
+def main(ask: Ask, trial: Trial) -> Result:
+    """Simulate; `quick`: two minutes of arrivals, two seeds. The figures are means over the seeds."""
+    check_swaps(trial.systems)
+    if ask.quick:
         trial = replace(trial, duration=min(trial.duration, 120.0), seeds=min(trial.seeds, 2))
-    began, found = time.perf_counter(), dict[str, list[Mapping[tuple[str, str], float]]]()
-    with Progress(disable=as_json) as progress:
-        task = progress.add_task("simulating", total=len(trial.systems) * trial.seeds)
-        for name in trial.systems:
-            for seed in range(trial.seed, trial.seed + trial.seeds):
-                found.setdefault(name, []).append(run(name, trial, seed))
-                progress.advance(task)
-    report = build(trial, found, time.perf_counter() - began)
-    deliver(report, as_json=as_json, out=out, pictures=partial(_pictures, report.rows))
+    values: dict[tuple[str, str], dict[str, list[float]]] = {}
+    seeds = range(ask.seed, ask.seed + trial.seeds)
+    for name, seed in track([*itertools.product(trial.systems, seeds)], "simulating", disable=ask.as_json):
+        for key, value in run(name, trial, seed).items():
+            values.setdefault(key, {}).setdefault(name, []).append(value)
+    rows = [
+        Row(id, name, setting, float(np.mean(some)), _UNITS[id])
+        for (id, setting), systems in values.items()
+        for name, some in systems.items()
+    ]
+    workload = (
+        f"{SIMULATED}: {_classes(trial.mix)}; {trial.rate:g} req/s for {trial.duration:g} s, burstiness "
+        f"{trial.burstiness:g}, {trial.tail:.0%} of them for {MODELS[-1]}; "
+        f"two engines, {trial.slow:g} times as slow as {_PROFILE}, batch limit {trial.max_running}; loads "
+        f"take {_IN_PLACE:g} s in place, {_RESTART:g} s otherwise; means over {trial.seeds} seeds."
+    )
+    return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
 
 
 def run(system: str, trial: Trial, seed: int) -> dict[tuple[str, str], float]:
@@ -156,31 +146,6 @@ def _figures(work: Workload, outcome: Outcome) -> Iterator[tuple[tuple[str, str]
     yield ("swaps", "restart"), float(outcome.restarts)
 
 
-def build(
-    trial: Trial, found: Mapping[str, Sequence[Mapping[tuple[str, str], float]]], seconds: float
-) -> Report:
-    """Return the report: means over the seeds, a line per figure, a column per system."""
-    keys = dict.fromkeys(key for runs in found.values() for one in runs for key in one)
-    rows, lines = list[Row](), list[list[str]]()
-    for id, setting in keys:
-        line = [f"{id} {_UNITS[id]}", setting]
-        for name, runs in found.items():
-            values = [one[id, setting] for one in runs if (id, setting) in one]
-            mean = float(np.mean(values)) if values else None
-            rows.append(Row(id, name, setting, mean, _UNITS[id]))
-            line.append(show(mean))
-        lines.append(line)
-    title = f"Several models on two instances ({SIMULATED})"
-    workload = (
-        f"{SIMULATED}: {_classes(trial.mix)}; {trial.rate:g} req/s for {trial.duration:g} s, burstiness "
-        f"{trial.burstiness:g}, {trial.tail:.0%} of them for {MODELS[-1]}; "
-        f"two engines, {trial.slow:g} times as slow as {_PROFILE}, batch limit {trial.max_running}; loads "
-        f"take {_IN_PLACE:g} s in place, {_RESTART:g} s otherwise; means over {trial.seeds} seeds."
-    )
-    grid = Grid(["figure", "setting", *found], [lines], tuple(found))
-    return Report("fleet", "sim", title, rows, seconds, About(workload, trial.seed), grid)
-
-
 def _classes(mix: Mix) -> str:
     """Return shares, prompts, answers and SLOs of the classes."""
     return ", ".join(
@@ -192,8 +157,6 @@ def _classes(mix: Mix) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
-    from headway.whatif.output.plots import colours, png, sheet
-
     figure, grid = sheet(1, 1, 7.2, 3.4)
     axes, systems = grid[0], list(dict.fromkeys(row.system for row in rows))
     settings = list(dict.fromkeys(row.setting for row in rows if row.id == "attainment"))

@@ -11,11 +11,13 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
 from headway.events import Arrived, Event, Finished, InstanceUp
 from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.task import TaskLengths
@@ -23,7 +25,8 @@ from headway.policy.recipes.default import DEFAULT
 from headway.policy.recipes.registry import find
 from headway.ports import Planner
 from headway.types import Command, Floats, Instance, Plan, Request, Send, Slo
-from headway.whatif.output.results import About, Report, Row, deliver, row_grid
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import Ask, Row
 
 QUEUED = (1_000, 100_000, 1_000_000)
 FLEETS = (8, 64)
@@ -154,33 +157,21 @@ def rows_of(point: Point) -> list[Row]:
     return [Row(id, point.planner, point.setting, ours, unit) for id, ours, unit in figures]
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick` stops at 100,000 queued requests and 8 instances."""
-    began = time.perf_counter()
-    queued, fleets = (QUEUED[:2], FLEETS[:1]) if quick else (QUEUED, FLEETS)
-    events = _EVENTS // 4 if quick else _EVENTS
-    points: list[Point] = []
-    with Progress(disable=as_json) as progress:
-        task = progress.add_task("planning", total=len(queued) * len(fleets) * len(DEFAULT))
-        for size in queued:
-            for instances in fleets:
-                for name in DEFAULT:
-                    first = size == _MEMORY_FROM and not any(point.bytes_each for point in points)
-                    points.append(measure(name, size, instances, events, seed, memory=first))
-                    progress.advance(task)
+@experiment("planner", "sim", "Cost of an event in the planner")
+def main(ask: Ask) -> Result:
+    """Measure; `quick` stops at 100,000 queued requests and 8 instances."""
+    queued, fleets = (QUEUED[:2], FLEETS[:1]) if ask.quick else (QUEUED, FLEETS)
+    events, points = _EVENTS // 4 if ask.quick else _EVENTS, list[Point]()
+    for size, instances, name in track([*product(queued, fleets, DEFAULT)], "planning", disable=ask.as_json):
+        first = size == _MEMORY_FROM and not any(point.bytes_each for point in points)
+        points.append(measure(name, size, instances, events, ask.seed, memory=first))
     rows = [row for point in points for row in rows_of(point)]
     workload = f"{events} arrivals and {events} ends, alternating; instances are full ({_RUNNING} running)."
-    report = Report(
-        "planner", "sim", "Cost of an event in the planner", rows, time.perf_counter() - began,
-        About(workload, seed), row_grid(rows),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"planner": plot(points)})
+    return Result(rows, workload, lambda: {"planner": plot(points)})
 
 
 def plot(points: Sequence[Point]) -> bytes:
     """Return a PNG: microseconds per event against queued requests, one line per planner and fleet."""
-    from headway.whatif.output.plots import png, sheet
-
     figure, (axes,) = sheet(1, 1, 7, 4)
     for name in dict.fromkeys(point.planner for point in points):
         for style, instances in zip(("-", "--"), FLEETS, strict=True):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
+from benchmarks.experiment import Result, experiment
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory.budget import KvBudget
 from headway.policy.recipes.registry import find
@@ -22,7 +23,8 @@ from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
 from headway.whatif.experiment import Fleet
-from headway.whatif.output.results import SIMULATED, About, Report, Row, deliver, row_grid
+from headway.whatif.output.plots import png, sheet
+from headway.whatif.output.results import SIMULATED, Ask, Row
 
 PROFILE = "opt-13b-a100"
 RECIPES = ("vllm", "priority", "edf", "slack", "headway")
@@ -49,37 +51,28 @@ class Point:
     traced: float
 
 
-def main(*, quick: bool, as_json: bool, seed: int, out: Path | None) -> None:
-    """Measure and print; `quick` simulates 10 minutes instead of an hour, at the highest rate only."""
-    began = time.perf_counter()
-    duration, rates = (600.0, RATES[-1:]) if quick else (3600.0, RATES)
-    points = simulate(rates, duration, seed, bar=not as_json)
-    ratios = decisions(200 if quick else 1000, seed)
+@experiment("speed", "sim", f"Speed of the simulator ({SIMULATED})")
+def main(ask: Ask) -> Result:
+    """Measure; `quick` simulates 10 minutes instead of an hour, at the highest rate only."""
+    duration, rates = (600.0, RATES[-1:]) if ask.quick else (3600.0, RATES)
+    points = simulate(rates, duration, ask.seed, bar=not ask.as_json)
+    ratios = decisions(200 if ask.quick else 1000, ask.seed)
     workload = (
         f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of "
         f"arrivals; x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} "
         f"running, {WAITING} waiting."
     )
     rows = [*(row for point in points for row in rows_of(point)), *ratios]
-    report = Report(
-        "speed", "sim", f"Speed of the simulator ({SIMULATED})", rows, time.perf_counter() - began,
-        About(workload, seed), row_grid(rows),
-    )  # fmt: skip
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"speed": plot(points)})
+    return Result(rows, workload, lambda: {"speed": plot(points)})
 
 
 def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[Point]:
     """Run every recipe at every rate, after one short run that compiles."""
-    fleet, points = Fleet(PROFILE), []
+    fleet = Fleet(PROFILE)
     for recipe in RECIPES:
         _point(recipe, fleet, 1.0, 60.0, seed)
-    with Progress(disable=not bar) as progress:
-        task = progress.add_task("simulating", total=len(rates) * len(RECIPES))
-        for rate in rates:
-            for recipe in RECIPES:
-                points.append(_point(recipe, fleet, rate, duration, seed))
-                progress.advance(task)
-    return points
+    jobs = track([*product(rates, RECIPES)], "simulating", disable=not bar)
+    return [_point(recipe, fleet, rate, duration, seed) for rate, recipe in jobs]
 
 
 def rows_of(point: Point) -> list[Row]:
@@ -161,8 +154,6 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
 
 def plot(points: Sequence[Point]) -> bytes:
     """Return a PNG of the speed against the rate."""
-    from headway.whatif.output.plots import png, sheet
-
     figure, (axes,) = sheet(1, 1, 7, 3.6)
     for recipe in RECIPES:
         mine = [point for point in points if point.recipe == recipe]

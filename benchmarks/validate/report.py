@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from benchmarks.experiment import Result
 from benchmarks.validate import conformance
 from benchmarks.validate.conformance import Tally
 from benchmarks.validate.replay import Run
@@ -21,7 +22,7 @@ from benchmarks.validate.twin import Pair
 from headway.whatif.load import metrics
 from headway.whatif.load.records import Record
 from headway.whatif.output.plots import colour, line_legend, png, sheet
-from headway.whatif.output.results import SIMULATED, About, Grid, Pictures, Report, Row
+from headway.whatif.output.results import SIMULATED, Grid, Pictures, Row
 
 GOALS = {"below": 5.0, "above": 10.0}  # error in percent
 _METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
@@ -156,12 +157,10 @@ def _overheads(run: Run) -> list[Row]:
 # ---- the report
 
 
-def build(found: Findings, seconds: float, about: About) -> Report:
-    """Return the report: real, simulated and error side by side, then the conformance."""
-    return Report(
-        "truth", "vllm", f"Real vLLM against the simulator ({SIMULATED})", found.rows(), seconds, about,
-        Grid(_HEADER, list(_groups(found)), ("real", "simulated", "error")), notes=found.notes(),
-    )  # fmt: skip
+def result(found: Findings, workload: str) -> Result:
+    """Return the findings: real, simulated and error side by side, then the conformance."""
+    grid = Grid(_HEADER, list(_groups(found)), ("real", "simulated", "error"))
+    return Result(found.rows(), workload, lambda: pictures(found), grid, found.notes())
 
 
 def _groups(found: Findings) -> Iterator[list[list[str]]]:
@@ -193,6 +192,7 @@ def _show(value: float | None) -> str:
 
 def save_profiles(found: Findings, folder: Path) -> list[Path]:
     """Write the latency profile of each run as pace-SYSTEM.json; return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"pace-{_file_name(run.system)}.json" for run in found.runs]
     for run, file in zip(found.runs, files, strict=True):
         run.profile.save(file)

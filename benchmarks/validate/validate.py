@@ -8,34 +8,31 @@ before, between and after the replays, so that the remaining error is what the s
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.validate import report
 from benchmarks.validate.replay import Results, Setup, run
 from benchmarks.validate.twin import pair
 from headway.errors import ConfigError
 from headway.whatif.load import mix
-from headway.whatif.output.results import About, deliver
+from headway.whatif.output.results import SIMULATED, Ask
 
 _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"below": 3.0, "above": 9.0}, 4.0, 48
 
 
-def main(setup: Setup, *, quick: bool, as_json: bool, out: Path | None) -> None:
-    """Run everything, print the result, and write page, plots and latency profiles when a folder is given."""
-    setup = shortened(setup) if quick else setup
-    began = time.perf_counter()
+@experiment("truth", "vllm", f"Real vLLM against the simulator ({SIMULATED})")
+def main(ask: Ask, setup: Setup) -> Result:
+    """Run everything; latency profiles are written when a folder is given."""
+    setup = shortened(setup) if ask.quick else setup
     results = asyncio.run(run(setup))
     pairs = [pair(replay, one, setup) for one in results.runs for replay in one.replays]
     findings = report.Findings(pairs, results.runs, results.conformance)
-    about = About(describe(setup, results), setup.seed)
-    built = report.build(findings, time.perf_counter() - began, about)
-    deliver(built, as_json=as_json, out=out, pictures=lambda: report.pictures(findings))
-    if out is not None:
-        report.save_profiles(findings, out)
+    if ask.out is not None:
+        report.save_profiles(findings, ask.out)
+    return report.result(findings, describe(setup, results))
 
 
 def fixed(text: str | None) -> dict[str, float] | None:

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, Shape, calls_of, scaled, shares
 from benchmarks.real.apps import Outcome, Ran, Served, Trial, completion_times
-from benchmarks.real.apps_report import build, main, reductions
+from benchmarks.real.apps_report import main, reductions, result
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
 from headway.gateway.control.graph_files import GraphFiles
@@ -31,6 +31,7 @@ from headway.whatif.load import mix
 from headway.whatif.load.records import Record
 from headway.whatif.measured import systems
 from headway.whatif.measured.systems import standard_engine
+from headway.whatif.output.results import Ask
 from tests.bench.fake import fake, serving
 from tests.gateway import gateway as in_process
 
@@ -112,7 +113,7 @@ def test_figures() -> None:
     }  # fmt: skip
     hermes = Served([ran("CC", 2.0), ran("CC", 4.0), ran("CG", 3.0)], [chat(1.0)], counts, refused=1)
     trial = Trial(ENGINE, ("vllm-fcfs", "hermes"), load=1.2)
-    report = build(trial, Outcome({"vllm-fcfs": stock, "hermes": hermes}, 0.5, 0.4), 1.0)
+    report = main.report(result(trial, Outcome({"vllm-fcfs": stock, "hermes": hermes}, 0.5, 0.4)))
     rows = {(row.id, row.system, row.setting): row.ours for row in report.rows}
     assert all(setting.endswith(", 1.2x") for _, _, setting in rows)
     found = {(id, system, setting[: -len(", 1.2x")]): ours for (id, system, setting), ours in rows.items()}
@@ -207,7 +208,7 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
 ) -> None:
     names = ("vllm-fcfs", "parrot", "hermes")
     trial = Trial(ENGINE, names, SMALL, rate=RATE, duration=SECONDS, rounds=2)
-    main(trial, quick=False, as_json=True, out=tmp_path / "out")
+    main(Ask(as_json=True, out=tmp_path / "out"), trial)
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("apps", "vllm")
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
@@ -225,7 +226,7 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
 
 
 def test_a_quick_run_has_two_systems_and_no_capacity(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
-    main(Trial(ENGINE, duration=1.0), quick=True, as_json=True, out=None)
+    main(Ask(True, True), Trial(ENGINE, duration=1.0))
     result = json.loads(capsys.readouterr().out)
     assert {row["system"] for row in result["rows"]} == {"vllm-fcfs", "hermes"}
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.simulated import beside
 from benchmarks.simulated.beside import ALONE, BESIDE, batch, compute, deadline, interactive
+from headway.whatif.output.results import Ask
 
 
 def test_bursts_and_idle_time_alternate() -> None:
@@ -35,7 +36,7 @@ def test_report_and_plot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(beside, "_JOBS", 2)
-    beside.main(quick=True, as_json=True, seed=0, out=tmp_path)
+    beside.main(Ask(True, True, out=tmp_path))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "sim")
     assert {row["id"] for row in printed["rows"]} == {

@@ -25,6 +25,7 @@ from benchmarks.simulated.held_grounds import HELD
 from headway.policy.recipes.baselines import BASELINES
 from headway.policy.recipes.registry import RECIPES
 from headway.types import Batch
+from headway.whatif.output.results import Ask
 
 SMALL = replace(next(ground for ground in GROUNDS if ground.name == "tiny-kv"), requests=60)
 
@@ -192,7 +193,7 @@ def test_report_and_plots(
     few += [replace(cell, length_error=f) for cell in few[1:3] for f in (1.0, 2.0)]
     few += [replace(cell, latency_error=0.8) for cell in few[1:3]]
     monkeypatch.setattr(default, "quick_cells", lambda seed: few)
-    default.main(quick=True, as_json=True, seed=0, out=tmp_path)
+    default.main(Ask(True, True, out=tmp_path))
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("default", "sim")
     settings = {row["setting"] for row in result["rows"] if row["id"] == "attainment.promised"}

@@ -14,6 +14,7 @@ from benchmarks.papers.ecoserve_setup import DATA, bound, options_of, tables, wo
 from benchmarks.papers.ecoserve_tables import Case
 from benchmarks.papers.parts import Experiment
 from benchmarks.papers.trial import trial
+from headway.whatif.output.results import Ask
 
 MEASURED = {
     "jct.mean", "jct.p99", "normalized_latency", "tbt.mean", "ssr", "throughput.req_per_s",
@@ -31,7 +32,7 @@ TINY = Plan(
         Experiment("copies", (Case(copies=5.0),), ("vllm-v0-swap",)),
     ),
     {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)}, 0.05, 1, 2,
-    frozenset({"sweeps"}),
+    False,
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
     monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
     monkeypatch.setattr(ecoserve_tables, "LIMIT", 0.05)  # exceeded within these few seconds
-    ecoserve.main(quick=True, as_json=True, seed=1, out=tmp_path)
+    ecoserve.main(Ask(True, True, 1, tmp_path))
     for name in ("report.json", "report.html", "rates.png", "sweeps.png"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "SIMULATED" in (tmp_path / "report.html").read_text()
@@ -93,7 +94,7 @@ def test_parts_are_run_alone(
 ) -> None:
     monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
     monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
-    ecoserve.main(quick=True, as_json=True, seed=1, out=tmp_path, only=("copies",))
+    ecoserve.main(Ask(True, True, 1, tmp_path), ("copies",))
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["setting"].rpartition(", ")[2] for row in rows if row["id"] == "jct.mean"} == {"copies x5"}
     assert not any(row["id"].startswith("sweet_spot") for row in rows)

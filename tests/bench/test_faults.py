@@ -45,7 +45,7 @@ def test_nothing_is_lost_or_answered_twice(outcome: Outcome) -> None:
 
 
 def test_it_is_written_with_each_fault(outcome: Outcome, journal: io.StringIO, tmp_path: Path) -> None:
-    save(main.build(outcome, 1.0, 1), tmp_path, {"faults": main.plot(outcome)})
+    save(main.main.report(main.result(outcome)), tmp_path, {"faults": main.plot(outcome)})
     found = {
         (row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]
     }

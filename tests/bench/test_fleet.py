@@ -24,6 +24,7 @@ from headway.simulate.instance import SimulatedInstance
 from headway.types import Slo
 from headway.whatif.load import mix
 from headway.whatif.measured.systems import total
+from headway.whatif.output.results import Ask
 from tests.gateway.gateway import serving
 from tests.gateway.swapping import make_model, use_fake_engines
 
@@ -75,7 +76,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], fl
 def test_every_system_gets_the_same_calls_for_all_models(
     trial: Trial, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    main(trial, quick=False, as_json=True, out=tmp_path / "out")
+    main(Ask(as_json=True, out=tmp_path / "out"), trial)
     rows = printed(capsys)
     end = f", {trial.variant}"
     assert end == ", 20 req/s, 20% tail, 1 s"
@@ -93,7 +94,7 @@ def test_every_system_gets_the_same_calls_for_all_models(
 
 
 def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    main(replace(trial, systems=("qlm",), kill=True), quick=False, as_json=True, out=None)
+    main(Ask(as_json=True), replace(trial, systems=("qlm",), kill=True))
     rows = {id: ours for (id, _, setting), ours in printed(capsys).items() if setting.startswith("all")}
     assert set(rows) == FIGURES | KILLED
     assert rows["lost"] == rows["answered_twice"] == 0
@@ -101,7 +102,7 @@ def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.C
 
 
 def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    main(replace(trial, systems=("edf-model-swap", "qlm")), quick=True, as_json=True, out=None)
+    main(Ask(True, True), replace(trial, systems=("edf-model-swap", "qlm")))
     rows = printed(capsys)
     assert {system for _, system, _ in rows} == {"qlm"}
     assert {setting.partition(",")[0] for _, _, setting in rows} == {
@@ -147,7 +148,7 @@ def test_a_simulated_fleet_has_the_same_classes_and_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trial = virtual.Trial(("edf-model-swap", "qlm"), duration=60.0, tail=0.3, seeds=3)
-    virtual.main(trial, quick=True, as_json=True, out=tmp_path)
+    virtual.main(Ask(True, True, out=tmp_path), trial)
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("fleet", "sim")
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}

@@ -20,6 +20,7 @@ from headway.whatif.load import mix
 from headway.whatif.load.records import Record
 from headway.whatif.measured import compare, systems
 from headway.whatif.measured.systems import standard_engine
+from headway.whatif.output.results import Ask
 from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)
@@ -128,7 +129,7 @@ def test_figures_of_a_real_run() -> None:
 
 
 def test_both_runs_of_both_systems(seen: Seen, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    beside.main(trial(), quick=True, as_json=True, out=tmp_path)
+    beside.main(Ask(True, True, out=tmp_path), trial())
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "vllm")
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in printed["rows"]}

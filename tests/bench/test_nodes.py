@@ -59,7 +59,11 @@ def test_what_is_lost_and_what_is_answered_twice() -> None:
 
 def test_it_is_written(tmp_path: Path) -> None:
     seen = nodes.Seen([GOOD], kills=[(5.0, "agent")])
-    save(nodes_report.build(TRIAL, seen, 1.0), tmp_path, {"nodes": nodes_report.plot(seen)})
+    save(
+        nodes_report.main.report(nodes_report.result(TRIAL, seen)),
+        tmp_path,
+        {"nodes": nodes_report.plot(seen)},
+    )
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "nodes"
     assert "agent after 5 s" in (tmp_path / "report.html").read_text()
 

@@ -16,7 +16,7 @@ from benchmarks.papers.bros import judge
 from benchmarks.papers.bros_choices import CHOICES, OURS, TEXT, system
 from benchmarks.papers.bros_claims import Case, Point, claims
 from benchmarks.papers.observers import TokenDeadlines, inside
-from benchmarks.papers.parts import Experiment
+from benchmarks.papers.parts import Experiment, part
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.recipes.registry import find
@@ -199,12 +199,12 @@ def test_only_the_named_parts_are_run(paper: str) -> None:
     module = importlib.import_module(PAPERS[paper].partition(":")[0])
     plan = module.full()
     first = plan.experiments[0].name
-    assert [one.name for one in module.part(plan, [first]).experiments] == [first]
-    assert module.part(plan, ()) == plan
+    assert [one.name for one in part(plan, [first], module._MEASURED).experiments] == [first]
+    assert part(plan, (), module._MEASURED) == plan
     everything = [*(one.name for one in plan.experiments), *module._MEASURED]
-    assert module.part(plan, everything) == plan
+    assert part(plan, everything, module._MEASURED) == plan
     with pytest.raises(ConfigError) as refused:
-        module.part(plan, ["zzz"])
+        part(plan, ["zzz"], module._MEASURED)
     assert first in refused.value.hint
 
 

@@ -16,6 +16,7 @@ from headway.errors import ConfigError
 from headway.gateway.control.lengths.embedding import one_thread
 from headway.policy.forecast.lengths.padding import QUANTILE
 from headway.policy.forecast.lengths.predictor import features
+from headway.whatif.output.results import Ask
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def test_without_lengths_of_other_answers_it_says_what_is_missing(tmp_path: Path
 def test_without_data_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWAY_DATA", raising=False)
     with pytest.raises(ConfigError, match="Set HEADWAY_DATA"):
-        predictor.main(quick=True, as_json=True, seed=0, out=None)
+        predictor.main(Ask(True, True))
 
 
 def test_the_plot_is_a_picture() -> None:

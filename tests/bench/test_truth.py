@@ -26,7 +26,7 @@ from headway.whatif.load.mix import BUILTIN
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.profile import Measured, Target
 from headway.whatif.measured.systems import standard_engine
-from headway.whatif.output.results import About, save
+from headway.whatif.output.results import save
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
 PROFILE = replace(
@@ -125,7 +125,7 @@ def test_rows_have_the_agreed_ids_and_attainment_is_in_points(tmp_path: Path) ->
     assert (rows["error.ttft.mean"].system, rows["error.ttft.mean"].setting) == ("slack", "above")
     assert rows["conformance.identical_pct"].ours == pytest.approx(99.8)
     assert any("differs from vLLM" in line for line in found.notes())
-    built = report.build(found, 1.0, About("load", 0))
+    built = validate.main.report(report.result(found, "load"))
     result = json.loads(json.dumps(built.to_json(), allow_nan=False))
     assert result["host"] == "vllm"
     assert all(row["paper"] is None for row in result["rows"])

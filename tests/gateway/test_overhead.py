@@ -17,7 +17,7 @@ from headway.whatif.output.results import Row, save
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> overhead.Measured:
     """Measure for a moment, the dashboard, too; the hook's rows are made up."""
-    measured, rng = overhead.Measured(seconds=1.0), np.random.default_rng(0)
+    measured, rng = overhead.Measured(), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch, overhead.servers(tmp_path_factory.mktemp("o")) as peers:
         for module in (overhead, responses):
             patch.setattr(module, "TOKENS", 20)
@@ -41,7 +41,7 @@ def test_every_figure_is_there(measured: overhead.Measured) -> None:
 
 
 def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
-    report = overhead.build(measured, 0)
+    report = overhead.main.report(overhead.result(measured))
     files = save(report, tmp_path, {"overhead": overhead.plot(measured)})
     assert {file.name for file in files} == {"report.json", "overhead.png", "report.html", "report.md"}
     data = json.loads((tmp_path / "report.json").read_text())

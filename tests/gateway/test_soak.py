@@ -12,7 +12,7 @@ from benchmarks.real import soak
 from benchmarks.real.fake_engine import NAME
 from benchmarks.real.soak_history import End, History, check
 from headway.errors import ConfigError
-from headway.whatif.output.results import Row, save
+from headway.whatif.output.results import Ask, Row, save
 
 SMALL = soak.Sizes(streams=60, kills=1, requests=400, calls=60, period=0.2)
 DONE, OTHER, WAITS, UNKNOWN = ("completed", "a"), ("completed", "b"), ("queued", ""), ("unknown", "")
@@ -64,11 +64,11 @@ def test_every_part_has_its_figures(rows: list[Row]) -> None:
 
 
 def test_it_is_written(rows: list[Row], tmp_path: Path) -> None:
-    save(soak.build(rows, 1.0, 0), tmp_path, {"soak": soak.plot(rows)})
+    save(soak.main.report(soak.result(rows)), tmp_path, {"soak": soak.plot(rows)})
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "soak"
     assert NAME in (tmp_path / "report.html").read_text()
 
 
 def test_parts_are_named() -> None:
     with pytest.raises(ConfigError, match="no part 'x'"):
-        soak.main(("x",), quick=True, as_json=True, seed=0, out=None)
+        soak.main(Ask(True, True), ("x",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.experiment import Result, experiment
 from benchmarks.real.fake_engine import NAME
 from benchmarks.real.faults.kinds import KINDS
 from benchmarks.real.faults.run import PATIENCE_S, Outcome, Sizes, measure
 from benchmarks.real.peers import HEADWAY
 from benchmarks.real.servers.parts import LEASE_S
 from headway.whatif.output.plots import png, sheet
-from headway.whatif.output.results import About, Grid, Report, Row, deliver, show
+from headway.whatif.output.results import Ask, Row
 
 QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3, longest_s=2 * LEASE_S)
 ALL = "all kinds"
@@ -40,17 +40,15 @@ _NOTES = (
 )
 
 
-def main(
-    only: Sequence[str], faults: int | None, *, quick: bool, as_json: bool, seed: int, out: Path | None
-) -> None:
-    """Break parts, print what was lost, and write page, plot and the journal of faults into a folder."""
-    began = time.perf_counter()
-    sizes = QUICK if quick else WHOLE
-    sizes = replace(sizes, faults=faults or sizes.faults)
+@experiment("faults", "vllm", "Faults of a Headway in parts")
+def main(ask: Ask, only: Sequence[str] = (), count: int | None = None) -> Result:
+    """Break parts; the journal of faults is written into the folder of the result."""
+    sizes = QUICK if ask.quick else WHOLE
+    sizes = replace(sizes, faults=count or sizes.faults)
     with (
         Progress(console=Console(stderr=True)) as progress,
         tempfile.TemporaryDirectory(prefix="headway-faults-") as folder,
-        _journal(out) as journal,
+        _journal(ask.out) as journal,
     ):
         Path(folder).chmod(0o755)
         task = progress.add_task("start", total=sizes.faults + 1)
@@ -58,10 +56,9 @@ def main(
         def tick(kind: str) -> None:
             progress.update(task, advance=1, description=kind)
 
-        outcome = measure(Path(folder), sizes, seed, tick, journal, only)
+        outcome = measure(Path(folder), sizes, ask.seed, tick, journal, only)
         progress.update(task, advance=1, description="done")
-    report = build(outcome, time.perf_counter() - began, seed)
-    deliver(report, as_json=as_json, out=out, pictures=lambda: {"faults": plot(outcome)})
+    return result(outcome)
 
 
 def _journal(out: Path | None) -> IO[str]:
@@ -104,18 +101,12 @@ def _seconds(outcome: Outcome, kind: str) -> list[float]:
     ]
 
 
-def build(outcome: Outcome, seconds: float, seed: int) -> Report:
-    """Return the report: what was lost, then the times to recover by kind."""
-    made = rows(outcome)
-    counts = [[row.id, row.setting, show(row.ours), row.unit] for row in made if "recover" not in row.id]
-    times = [[row.id, row.setting, show(row.ours), row.unit] for row in made if "recover" in row.id]
+def result(outcome: Outcome) -> Result:
+    """Return the findings: what was lost, then the times to recover by kind."""
     verdict = outcome.verdict
     found = [f"lost: {', '.join(verdict.lost_ids)}"] * bool(verdict.lost_ids)
     found += [f"answered twice: {', '.join(verdict.twice_ids)}"] * bool(verdict.twice_ids)
-    return Report(
-        "faults", "vllm", "Faults of a Headway in parts", made, seconds, About(WORKLOAD, seed),
-        Grid(("figure", "setting", "value", "unit"), [counts, times], ("value",)), notes=(*_NOTES, *found),
-    )  # fmt: skip
+    return Result(rows(outcome), WORKLOAD, lambda: {"faults": plot(outcome)}, notes=(*_NOTES, *found))
 
 
 def plot(outcome: Outcome) -> bytes:

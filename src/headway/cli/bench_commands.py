@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import update_wrapper
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,14 +38,44 @@ from headway.cli.options import (
     Trace,
 )
 from headway.errors import ConfigError
+from headway.plugins import attribute
 from headway.whatif.load import mix as mixes
-from headway.whatif.output.results import About, Pictures, deliver
+from headway.whatif.output.results import About, Ask, Pictures, deliver
 
 bench_app = typer.Typer(help="Benchmarks: SLO attainment, latency, overhead and cost.", no_args_is_help=True)
 
 
-@bench_app.command()
+def _common(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
+    """Have the options of every benchmark."""
+
+
+def command(run: str = "", *, quick: object = Quick) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds a benchmark to `headway bench`, with the options that each has.
+
+    The function takes an `Ask` and the benchmark's own options. run: "module:function" to call in its place;
+    quick: annotation of --quick.
+    """
+
+    def added(function: Callable[..., None]) -> Callable[..., None]:
+        def call(quick: bool, as_json: bool, seed: int, out: Path | None, **options: Any) -> None:
+            (attribute(run) if run else function)(Ask(quick, as_json, seed, out), **options)
+
+        _, *own = signature(function, eval_str=True).parameters.values()
+        first, *others = signature(_common, eval_str=True).parameters.values()
+        asked = Signature([*own, first.replace(annotation=quick), *others])
+        update_wrapper(call, function, ("__module__", "__name__", "__doc__"), ()).__dict__[
+            "__signature__"
+        ] = asked
+        call.__annotations__ = {one.name: one.annotation for one in asked.parameters.values()}
+        bench_app.command()(call)
+        return function
+
+    return added
+
+
+@command()
 def serve(
+    ask: Ask,
     url: ServerUrl,
     model: Annotated[str, typer.Option(help="Model name to request.")] = "smollm2",
     mix: MixName = "chat-batch",
@@ -56,10 +89,6 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")
     ] = None,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Send an open-loop load to an OpenAI-compatible server and report latency and SLO attainment."""
     from headway.whatif.load import generator
@@ -69,22 +98,25 @@ def serve(
         raise ConfigError(f"There is no endpoint {endpoint!r}.", "Use chat or completions.")
     if url.partition("://")[0] not in ("http", "https"):
         raise ConfigError(f"{url!r} is not an HTTP address.", "Write it like http://127.0.0.1:8000.")
-    setup, rng = mix_of(mix, slo), np.random.default_rng([seed, 0])
-    arrivals = _arrivals(trace, limit, rate, min(duration, 30.0) if quick else duration, burstiness, rng)
+    setup, rng = mix_of(mix, slo), np.random.default_rng([ask.seed, 0])
+    arrivals = _arrivals(trace, limit, rate, min(duration, 30.0) if ask.quick else duration, burstiness, rng)
     calls = mixes.calls(setup, arrivals, rng)
 
     async def run() -> Any:
         before = await generator.scrape(url)
-        records = await generator.run(url, model, calls, api_key=api_key, endpoint=kind, progress=not as_json)
+        records = await generator.run(
+            url, model, calls, api_key=api_key, endpoint=kind, progress=not ask.as_json
+        )
         return records, generator.gained(before, await generator.scrape(url))
 
     began = time.perf_counter()
     results = {"endpoint": asyncio.run(run())}
-    _deliver(results, "serve", began, mixes.describe(setup), seed, as_json, out)
+    _deliver(ask, results, "serve", began, mixes.describe(setup))
 
 
-@bench_app.command()
+@command()
 def compare(
+    ask: Ask,
     systems: Systems = None,
     model: Model = "smollm2",
     mix: MixName = "chat-batch",
@@ -99,10 +131,6 @@ def compare(
     tight: Tight = False,
     kv_blocks: KvBlocks = None,
     host_kv_gib: HostKv = 1.0,
-    quick: Quick = False,
-    as_json: Json = False,
-    seed: Seed = 0,
-    out: Out = None,
 ) -> None:
     """Compare stock vLLM with Headway's recipes on the same trace, on engines started here."""
     from headway.whatif.measured import compare as comparison
@@ -111,13 +139,13 @@ def compare(
     names = (TIGHT if tight else STANDARD) if systems is None else listed(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
     asked = comparison.Setup(
-        mix_of(mix, slo), engine, names, load, rate, duration, rounds, seed, together, tight, burstiness
+        mix_of(mix, slo), engine, names, load, rate, duration, rounds, ask.seed, together, tight, burstiness
     )
-    setup = comparison.shortened(asked) if quick else asked
+    setup = comparison.shortened(asked) if ask.quick else asked
     began = time.perf_counter()
     outcome = asyncio.run(comparison.run(setup))
     about = comparison.describe(setup, outcome)
-    _deliver(outcome.results, "compare", began, about, seed, as_json, out, asked.variant)
+    _deliver(ask, outcome.results, "compare", began, about, asked.variant)
 
 
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
@@ -150,16 +178,13 @@ def _arrivals(
     return times[times <= duration]
 
 
-def _deliver(
-    results: Any, bench: str, began: float, workload: str, seed: int, as_json: bool, out: Path | None,
-    variant: str = "",
-) -> None:  # fmt: skip
+def _deliver(ask: Ask, results: Any, bench: str, began: float, workload: str, variant: str = "") -> None:
     """Print and write the report of a load on real engines."""
     from headway.whatif.load import report
 
-    seconds, about = time.perf_counter() - began, About(workload, seed)
+    seconds, about = time.perf_counter() - began, About(workload, ask.seed)
     built = report.build(results, bench=bench, host="vllm", seconds=seconds, about=about, variant=variant)
-    deliver(built, as_json=as_json, out=out, pictures=lambda: _plots(results))
+    deliver(built, as_json=ask.as_json, out=ask.out, pictures=lambda: _plots(results))
 
 
 def _plots(results: Any) -> Pictures:

@@ -55,6 +55,19 @@ class Row:
     paper: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The options that every benchmark has.
+
+    out: folder for the files of the result
+    """
+
+    quick: bool = False
+    as_json: bool = False
+    seed: int = 0
+    out: Path | None = None
+
+
 def versions() -> dict[str, str]:
     """Return {name: version} of the installed packages that a result depends on."""
     found = {"python": platform.python_version(), "machine": platform.platform()}
@@ -148,9 +161,21 @@ class _Table(Table):
 
 
 def row_grid(rows: Sequence[Row]) -> Grid:
-    """Return a grid with one line per row, the paper's value beside ours."""
+    """Return a grid with one line per row, the paper's value beside ours where any row has one."""
     lines = [[r.id, r.system, r.setting, show(r.paper), show(r.ours), r.unit] for r in rows]
-    return Grid(_KEYS, [lines], ("paper", "ours"))
+    if any(row.paper is not None for row in rows):
+        return Grid(_KEYS, [lines], ("paper", "ours"))
+    return Grid((*_KEYS[:3], "value", "unit"), [[line[:3] + line[4:] for line in lines]], ("value",))
+
+
+def system_grid(rows: Sequence[Row]) -> Grid:
+    """Return a grid with a line per figure and setting, a column per system."""
+    systems = list(dict.fromkeys(row.system for row in rows))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        found.setdefault((f"{row.id} {row.unit}", row.setting), {})[row.system] = show(row.ours)
+    lines = [[*key, *(line.get(system, "-") for system in systems)] for key, line in found.items()]
+    return Grid(["figure", "setting", *systems], [lines], systems)
 
 
 @dataclass(frozen=True, slots=True)
