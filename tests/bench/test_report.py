@@ -16,7 +16,7 @@ from headway.whatif.load import metrics, plots, report
 from headway.whatif.load.records import Record
 from headway.whatif.output import results as output
 from headway.whatif.output.plots import colours
-from headway.whatif.output.results import About, Report, save
+from headway.whatif.output.results import About, Report, Row, save
 
 CHAT = Slo(ttft=1.5, tpot=0.150)
 
@@ -345,3 +345,11 @@ def test_a_recipe_has_its_colour_in_every_picture():
 def test_more_systems_than_colours_have_one_each():
     many = [f"s{number}" for number in range(20)]
     assert list(colours(many)) == many
+
+
+def test_the_papers_column_is_there_where_a_row_has_its_figure() -> None:
+    rows = [Row("a", "x", "s", 1.0, "ms"), Row("a", "y", "s", None, "ms")]
+    assert output.row_grid(rows).cells() == [["a", "x", "s", "1", "ms"], ["a", "y", "s", "-", "ms"]]
+    both = output.row_grid([*rows, Row("b", "x", "s", 2.0, "ms", 3.0)])
+    assert both.cells()[2] == ["b", "x", "s", "3", "2", "ms"]
+    assert output.system_grid(rows).cells() == [["a ms", "s", "1", "-"]]
