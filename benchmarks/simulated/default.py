@@ -50,20 +50,22 @@ def _with(**options: Any) -> Callable[[EngineSpec], Packer]:
     return partial(Promises, keep=PromisesConfig(**options))
 
 
+_LOST, _CALM = PromisesConfig().lost, PromisesConfig().calm
+_HASTY = _CALM._replace(answer_safety=_LOST.answer_safety, lost_below_stds=_LOST.lost_below_stds)
 ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without selection": _with(selects_largest_set=False),
     "headway without prompts that yield": _with(prompts_yield=False),
     "headway without a margin of tpot": _with(tpot_margin=0.0),
     "headway without far deadlines that wait": _with(defer_beyond_s=math.inf),
-    "headway without begun answers that go on": _with(keeps_begun=False),
-    "headway without a lead for answers": _with(leading_share=1.0, burst_lead_s=0.0),
-    "headway without a lead for bursts": _with(burst_lead_s=0.0),
+    "headway without begun answers that go on": _with(lost=_LOST._replace(keeps_begun=False)),
+    "headway without a lead for answers": _with(leading_share=1.0, lost=_LOST._replace(burst_lead_s=0.0)),
+    "headway without a lead for bursts": _with(lost=_LOST._replace(burst_lead_s=0.0)),
     "headway without giving up answers": _with(begun_size_share=0.0),
     "headway without short prompts first": _with(short_prompts_first=False),
     "headway without room to grow": _with(growth_share=0.0),
     "headway with room to grow always": _with(scales_growth=False),
     "headway without time for long answers": _with(long_answer_stds=-2.0),
-    "headway without time while nothing is lost": _with(calm_answer_safety=1.5, calm_lost_below_stds=2.0),
+    "headway without time while nothing is lost": _with(calm=_HASTY),
     "headway without longer iterations for prompts": _with(ttft_share=0.0),
     "headway without iterations for urgent prompts": _with(alone_share=math.inf),
     "headway without short iterations for first tokens": _with(urgent_share=math.inf),

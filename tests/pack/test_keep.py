@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.core.engine_spec import EngineSpec, PromisesConfig
+from headway.policy.core.engine_spec import Caution, EngineSpec, PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
@@ -79,10 +79,10 @@ def instance(running: int = 8, blocks: int = 200) -> InstanceSpec:
     return InstanceSpec(Instance("e0", "default", running, blocks, 16, 2048), Linear(), 64, 512)
 
 
-def level(row: dict[str, float], now: float = 0.0, keep: PromisesConfig | None = None) -> int:
+def level(row: dict[str, float], now: float = 0.0, params: PackerParams | None = None) -> int:
     table, theta = jobs(row), OnlineLatency().theta
     pace = pace_among(table)
-    return outlook_of(keep or PromisesConfig(), table.data, 0, now, theta, pace)[0]
+    return outlook_of(params or packer().params, table.data, 0, now, theta, pace)[0]
 
 
 def pace_among(table: Jobs) -> Pace:
@@ -121,7 +121,7 @@ def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_ke
         theta = OnlineLatency().theta
         answers = in_progress(table.data, table.rows(), 0.3)
         pace = pace_of(table.data, answers, theta)
-        chosen = in_pace(PromisesConfig(), table.data, answers, 0.3, theta, pace)
+        chosen = in_pace(packer().params, table.data, answers, 0.3, theta, pace)
         kept = pace_of(table.data, chosen.pace, theta)
         levels = outlooks_of(packer().params, table.data, table.rows(), 0.3, theta, kept, chosen.lost).level
         count = (levels[:60] == ANSWER).sum()
@@ -171,7 +171,7 @@ def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> Non
     def start(e2e: float, **more: float) -> float:
         table = jobs({"e2e": e2e, "tokens_left": 100.0} | more)
         params = under_pressure(packer().params, 1.0, all_promised=True)
-        return outlook_of(params.keep, table.data, 0, 0.0, theta, pace_among(table))[1]
+        return outlook_of(params, table.data, 0, 0.0, theta, pace_among(table))[1]
 
     alone = 100.0 * pace_among(jobs({})).token
     assert 20.0 - start(20.0) == pytest.approx(3.5 * alone, rel=0.1)
@@ -219,7 +219,7 @@ def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: f
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 500)), min_size=1, max_size=7))
 def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[int, int]]) -> None:
     """The slot is the machine then, and a request occupies it until its answer is complete."""
-    keep = PromisesConfig(answer_safety=1.0, start_safety=0.0, lost_below_stds=0.0, defer_beyond_s=np.inf)
+    keep = PromisesConfig(lost=Caution(1.0, 0.0, 0.0, 1.0, True), defer_beyond_s=np.inf)
     rows = [{"tokens_left": float(tokens), "e2e": due / 100} for tokens, due in answers]
     table, theta = jobs(*rows), OnlineLatency().theta
     params, pace = (
@@ -490,13 +490,10 @@ def test_answers_that_are_late_go_on_however_slow_the_engine_is(recipe: str, sec
 def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
     assert under_pressure(params, 1.0, all_promised=False) == params
-    calm = params.keep._replace(
-        answer_safety=params.keep.calm_answer_safety, lost_below_stds=params.keep.calm_lost_below_stds,
-        burst_lead_s=0.0, start_safety=0.0, keeps_begun=False,
-    )  # fmt: skip
-    assert under_pressure(params, 0.0, all_promised=False) == params._replace(keep=calm)
-    half = under_pressure(params, 0.5, all_promised=False)
-    assert calm.answer_safety < half.keep.answer_safety < params.keep.answer_safety
+    calm = params.keep.calm
+    assert under_pressure(params, 0.0, all_promised=False) == params._replace(caution=calm)
+    half = under_pressure(params, 0.5, all_promised=False).caution
+    assert calm.answer_safety < half.answer_safety < params.caution.answer_safety
 
 
 @pytest.mark.parametrize(
@@ -505,9 +502,9 @@ def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
 def test_a_begun_answer_due_tomorrow_waits_for_requests_without_a_promise_alone(
     pressure: float, all_promised: bool, expected: int
 ) -> None:
-    keep = under_pressure(packer().params, pressure, all_promised).keep
-    assert level(answer(e2e=86400.0), keep=keep) == expected
-    assert level({"e2e": 86400.0}, keep=keep) == FAR, "a prompt waits in any case"
+    params = under_pressure(packer().params, pressure, all_promised)
+    assert level(answer(e2e=86400.0), params=params) == expected
+    assert level({"e2e": 86400.0}, params=params) == FAR, "a prompt waits in any case"
 
 
 def test_requests_without_a_promise_are_seen() -> None:

@@ -113,11 +113,11 @@ def test_only_what_its_packer_has_given_up_is_refused_inside(monkeypatch: pytest
         jobs, theta = self.engine.jobs, self.learned.theta
         if id in jobs:
             pace = pace_of(jobs.data, in_progress(jobs.data, jobs.rows(), now[0]), theta)
-            levels.append(outlook_of(keep, jobs.data, jobs.row_of[id], now[0], theta, pace)[0])
+            levels.append(outlook_of(params, jobs.data, jobs.row_of[id], now[0], theta, pace)[0])
         drop(self, id)
 
     monkeypatch.setattr(SimulatedInstance, "drop", judged)
-    keep = find("headway").packer(gpu()[0].engine_spec(OnlineLatency())).params.keep  # type: ignore[union-attr]
+    params = find("headway").packer(gpu()[0].engine_spec(OnlineLatency())).params  # type: ignore[union-attr]
     now = _clock(monkeypatch)
     run("headway", overload())
     assert len(levels) > 50

@@ -50,7 +50,7 @@ class Drops:
     doubt: `PromisesConfig.lost_below_stds`.
     """
 
-    doubt: float = PromisesConfig().lost_below_stds
+    doubt: float = PromisesConfig().lost.lost_below_stds
     _learned: dict[str, Learned] = field(default_factory=dict)  # by instance
     _heap: list[tuple[float, str]] = field(default_factory=list)  # with entries that no longer hold
     _checks: dict[str, float] = field(default_factory=dict)  # request -> the entry that holds

@@ -71,23 +71,37 @@ class KvUse:
     most_empty: bool = False
 
 
+class Caution(NamedTuple):
+    """How early the default recipe gives up, defers and holds back.
+
+    answer_safety: an answer with a deadline is kept while it has time for this many times its expected rest.
+    start_safety: its prompt starts with time for this many more, unless half of it is left.
+    lost_below_stds: a deadline is lost if even an answer this many deviations shorter than expected misses
+        it.
+    burst_lead_s: how far answers get ahead of their tpot before requests that are not kept run in long
+        iterations: time for bursts of prompts.
+    keeps_begun: an answer that has begun does not come last for its far deadline; half done, it holds KV for
+        nothing. While every request has a promise that is so without pressure, too.
+    """
+
+    answer_safety: float
+    start_safety: float
+    lost_below_stds: float
+    burst_lead_s: float
+    keeps_begun: bool
+
+
 class PromisesConfig(NamedTuple):
     """The numbers of the default recipe's policy (`policy/pack/promises`, docs/policy.md).
 
-    answer_safety: an answer with a deadline is kept while it has time for this many times its expected rest.
-    start_safety: under pressure its prompt starts with time for this many more, unless half of it is left.
-    lost_below_stds: a deadline is lost if even an answer this many deviations shorter than expected misses
-        it.
-    calm_answer_safety, calm_lost_below_stds: their values while no request is lost; between the two they are
-        interpolated by pressure (`outlook.under_pressure`).
+    lost, calm: the numbers that depend on pressure: while it is full, and while no request is lost. Between
+        the two they are interpolated (`outlook.under_pressure`).
     growth_share: of the expected growth of answers, what admission leaves KV for; nothing for those with a
         tpot and no deadline.
     full_pressure_share: share of the requests that are lost at which the pressure is full.
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
     defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
-    keeps_begun: an answer that has begun does not come last for that while promises are lost, or while every
-        request has a promise: half done it holds KV for nothing.
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -101,8 +115,7 @@ class PromisesConfig(NamedTuple):
         there, runs without those that can wait; inf = never.
     leading_share: share of the tightest tpot that an iteration with requests that are not kept may take,
         while a kept prompt waits or an answer is less than two tokens ahead.
-    burst_share, burst_lead_s: the same, while an answer is less than `burst_lead_s` (0 while nothing is lost)
-        ahead of its tpot: time for bursts of prompts.
+    burst_share: the same, while an answer is less than `burst_lead_s` ahead of its tpot.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least a
         usual iteration (`iteration.usual_seconds`), at most two.
     urgent_share: share of the time left until the next promised first token is due that the iteration which
@@ -120,16 +133,12 @@ class PromisesConfig(NamedTuple):
     short_prompts_first: kept prompts run shortest first where that makes none late; False = by latest start.
     """
 
-    answer_safety: float = 1.5
-    start_safety: float = 2.0
-    lost_below_stds: float = 2.0
-    calm_answer_safety: float = 0.8
-    calm_lost_below_stds: float = 3.0
+    lost: Caution = Caution(1.5, 2.0, 2.0, 1.0, True)
+    calm: Caution = Caution(0.8, 0.0, 3.0, 0.0, False)
     growth_share: float = 0.5
     full_pressure_share: float = 0.25
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
-    keeps_begun: bool = True
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     catch_up_share: float = 0.6
@@ -139,7 +148,6 @@ class PromisesConfig(NamedTuple):
     soft_target_factor: float = 10.0
     alone_share: float = 0.3
     leading_share: float = 0.9
-    burst_lead_s: float = 1.0
     burst_share: float = 0.3
     ttft_share: float = 0.4
     urgent_share: float = 0.4
@@ -156,7 +164,7 @@ class PackerParams(NamedTuple):
     """A packer as compiled loops take it.
 
     kind: which packer (`kernels.FCFS`, `SLACK`, `PROMISES`, ...); the other fields are that packer's.
-    keep: of `promises.Promises` only.
+    keep, caution: of `promises.Promises` only.
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
     """
@@ -170,6 +178,7 @@ class PackerParams(NamedTuple):
     host: int = 0
     copy_seconds: float = 0.0
     max_gap: float = math.inf
+    caution: Caution = PromisesConfig().lost
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

@@ -91,11 +91,11 @@ def seconds_allowed(
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
                 share = min(share, params.keep.leading_share)
-            if lead < params.keep.burst_lead_s:  # where promises are lost, a burst of prompts needs more
+            if lead < params.caution.burst_lead_s:  # where promises are lost, a burst of prompts needs more
                 share = min(share, params.keep.burst_share)
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
-            deadline = min(deadline, _each_until(params.keep, jobs, row, left, pace))
+            deadline = min(deadline, _each_until(params, jobs, row, left, pace))
     return TimeLimits(first, min(first, tpot), min(first, usual, deadline, share * tpot), tpot, soonest)
 
 
@@ -143,15 +143,15 @@ def _longest(keep: PromisesConfig, jobs: Rows, outlook: Outlook, usual: float) -
 
 
 @compiled
-def _each_until(keep: PromisesConfig, jobs: Rows, row: int, left: float, pace: Pace) -> float:
+def _each_until(params: PackerParams, jobs: Rows, row: int, left: float, pace: Pace) -> float:
     """Return the seconds per token that a deadline in `left` seconds allows, should the answer be long.
 
     Where even the kept answers alone are too slow for that, it counts as short: others could not save it.
     """
     tokens, spread = jobs["tokens_left"][row], jobs["spread"][row]
-    each = left / max((1.0 + keep.long_answer_stds * spread) * tokens, 1.0)
+    each = left / max((1.0 + params.keep.long_answer_stds * spread) * tokens, 1.0)
     if each <= pace.token:
-        each = left / max(max(1.0 - keep.lost_below_stds * spread, 0.0) * tokens, 1.0)
+        each = left / max(max(1.0 - params.caution.lost_below_stds * spread, 0.0) * tokens, 1.0)
     return float(each)
 
 

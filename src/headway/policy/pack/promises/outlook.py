@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.compiled import compiled
-from headway.policy.core.engine_spec import PackerParams, PromisesConfig
+from headway.policy.core.engine_spec import Caution, PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
 from headway.policy.pack.kernels import Rows, decodes, exclusive_of, missing_of, promised, tpot_from
@@ -80,7 +80,7 @@ def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
 
 @compiled
 def in_pace(
-    keep: PromisesConfig, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
+    params: PackerParams, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
 ) -> Answers:
     """Choose among the answers in progress if all together are slower than their tpots allow.
 
@@ -91,12 +91,12 @@ def in_pace(
     """
     limit, lead, time = np.inf, np.empty(answers.size), np.empty(answers.size)
     for k in range(answers.size):
-        lead[k] = lead_of(keep, jobs, answers[k], now)
-        limit = min(limit, pace_to_catch_up(keep, jobs, answers[k], lead[k]))
+        lead[k] = lead_of(params.keep, jobs, answers[k], now)
+        limit = min(limit, pace_to_catch_up(params.keep, jobs, answers[k], lead[k]))
     if pace.token <= limit:
         return Answers(answers, answers[:0], answers[:0])
     for k in range(answers.size):
-        time[k] = _time_to_spare(keep, jobs, answers[k], now, limit) - 2.0 * pace.token
+        time[k] = _time_to_spare(params.caution, jobs, answers[k], now, limit) - 2.0 * pace.token
     counts, lost = np.zeros(answers.size, np.bool_), np.zeros(answers.size, np.bool_)
     decodes, context = 0, 0.0
     for k in np.argsort(np.where(time > 0.0, _LAST + time, -lead), kind="mergesort"):
@@ -120,12 +120,12 @@ def pace_to_catch_up(keep: PromisesConfig, jobs: Rows, row: int, lead: float) ->
 
 
 @compiled
-def _time_to_spare(keep: PromisesConfig, jobs: Rows, row: int, now: float, token: float) -> float:
+def _time_to_spare(caution: Caution, jobs: Rows, row: int, now: float, token: float) -> float:
     """Return the seconds for which an answer with a deadline alone can wait, at this pace; others 0."""
     if jobs["tpot"][row] < np.inf or jobs["e2e"][row] == np.inf:
         return 0.0
     left = jobs["arrival"][row] + jobs["e2e"][row] - now
-    return float(left - keep.answer_safety * jobs["tokens_left"][row] * token)
+    return float(left - caution.answer_safety * jobs["tokens_left"][row] * token)
 
 
 @compiled
@@ -185,21 +185,17 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool) ->
 
     all_promised: no request is without a promise.
     """
-    k = params.keep
-    answer_safety = k.calm_answer_safety + pressure * (k.answer_safety - k.calm_answer_safety)
-    lost_below = k.calm_lost_below_stds + pressure * (k.lost_below_stds - k.calm_lost_below_stds)
-    keep = PromisesConfig(
-        answer_safety, pressure * k.start_safety, lost_below, k.calm_answer_safety, k.calm_lost_below_stds,
-        k.growth_share, k.full_pressure_share, k.long_answer_stds, k.defer_beyond_s,
-        k.keeps_begun and (all_promised or pressure > 0.0), k.begun_size_share, k.tpot_margin,
-        k.catch_up_share, k.overdue_share, k.kept_overdue_share, k.near_s, k.soft_target_factor,
-        k.alone_share, k.leading_share, k.burst_lead_s if pressure > 0.0 else 0.0, k.burst_share,
-        k.ttft_share, k.urgent_share, k.pause_lead_tokens, k.kv_lead_tokens, k.turn_capacity,
-        k.selects_largest_set, k.prompts_yield, k.scales_growth, k.short_prompts_first,
-    )  # fmt: skip
+    calm, lost = params.keep.calm, params.keep.lost
+    caution = Caution(
+        calm.answer_safety + pressure * (lost.answer_safety - calm.answer_safety),
+        calm.start_safety + pressure * (lost.start_safety - calm.start_safety),
+        calm.lost_below_stds + pressure * (lost.lost_below_stds - calm.lost_below_stds),
+        lost.burst_lead_s if pressure > 0.0 else calm.burst_lead_s,
+        lost.keeps_begun if pressure > 0.0 or all_promised else calm.keeps_begun,
+    )
     return PackerParams(
-        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, keep,
-        params.host, params.copy_seconds, params.max_gap,
+        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.keep,
+        params.host, params.copy_seconds, params.max_gap, caution,
     )  # fmt: skip
 
 
@@ -236,23 +232,23 @@ def any_plain(jobs: Rows, rows: Ints) -> bool:
 
 @compiled
 def outlook_of(
-    keep: PromisesConfig, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
+    params: PackerParams, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
 ) -> tuple[int, float]:
     """Return the level of a row and its latest start, -inf where that does not matter."""
     if is_plain(jobs, row):
         return OTHER, -np.inf
-    made = jobs["output_tokens"][row]
+    made, caution = jobs["output_tokens"][row], params.caution
     prompt = prompt_seconds(jobs, row, theta, pace)
     first_due = jobs["arrival"][row] + jobs["ttft"][row]
     end, answer = jobs["arrival"][row] + jobs["e2e"][row] - prompt, jobs["tokens_left"][row] * pace.token
-    least = least_answer(keep.lost_below_stds, jobs["spread"][row], answer)
+    least = least_answer(caution.lost_below_stds, jobs["spread"][row], answer)
     to_come = np.inf if made else jobs["ttft"][row]
     lost = last_start(jobs["arrival"][row], to_come, jobs["e2e"][row], prompt, least) < now
     lost |= made > 0 and jobs["first"][row] > first_due
     slow = answer * pace.mean / pace.token
-    time = keep.answer_safety * slow
+    time = caution.answer_safety * slow
     if made == 0:  # how long the answer will be is uncertain, and a long one needs an early start
-        time = max(time, min(time + keep.start_safety * slow, 0.5 * (end - jobs["arrival"][row])))
+        time = max(time, min(time + caution.start_safety * slow, 0.5 * (end - jobs["arrival"][row])))
     start = min(end - time, first_due - prompt if made == 0 else np.inf)
     if made and jobs["tpot"][row] < np.inf:  # what it is behind it can catch up until its answer ends
         due = tpot_from(jobs, row) + made * jobs["tpot"][row] - prompt
@@ -263,7 +259,7 @@ def outlook_of(
         start = min(start, catch_up)
     if lost:
         return LOST, -np.inf
-    deferred = start - now > keep.defer_beyond_s and not (made and keep.keeps_begun)
+    deferred = start - now > params.keep.defer_beyond_s and not (made and caution.keeps_begun)
     if deferred and jobs["tpot"][row] == np.inf:
         return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:

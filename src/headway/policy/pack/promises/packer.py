@@ -96,7 +96,7 @@ class Promises(Packer):
         return PackerParams(
             kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
             self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
-            spec.max_gap_s,
+            spec.max_gap_s, self.keep.lost,
         )  # fmt: skip
 
     @property
@@ -129,7 +129,7 @@ def pack(
     inside = np.flatnonzero(jobs["running"][rows])
     every = in_progress(jobs, rows[inside], now)
     pace = pace_of(jobs, every, theta)
-    answers = in_pace(params.keep, jobs, every, now, theta, pace)
+    answers = in_pace(params, jobs, every, now, theta, pace)
     if answers.pace.size < every.size:
         pace = pace_of(jobs, answers.pace, theta)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
@@ -175,7 +175,7 @@ def _revise(
     for i in range(rows.size):
         # What is over `outlook_of` calls LOST, too, at several times the cost.
         if level[i] != OTHER and not is_over(jobs, rows[i], now):
-            level[i], start[i] = outlook_of(params.keep, jobs, rows[i], now, theta, pace)
+            level[i], start[i] = outlook_of(params, jobs, rows[i], now, theta, pace)
     if lost.size:
         place = np.empty(jobs["live"].size, np.int64)
         place[rows] = np.arange(rows.size)

@@ -389,5 +389,5 @@ def _on_time_if_short(
     context = inside.context * decodes / max(inside.answers, 1)
     seconds = inside.prefill_load + seconds_of(theta, decodes, context, 0.0, 0.0)
     left = jobs["arrival"][row] + jobs["e2e"][row] - now - prompt_seconds(jobs, row, theta, pace)
-    short = max(1.0 - params.keep.lost_below_stds / 2 * jobs["spread"][row], 0.0)
+    short = max(1.0 - params.caution.lost_below_stds / 2 * jobs["spread"][row], 0.0)
     return bool(seconds * short * jobs["tokens_left"][row] <= left)
