@@ -41,12 +41,12 @@ def bench_commands(package: Path | None = None) -> typer.Typer:
     if not (root / _FOLDER / "cli.py").is_file():
         from headway.cli import bench_commands as shipped
 
-        app = typer.Typer(cls=Shipped, help=shipped.bench_app.info.help, no_args_is_help=True)
-        app.registered_commands = [
+        own = typer.Typer(cls=Shipped, help=shipped.bench_app.info.help, no_args_is_help=True)
+        own.registered_commands = [
             command for command in shipped.bench_app.registered_commands
             if getattr(command.callback, "__module__", None) == shipped.__name__
         ]  # fmt: skip
-        return app
+        return own
     if str(root) not in sys.path:  # of this process, of those that it spawns, and of those that it runs
         sys.path.append(str(root))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
