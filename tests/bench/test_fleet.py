@@ -163,7 +163,7 @@ def test_a_simulated_fleet_has_the_same_classes_and_models(
     }
     assert ways["smollm2", "smollm2-near"] < 1 < ways["smollm2", "smollm2-short"]
     with pytest.raises(ConfigError, match="never swaps"):
-        virtual.check(("vllm",))
+        virtual.check_swaps(("vllm",))
 
 
 def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:
