@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from headway.errors import RequestError
 from headway.gateway.apis import state as app_state
 from headway.gateway.apis import tokens as token_endpoints
+from headway.gateway.parsing import parser
 from headway.gateway.parsing import requests as request_parsing
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, read_json, validate
 from headway.gateway.parsing.tokens import TokenCounter
@@ -162,8 +163,9 @@ def threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], s
         monkeypatch.setattr(owner, name, noted)
 
     counter = gateway.inner.counters["smollm2"]
-    for name in ("read_json", "validate", "interpret"):
-        note(app_state, name)
+    note(app_state, "read_json")
+    for name in ("validate", "interpret"):
+        note(parser, name)
     for name in ("_encode", "text", "words"):
         note(counter, name)
     note(counter._tokenizer, "apply_chat_template")
