@@ -46,7 +46,7 @@ bench_app = typer.Typer(help="Benchmarks: SLO attainment, latency, overhead and 
 
 
 def _common(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Out = None) -> None:
-    """Have the options of every benchmark."""
+    """Declare the options that every benchmark has."""
 
 
 def command(run: str = "", *, quick: object = Quick) -> Callable[[Callable[..., None]], Callable[..., None]]:

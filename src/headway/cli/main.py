@@ -186,7 +186,7 @@ def down(config: ConfigFile = None, address: Address = None) -> None:
 
 @app.command()
 def doctor(config: ConfigFile = None, as_json: Json = False) -> None:
-    """Check this machine and the configuration, and say how to mend what is wrong (exit status 1)."""
+    """Check this machine and the configuration, and suggest fixes (exit status 1 if something is wrong)."""
     from headway.cli.doctor import main
 
     if not main(config, as_json=as_json):

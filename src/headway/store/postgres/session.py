@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -83,7 +84,7 @@ class Lane(Generic[C]):
             await self._some.wait()
 
 
-class Session:
+class Session(ABC):
     """A thread with connections to a server; each is made anew when it has ended.
 
     Raises ConfigError when the server or the schema cannot be used.
@@ -132,19 +133,21 @@ class Session:
 
     # ---- on the session's thread
 
+    @abstractmethod
     async def _begin(self, held: AsyncExitStack) -> None:
         """Connect and make the lanes."""
-        raise NotImplementedError
 
     async def _leave(self) -> None:
         """Do what is left to do when all calls are carried out."""
+        return
 
     def _doubt(self, group: Sequence[Any]) -> None:
         """Note calls whose outcome the end of the connection has hidden."""
+        return
 
+    @abstractmethod
     def _unfit(self, error: asyncpg.PostgresError) -> HeadwayError:
         """Return the error of a call with a value that PostgreSQL cannot hold."""
-        raise NotImplementedError
 
     def _refused(self, error: asyncpg.PostgresError) -> HeadwayError:
         """Return the error of calls that PostgreSQL refused."""
