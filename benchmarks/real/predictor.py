@@ -110,10 +110,10 @@ class System:
     def predictor(self) -> Predictor | None:
         return self.lengths if isinstance(self.lengths, Predictor) else None
 
-    def tell(self, data: DataSet, i: int) -> None:
+    def register(self, data: DataSet, i: int) -> None:
         """Give a predictor the features of the prompt."""
         if self.predictor is not None:
-            self.predictor.tell(data.requests[i].id, data.features[i, : self.columns])
+            self.predictor.register(data.requests[i].id, data.features[i, : self.columns])
 
 
 def systems(width: int) -> list[System]:
@@ -217,13 +217,13 @@ def trial(data: DataSet, embed: Embedder) -> dict[str, Forecasts]:
 def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
     cut = int(len(data) * _TRAINED)
     for i in range(cut):
-        system.tell(data, i)
+        system.register(data, i)
         system.lengths.learn(data.requests[i], int(data.output_tokens[i]))
     seconds = _fit(system)
     rest = range(cut, len(data))
     ms = _ms(data, system, rest[:_TIMED], embed)
     for i in rest:
-        system.tell(data, i)
+        system.register(data, i)
     requests = [data.requests[i] for i in rest]
     expected = np.array([system.lengths.forecast(request).mean for request in requests])
     padded = np.array([Padded(system.lengths, QUANTILE).forecast(request).mean for request in requests])
@@ -246,7 +246,7 @@ def _prequential(data: DataSet, system: System) -> Forecasts:
     served = Adaptive(system.lengths, PaddingTuner())
     expected, padded = np.zeros(len(data)), np.zeros(len(data))
     for i, request in enumerate(data.requests):
-        system.tell(data, i)
+        system.register(data, i)
         expected[i], padded[i] = system.lengths.forecast(request).mean, served.forecast(request).mean
         served.learn(request, int(data.output_tokens[i]))
         if system.predictor is not None and system.predictor.due:
@@ -271,7 +271,7 @@ def _ms(data: DataSet, system: System, which: Iterable[int], embed: Embedder) ->
         began = time.perf_counter()
         if system.predictor is not None:
             meaning = embed(data.texts[i]) if system.columns > PLAIN else None
-            system.predictor.tell(request.id, features(data.texts[i], request.prompt_tokens, meaning))
+            system.predictor.register(request.id, features(data.texts[i], request.prompt_tokens, meaning))
         system.lengths.forecast(request)
         seconds.append(time.perf_counter() - began)
     return float(np.median(seconds)) * 1000

@@ -50,9 +50,9 @@ class Host:
         self.begun: Counter[tuple[str, str, str]] = Counter()
         self.open: dict[str, Request] = {}
         self.inside: set[str] = set()
-        self.tell(InstanceUp(Instance("e0", "m", 2, 1000, 16, 4096)))
+        self.notify(InstanceUp(Instance("e0", "m", 2, 1000, 16, 4096)))
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         ended = self.account.note(event, self.now)
         if not isinstance(event, RunEnded):
             self.note(event)
@@ -82,25 +82,25 @@ class Host:
             one = Request(f"q{self.serial}", "m", 50, 20, self.now, stage=stage)
             self.open[one.id] = one
             self.begin(key if RUNS[run] else ("default", "agent", one.id))
-            self.tell(Arrived(one))
+            self.notify(Arrived(one))
         elif act in ("start", "give back"):
             inside = sorted(self.inside)
             if inside:
                 id = inside[unit % len(inside)]
                 if act == "give back":
                     self.inside.discard(id)
-                self.tell(Started(id) if act == "start" else Returned(id))
+                self.notify(Started(id) if act == "start" else Returned(id))
         elif act in ("finish", "fail"):
             anywhere = sorted(self.inside if act == "finish" else self.open)
             if anywhere:
                 self.leave(anywhere[unit % len(anywhere)], answered=act == "finish", client=flag)
         elif act == "begin unit":
             self.begin(key)
-            self.tell(UnitBegan("default", stage, "tool"))
+            self.notify(UnitBegan("default", stage, "tool"))
         elif act == "end unit":
-            self.tell(UnitEnded("default", stage))
+            self.notify(UnitEnded("default", stage))
         elif act == "end run":
-            self.tell(RunEnded(*key))
+            self.notify(RunEnded(*key))
         else:
             self.now += 601
             self.end(self.account.expire(self.now))
@@ -111,7 +111,7 @@ class Host:
     def leave(self, id: str, *, answered: bool, client: bool) -> None:
         del self.open[id]
         self.inside.discard(id)
-        self.tell(Finished(id, 9) if answered else Failed(id, "client_gone" if client else "engine_gone"))
+        self.notify(Finished(id, 9) if answered else Failed(id, "client_gone" if client else "engine_gone"))
 
 
 @pytest.mark.parametrize("recipe", ["hermes", "hermes-ddl", "headway", "parrot"])

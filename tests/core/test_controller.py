@@ -48,7 +48,7 @@ def world(recipe: str, *up: str) -> World:
 def test_every_accepted_request_is_queued_or_inside_exactly_one_instance(
     recipe: str, program: list[int]
 ) -> None:
-    """`World.tell` fails on a second send, one to a dead or wrong instance, and one of an ended request."""
+    """`World.notify` fails on a second send, one to a dead or wrong instance, and one of an ended request."""
     around = world(recipe)
     for choice in program:
         around.act(choice)
@@ -266,7 +266,7 @@ def test_events_about_unknown_and_ended_requests_change_nothing() -> None:
     around.arrive(request("r"))
     around.end("r", Finished("r", 10))
     for event in (Finished("r", 10), Failed("r", "x"), Returned("r"), Started("r"), Tick()):
-        assert around.tell(event) == []
+        assert around.notify(event) == []
     assert around.core.queued == 0
     assert not around.core.requests
 
@@ -274,7 +274,7 @@ def test_events_about_unknown_and_ended_requests_change_nothing() -> None:
 def test_a_request_returned_while_it_is_queued_is_counted_once() -> None:
     around = world("vllm")
     around.arrive(request("r"))
-    around.tell(Returned("r"))
+    around.notify(Returned("r"))
     assert around.core.queued == 1
 
 
@@ -352,7 +352,7 @@ def test_retry_after_follows_the_rate_at_which_answers_end() -> None:
 def test_an_instance_that_comes_up_again_replaces_the_old_one() -> None:
     around = world("vllm", "e1")
     larger = replace(FLEET["e1"], max_running=9)
-    around.tell(InstanceUp(larger))
+    around.notify(InstanceUp(larger))
     for i in range(20):
         around.arrive(request(f"r{i}", arrival=float(i)))
     assert around.load("e1") == larger.window

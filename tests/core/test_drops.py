@@ -30,7 +30,7 @@ def request(
 
 def learned(around: World, *names: str, theta: Floats = THETA, cached: int = 0) -> World:
     for name in names:
-        around.tell(Learned(name, theta, cached))
+        around.notify(Learned(name, theta, cached))
     return around
 
 
@@ -96,8 +96,8 @@ def test_the_best_engine_of_the_model_counts() -> None:
 
 def test_a_restarted_engine_has_learned_nothing() -> None:
     around = learned(world("headway", "e0"), "e0")
-    around.tell(InstanceDown("e0"))
-    around.tell(InstanceUp(FLEET["e0"]))
+    around.notify(InstanceDown("e0"))
+    around.notify(InstanceUp(FLEET["e0"]))
     assert around.core.infeasible(request(prompt=1200), NOW) is None
 
 

@@ -33,7 +33,7 @@ def world(n: int, seed: int = 0, noise: float = 0.3) -> tuple[Features, Floats]:
 
 def taught(features: Features, output_tokens: Floats, predictor: Predictor) -> Predictor:
     for i, (look, tokens) in enumerate(zip(features, output_tokens, strict=True)):
-        predictor.tell(f"r{i}", look)
+        predictor.register(f"r{i}", look)
         predictor.learn(ask(i), int(tokens))
     predictor.adopt(fit(predictor.history()))
     return predictor
@@ -41,7 +41,7 @@ def taught(features: Features, output_tokens: Floats, predictor: Predictor) -> P
 
 def asked(predictor: Predictor, features: Features, task: str = "default") -> list[Forecast]:
     for i, look in enumerate(features):
-        predictor.tell(f"rt{i}", look)
+        predictor.register(f"rt{i}", look)
     return [predictor.forecast(ask(f"t{i}", task)) for i in range(len(features))]
 
 
@@ -143,7 +143,7 @@ def test_before_the_first_fit_it_uses_the_task_s_lengths() -> None:
     predictor, tasks = Predictor(least=10), TaskLengths()
     features, output_tokens = world(10)
     for i in range(10):
-        predictor.tell(f"r{i}", features[i])
+        predictor.register(f"r{i}", features[i])
         assert not predictor.reads(f"r{i}")
         np.testing.assert_array_equal(predictor.forecast(ask(i)).samples, tasks.forecast(ask(i)).samples)
         assert not predictor.due
@@ -152,7 +152,7 @@ def test_before_the_first_fit_it_uses_the_task_s_lengths() -> None:
     assert predictor.due
     predictor.adopt(fit(predictor.history()))
     assert not predictor.due
-    predictor.tell("rx", features[0])
+    predictor.register("rx", features[0])
     assert predictor.reads("rx")
     assert not predictor.reads("ry")  # was not told
     np.testing.assert_array_equal(predictor.forecast(ask("y")).samples, tasks.forecast(ask("y")).samples)
@@ -171,7 +171,7 @@ def test_a_request_keeps_its_first_forecast_through_a_new_model() -> None:
 def test_no_forecast_exceeds_max_tokens() -> None:
     looks, output_tokens = world(100)
     predictor = taught(looks, output_tokens, Predictor())
-    predictor.tell("rx", looks[0])
+    predictor.register("rx", looks[0])
     forecast = predictor.forecast(ask("x", max_tokens=5))
     assert forecast.samples.max() <= 5
     assert forecast.samples.min() >= 1
@@ -181,7 +181,7 @@ def test_its_memory_is_bounded() -> None:
     predictor = Predictor(window=32, opened=8)
     features, _ = world(100)
     for i in range(100):
-        predictor.tell(f"r{i}", features[i])
+        predictor.register(f"r{i}", features[i])
         if i % 2:
             predictor.learn(ask(i), i)
     assert len(predictor.history()) == 32
@@ -191,7 +191,7 @@ def test_its_memory_is_bounded() -> None:
 
 def test_empty_answers_are_not_learned_and_end_the_request() -> None:
     predictor = taught(*world(64), Predictor())
-    predictor.tell("rx", world(1)[0][0])
+    predictor.register("rx", world(1)[0][0])
     predictor.learn(ask("x"), 0)
     assert not predictor.reads("rx")
     assert len(predictor.history()) == 64
@@ -201,7 +201,7 @@ def test_fits_become_rarer_as_the_history_grows() -> None:
     predictor, (features, output_tokens), at = Predictor(window=600), world(600), []
     model = fit(History(features[:8], ("a",) * 8, output_tokens[:8]))
     for i in range(600):
-        predictor.tell(f"r{i}", features[i])
+        predictor.register(f"r{i}", features[i])
         predictor.learn(ask(i), int(output_tokens[i]))
         if predictor.due:
             at.append(i + 1)

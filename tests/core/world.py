@@ -60,7 +60,7 @@ class World:
     started: set[str] = field(default_factory=set)
     refused: dict[str, tuple[Request, Reject, float]] = field(default_factory=dict)
 
-    def tell(self, event: Event) -> list[Command]:
+    def notify(self, event: Event) -> list[Command]:
         """Give the core an event and check its commands."""
         commands = self.core.on(event, self.now)
         for command in commands:
@@ -92,11 +92,11 @@ class World:
     def _refuse(self, reject: Reject, request: Request) -> None:
         assert request.drop
         self.refused[reject.id] = self.requests.pop(reject.id), reject, self.now
-        self.tell(Failed(reject.id, "refused"))  # the request's own task ends, too
+        self.notify(Failed(reject.id, "refused"))  # the request's own task ends, too
 
     def arrive(self, request: Request) -> list[Command]:
         self.requests[request.id] = self.queued[request.id] = request
-        return self.tell(Arrived(request))
+        return self.notify(Arrived(request))
 
     def end(self, id: str, event: Event) -> list[Command]:
         """A request ends, inside or still queued (its client left)."""
@@ -104,22 +104,22 @@ class World:
         self.queued.pop(id, None)
         self.inside.pop(id, None)
         self.started.discard(id)
-        return self.tell(event)
+        return self.notify(event)
 
     def give_back(self, id: str) -> list[Command]:
         self.inside.pop(id)
         self.started.discard(id)
         self.queued[id] = self.requests[id]
-        return self.tell(Returned(id))
+        return self.notify(Returned(id))
 
     def start(self, name: str) -> list[Command]:
         self.up[name] = FLEET[name]
-        return self.tell(InstanceUp(FLEET[name]))
+        return self.notify(InstanceUp(FLEET[name]))
 
     def stop(self, name: str) -> list[Command]:
         """An engine dies; its requests come back one by one, as the driver sees their streams break."""
         del self.up[name]
-        out = self.tell(InstanceDown(name))
+        out = self.notify(InstanceDown(name))
         for id in [id for id, at in self.inside.items() if at == name]:
             out += self.give_back(id)
         return out
@@ -139,7 +139,7 @@ class World:
         name = list(FLEET)[bits.take(len(FLEET))]
         if kind == 8 and name in self.up:
             return self.stop(name)
-        return self.start(name) if name not in self.up else self.tell(Tick())
+        return self.start(name) if name not in self.up else self.notify(Tick())
 
     def _something_ends(self, kind: int, bits: Bits) -> list[Command]:
         inside, anywhere = list(self.inside), list(self.requests)
@@ -147,11 +147,11 @@ class World:
             id = anywhere[bits.take(len(anywhere))]
             return self.end(id, Failed(id, "client_gone"))
         if not inside:
-            return self.tell(Finished("stranger", 5))
+            return self.notify(Finished("stranger", 5))
         id = inside[bits.take(len(inside))]
         if kind == 6:
             return self.give_back(id)
-        self.tell(Started(id))
+        self.notify(Started(id))
         if self.drops and bits.take(2):  # it goes on
             self.started.add(id)
             return []

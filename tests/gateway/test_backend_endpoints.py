@@ -164,7 +164,7 @@ def prewarming(gateway: Gateway) -> Prewarming:
 
 
 async def _tell(gateway: Gateway, event: Prewarmed) -> None:
-    gateway.inner.dispatcher.tell(event)
+    gateway.inner.dispatcher.notify(event)
 
 
 def test_tenants_see_no_backend_without_a_key_and_nothing_of_each_other(serve: Serve) -> None:

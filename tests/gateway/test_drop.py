@@ -39,7 +39,7 @@ def learn(gateway: Gateway) -> None:
     """Let the gateway know a slow engine, which the fake one does not tell."""
 
     async def tell() -> None:
-        gateway.inner.dispatcher.tell(Learned("e0", SLOW))
+        gateway.inner.dispatcher.notify(Learned("e0", SLOW))
 
     gateway.do(tell())
 

@@ -139,7 +139,7 @@ async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(
     monkeypatch.setattr(service, "fit", broken)
     host = PredictorService(PLAINLY, Metrics())
     for i in range(64):
-        host.predictor.tell(f"r{i}", np.ones(PLAIN, np.float32))
+        host.predictor.register(f"r{i}", np.ones(PLAIN, np.float32))
         host.lengths.learn(Request(f"r{i}", "m", 5, 9, 0.0), 3)
     host.ended("r63")
     assert host._fitting is not None

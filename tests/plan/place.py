@@ -46,9 +46,9 @@ class Place:
         self.rejected: list[str] = []
         self.requests: dict[str, Request] = {}
         for one in instances:
-            self.tell(InstanceUp(one), 0.0)
+            self.notify(InstanceUp(one), 0.0)
 
-    def tell(self, event: object, now: float) -> list[Command]:
+    def notify(self, event: object, now: float) -> list[Command]:
         return self.note(self.core.on(event, now))  # type: ignore[arg-type]
 
     def note(self, commands: list[Command]) -> list[Command]:
@@ -62,11 +62,11 @@ class Place:
 
     def come(self, request: Request) -> list[Command]:
         self.requests[request.id] = request
-        return self.tell(Arrived(request), request.arrival)
+        return self.notify(Arrived(request), request.arrival)
 
     def end(self, id: str, now: float) -> list[Command]:
         self.inside.pop(id)
-        return self.tell(Finished(id, self.requests[id].max_tokens), now)
+        return self.notify(Finished(id, self.requests[id].max_tokens), now)
 
     def load(self, name: str) -> int:
         return sum(at == name for at in self.inside.values())

@@ -73,13 +73,13 @@ def test_no_request_is_lost_or_sent_twice(pull: bool, steps: Program, most: int)
             place.end(sorted(place.inside)[size % len(place.inside)], float(now))
         elif what == 7 and place.queued:
             id = place.queued[size % len(place.queued)]
-            place.tell(Failed(id, "the client left"), float(now))
+            place.notify(Failed(id, "the client left"), float(now))
         else:
             _die_or_return(place, fleet[which % 3], up, float(now))
         _check(place)
     for one in fleet:
         if one.id not in up:
-            place.tell(InstanceUp(one), 1000.0)
+            place.notify(InstanceUp(one), 1000.0)
     for now in range(2000, 2000 + 10 * len(steps)):
         if not place.inside:
             break
@@ -90,13 +90,13 @@ def test_no_request_is_lost_or_sent_twice(pull: bool, steps: Program, most: int)
 def _die_or_return(place: Place, one: Instance, up: dict[str, Instance], now: float) -> None:
     if one.id not in up:
         up[one.id] = one
-        place.tell(InstanceUp(one), now)
+        place.notify(InstanceUp(one), now)
         return
     del up[one.id]
-    place.tell(InstanceDown(one.id), now)
+    place.notify(InstanceDown(one.id), now)
     for id in [id for id, name in place.inside.items() if name == one.id]:
         place.inside.pop(id)
-        place.tell(Returned(id), now)
+        place.notify(Returned(id), now)
 
 
 def _check(place: Place) -> None:
@@ -173,7 +173,7 @@ def test_what_an_engine_has_learned_replaces_the_published_law() -> None:
     latency = OnlineLatency()
     latency.theta[:] = [1e-3, 0, 0, 0, 0]
     place = Place(Annealed(), _with_latency(1, None))
-    place.tell(Learned("e0", latency.theta), 0.0)
+    place.notify(Learned("e0", latency.theta), 0.0)
     place.come(ask("first", 0.0))
     place.come(ask("long", 1.0, answer=800, slo=Slo(e2e=1.2)))
     place.come(ask("short", 1.0, answer=600, slo=Slo(e2e=3.0)))

@@ -57,16 +57,16 @@ def test_requests_of_the_planner_before_are_taken_over() -> None:
         place.come(ask(f"m{i}", i / 10))
     place.come(ask("n0", 0.5, model="n"))
     assert sorted(place.inside) == ["m0", "m1"]
-    commands = place.tell(InstanceUp(able("e1")), 1.0)
+    commands = place.notify(InstanceUp(able("e1")), 1.0)
     assert {send.id for send in of(commands, Send)} == {"m2", "m3"}, "the new instance helps at once"
     del place.inside["m0"]
-    place.tell(Returned("m0"), 1.1)
+    place.notify(Returned("m0"), 1.1)
     assert place.inside["m0"] == "e0", "what comes back is known, and has a place again"
     swaps = list[Command]()
     for now, id in enumerate(("m0", "m1", "m2", "m3"), 2):
         swaps += of(place.end(id, float(now)), Swap)
     assert swaps == [Swap("e1", "n")]
-    place.tell(InstanceUp(able("e1", "n", "m")), 20.0)
+    place.notify(InstanceUp(able("e1", "n", "m")), 20.0)
     assert place.inside == {"n0": "e1"}
     place.end("n0", 21.0)
     assert place.core.requests == {}
@@ -81,7 +81,7 @@ def test_a_computation_goes_to_the_planner_that_asked_for_it() -> None:
     place.come(ask("r0", stage=Stage("app", "run", "unit")))
     work = place.core.deliberate(1.0)
     assert work is not None
-    place.tell(InstanceUp(able("e1")), 1.5)
+    place.notify(InstanceUp(able("e1")), 1.5)
     place.note(place.core.conclude(work(), 2.0))
     assert len(runs.runs) == 1
     assert mine.thinks, "the planner that swaps is not ready yet"

@@ -41,32 +41,32 @@ def test_a_swap_is_begun_once_and_ends_with_the_new_model() -> None:
     place.come(ask("m0"))
     place.come(ask("n0", 1.0, model="n"))
     script.swap = {"e0": "n"}
-    assert place.tell(Tick(), 2.0) == [Swap("e0", "n")]
+    assert place.notify(Tick(), 2.0) == [Swap("e0", "n")]
     assert place.core.cluster.instances == {}
-    assert place.tell(Tick(), 3.0) == [], "it is on its way"
+    assert place.notify(Tick(), 3.0) == [], "it is on its way"
     place.inside.pop("m0")
-    assert place.tell(Returned("m0", 3), 3.0) == []
+    assert place.notify(Returned("m0", 3), 3.0) == []
     assert place.core.queued == 2
-    assert place.tell(Swapped(able("e0", "n")), 13.0) == [Send("n0", "e0")]
-    assert place.tell(Tick(), 14.0) == [], "it serves that model"
+    assert place.notify(Swapped(able("e0", "n")), 13.0) == [Send("n0", "e0")]
+    assert place.notify(Tick(), 14.0) == [], "it serves that model"
 
 
 def test_an_instance_that_dies_in_a_swap_is_removed() -> None:
     script = Script({"e0": "n"})
     place = Place(script, able("e0"))
     place.come(ask("n0", model="n"))
-    place.tell(InstanceDown("e0"), 1.0)
+    place.notify(InstanceDown("e0"), 1.0)
     assert not place.core.cluster.loading
     script.swap = {}
-    assert place.tell(InstanceUp(able("e0", "n")), 2.0) == [Send("n0", "e0")]
+    assert place.notify(InstanceUp(able("e0", "n")), 2.0) == [Send("n0", "e0")]
 
 
 def test_weights_are_warmed_one_after_another_and_not_again() -> None:
     script = Script(warm={"e0": "n"})
     place = Place(script, able("e0"))
     assert place.come(ask("n0", model="n")) == [Warm("e0", "n")]
-    assert place.tell(Tick(), 1.0) == []
-    assert place.tell(Warmed(replace(able("e0"), warm=("n",))), 9.0) == []
+    assert place.notify(Tick(), 1.0) == []
+    assert place.notify(Warmed(replace(able("e0"), warm=("n",))), 9.0) == []
     assert place.core.cluster.warming == {}
     assert place.core.cluster.instances["e0"].warm == ("n",)
     assert place.come(ask("m0", 10.0)) == [Send("m0", "e0")], "it served all the time"
@@ -78,7 +78,7 @@ def test_a_queued_request_is_refused_and_forgotten() -> None:
     for i in range(3):
         place.come(ask(f"r{i}", float(i)))
     script.reject = ["r2"]
-    assert place.tell(Tick(), 3.0) == [Reject("r2", "saturated", retry_after=1.0)]
+    assert place.notify(Tick(), 3.0) == [Reject("r2", "saturated", retry_after=1.0)]
     assert place.core.queued == 1
     assert set(place.core.requests) == {"r0", "r1"}
 

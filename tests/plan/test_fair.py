@@ -89,5 +89,5 @@ def test_a_request_that_failed_in_the_queue_costs_nothing() -> None:
         place.come(ask(f"r{i}", 0.0, prompt=50))
     code = place.core.cluster.code("default")
     before = planner.counters(place.core.cluster.backlog, [code])
-    place.tell(Failed("r2", "client_gone"), 1.0)
+    place.notify(Failed("r2", "client_gone"), 1.0)
     assert planner.counters(place.core.cluster.backlog, [code]) == before

@@ -80,19 +80,19 @@ def test_of_equal_ranks_the_first_come_is_first_served() -> None:
 def test_a_request_carries_its_rank_and_gets_a_new_one_inside() -> None:
     place = Place(knowing(x=10.0), instance("e0", 4))
     assert place.come(ask("x1", stage=stage("x"))) == [Send("x1", "e0", 10.0)]
-    assert place.tell(Started("x1"), 1.0) == []
-    reranks = [command for command in place.tell(Tick(), 6.0) if isinstance(command, Rerank)]
+    assert place.notify(Started("x1"), 1.0) == []
+    reranks = [command for command in place.notify(Tick(), 6.0) if isinstance(command, Rerank)]
     assert [(one.instance, list(one.ranks)) for one in reranks] == [("e0", ["x1"])]
     assert 4.0 < reranks[0].ranks["x1"] <= 5.0  # its prompt was served, too
-    assert place.tell(Tick(), 6.1) == []
+    assert place.notify(Tick(), 6.1) == []
 
 
 def test_a_queued_request_gets_its_new_rank_when_it_is_sent() -> None:
     place = Place(knowing(x=10.0), instance("e0", 1, lead=0))
     place.come(ask("x1", stage=stage("x")))
     place.come(ask("x2", stage=stage("x")))
-    place.tell(Started("x1"), 1.0)
-    place.tell(Tick(), 6.0)
+    place.notify(Started("x1"), 1.0)
+    place.notify(Tick(), 6.0)
     sent = [command for command in place.end("x1", 7.0) if isinstance(command, Send)]
     assert sent[0].id == "x2"
     assert sent[0].rank == place.core.planner.runs.rank[place.core.planner.runs.run_of("x2").slot] < 10.0
@@ -135,7 +135,7 @@ def test_a_run_s_end_leaves_its_queued_requests_in_the_queue() -> None:
     place = Place(knowing(), instance("e0", 1, lead=0))
     place.come(ask("a", stage=stage("1")))
     place.come(ask("b", stage=stage("2")))
-    place.tell(RunEnded(TENANT, "app", "2"), 1.0)
+    place.notify(RunEnded(TENANT, "app", "2"), 1.0)
     place.come(ask("c", 2.0, stage=stage("3")))
     place.end("a", 3.0)
     place.end("b", 4.0)
@@ -178,9 +178,9 @@ def test_costs_are_never_negative() -> None:
 def test_costs_follow_the_fleet() -> None:
     planner = Hermes(RankOptions())
     place = Place(planner, instance("e0", 40, latency=seconds))
-    place.tell(Tick(), 0.0)
+    place.notify(Tick(), 0.0)
     assert planner.runs.costs.output == pytest.approx(0.05)
-    place.tell(InstanceUp(instance("e1", 80, latency=seconds)), 1.0)
+    place.notify(InstanceUp(instance("e1", 80, latency=seconds)), 1.0)
     assert planner.runs.costs.output == pytest.approx(0.07)
 
 
@@ -191,11 +191,11 @@ def test_costs_follow_what_engines_learn() -> None:
     learned = OnlineLatency()
     learned.theta = learned.theta * 3.0
     before = planner.runs.costs
-    place.tell(Learned("e0", learned.theta), 0.0)
-    place.tell(Tick(), 0.0)
+    place.notify(Learned("e0", learned.theta), 0.0)
+    place.notify(Tick(), 0.0)
     assert planner.runs.costs == pytest.approx(tuple(3 * cost for cost in before))
-    place.tell(Learned("e0", learned.theta * 1.05), 1.0)
-    place.tell(Tick(), 1.0)
+    place.notify(Learned("e0", learned.theta * 1.05), 1.0)
+    place.notify(Tick(), 1.0)
     assert planner.runs.costs == pytest.approx(tuple(3 * cost for cost in before)), "nearly the same"
 
 
@@ -266,16 +266,16 @@ class World:
             self.place.inside.pop(event.id)
         if isinstance(event, InstanceDown):
             lost = [id for id, at in self.place.inside.items() if at == event.id]
-            self.tell(event)
+            self.notify(event)
             for id in lost:
                 del self.place.inside[id]
-                self.tell(Returned(id))
+                self.notify(Returned(id))
         else:
-            self.tell(event)
+            self.notify(event)
 
-    def tell(self, event: Event) -> list[Command]:
+    def notify(self, event: Event) -> list[Command]:
         before = dict(self.place.inside)
-        commands = self.place.tell(event, self.now)
+        commands = self.place.notify(event, self.now)
         sent = [command.id for command in commands if isinstance(command, Send)]
         assert len(set(sent)) == len(sent)
         assert not set(sent) & set(before), "sent while it is inside"
@@ -330,10 +330,10 @@ def test_nothing_is_lost_and_nothing_is_left_behind(name: str, program: list[tup
     while world.place.inside:
         id = next(iter(world.place.inside))
         del world.place.inside[id]
-        world.tell(Finished(id, 1))
+        world.notify(Finished(id, 1))
     assert not world.place.core.requests
     for key in list(planner.runs._runs):
-        world.tell(RunEnded(*key))
+        world.notify(RunEnded(*key))
     assert len(planner.runs) == 0
     assert not planner.runs._dirty
     assert not planner.runs._by_slot
@@ -351,7 +351,7 @@ def test_a_host_compiles_all_that_ranks_need_before_it_serves(rank: str) -> None
     planner.knowledge.put(TENANT, graph)
     place = Place(planner, instance("e0", 4, latency=seconds))
     place.come(ask("a", stage=stage("x", target=5.0)))
-    place.tell(Started("a"), 1.0)
-    place.tell(Tick(), 2.0)
+    place.notify(Started("a"), 1.0)
+    place.notify(Tick(), 2.0)
     place.end("a", 3.0)
     assert [len(function.signatures) for function in functions] == compiled  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def loaded(place: Place, name: str, model: str, now: float) -> list[Command]:
     """Let a swap end."""
     before, _ = place.core.cluster.loading[name]
     other = Loadable(before.model, 10.0, 1.0, 4096)
-    return place.tell(Swapped(replace(before, model=model, loadable=(other,))), now)
+    return place.notify(Swapped(replace(before, model=model, loadable=(other,))), now)
 
 
 def swaps(commands: Sequence[Command]) -> list[tuple[str, str]]:

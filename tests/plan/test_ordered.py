@@ -50,7 +50,7 @@ class Both:
         self.inside: dict[str, str] = {}
         self.up: dict[str, Instance] = {}
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Tell both; the commands are the same."""
         ours, wanted = ([*core.on(event, self.now)] for core in self.cores)
         assert ours == wanted, (event, ours, wanted)
@@ -74,13 +74,13 @@ class Both:
         elif kind == 12 and self.queued:
             id = sorted(self.queued)[bits.take(len(self.queued))]
             self.queued.remove(id)
-            self.tell(Failed(id, "client_gone"))
+            self.notify(Failed(id, "client_gone"))
         elif kind == 13:
             self._turn(FLEET[bits.take(len(FLEET))])
         elif kind == 14 and "large" in self.up:
             self._swap()
         else:
-            self.tell(Tick())
+            self.notify(Tick())
 
     def _arrive(self, bits: Bits) -> None:
         id, self.count = f"q{self.count}", self.count + 1
@@ -90,29 +90,29 @@ class Both:
             self.now - 0.3 * bits.take(3), slo, bits.take(3), places=[1, 1, 1, 3][bits.take(4)],
         )  # fmt: skip
         self.queued.add(id)
-        self.tell(Arrived(request))
+        self.notify(Arrived(request))
 
     def _end(self, bits: Bits, *, back: bool) -> None:
         id = list(self.inside)[bits.take(len(self.inside))]
         self.inside.pop(id)
         if back:
             self.queued.add(id)
-            self.tell(Returned(id))
+            self.notify(Returned(id))
         else:
-            self.tell(Finished(id, 1 + bits.take(90)))
+            self.notify(Finished(id, 1 + bits.take(90)))
 
     def _turn(self, instance: Instance) -> None:
         """Start an instance, or let it die: what it runs comes back one by one."""
         if instance.id not in self.up:
             self.up[instance.id] = instance
-            self.tell(InstanceUp(instance))
+            self.notify(InstanceUp(instance))
             return
         del self.up[instance.id]
-        self.tell(InstanceDown(instance.id))
+        self.notify(InstanceDown(instance.id))
         for id in [id for id, at in self.inside.items() if at == instance.id]:
             del self.inside[id]
             self.queued.add(id)
-            self.tell(Returned(id))
+            self.notify(Returned(id))
 
     def _swap(self) -> None:
         """The largest instance serves another model, or its first one again."""
@@ -120,9 +120,9 @@ class Both:
         wide = Instance("large", "m1", 4, 60, 16, 4096) if first else FLEET[2]
         for id in [id for id, at in self.inside.items() if at == "large"]:
             del self.inside[id]
-            self.tell(Failed(id, "gone"))
+            self.notify(Failed(id, "gone"))
         self.up["large"] = wide
-        self.tell(Swapped(wide))
+        self.notify(Swapped(wide))
 
 
 @every_kind

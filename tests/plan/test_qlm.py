@@ -30,8 +30,8 @@ def loads(*models: str, cold: float = 10.0, warm: float = 1.0) -> tuple[Loadable
 class Planned(Place):
     """A place whose planner's long computations run at once, as in a simulation."""
 
-    def tell(self, event: object, now: float) -> list[Command]:
-        commands = super().tell(event, now)
+    def notify(self, event: object, now: float) -> list[Command]:
+        commands = super().notify(event, now)
         work = self.core.deliberate(now)
         if work is not None:
             commands = commands + self.note(self.core.conclude(work(), now))
@@ -91,7 +91,7 @@ def test_a_model_is_swapped_in_when_what_runs_has_drained() -> None:
     assert of(commands, Warm) == [Warm("e0", "n")], "meanwhile its weights come into host memory"
     commands = place.end("r0", 1.0)
     assert of(commands, Swap) == [Swap("e0", "n")]
-    place.tell(Swapped(instance("e0", model="n", loadable=loads("m"))), 3.0)
+    place.notify(Swapped(instance("e0", model="n", loadable=loads("m"))), 3.0)
     assert "r1" in place.inside
 
 
@@ -135,12 +135,12 @@ def test_groups_of_one_model_are_served_together() -> None:
     place.end("first", now)
     while len(order) < 8:
         now += 1.0
-        commands = place.tell(Tick(), now)
+        commands = place.notify(Tick(), now)
         if not place.inside:
             model = {"m": "n", "n": "m"}[model]
             swaps += 1
             other = {"m": "n", "n": "m"}[model]
-            place.tell(Swapped(instance("e0", running=1, lead=0, model=model, loadable=loads(other))), now)
+            place.notify(Swapped(instance("e0", running=1, lead=0, model=model, loadable=loads(other))), now)
         for id in list(place.inside):
             order.append(id)
             place.end(id, now)
@@ -156,7 +156,7 @@ def test_warm_weights_are_not_warmed_again() -> None:
     cold = Planned(Qlm(QlmOptions(warms=False)), instance("e0", loadable=loads("n")))
     cold.come(ask("r0", slo=soon()))
     assert of(cold.come(ask("r1", at=0.1, model="n", slo=soon(100.0))), Warm) == []
-    cold.tell(Warmed(instance("e0", loadable=loads("n"), warm=("n",))), 0.2)
+    cold.notify(Warmed(instance("e0", loadable=loads("n"), warm=("n",))), 0.2)
 
 
 def test_the_queue_of_a_dead_instance_is_planned_anew() -> None:
@@ -164,10 +164,10 @@ def test_the_queue_of_a_dead_instance_is_planned_anew() -> None:
     for i in range(6):
         place.come(ask(f"r{i}", at=i / 100))
     inside = [id for id, name in place.inside.items() if name == "e0"]
-    place.tell(InstanceDown("e0"), 1.0)
+    place.notify(InstanceDown("e0"), 1.0)
     for id in inside:
         place.inside.pop(id)
-        place.tell(Returned(id), 1.0)
+        place.notify(Returned(id), 1.0)
     for now in range(2, 12):
         for id in list(place.inside):
             assert place.inside[id] == "e1"
@@ -177,11 +177,11 @@ def test_the_queue_of_a_dead_instance_is_planned_anew() -> None:
 
 def test_an_instance_that_returns_gets_work_again() -> None:
     place = Planned(Qlm(), instance("e0", running=1, lead=0))
-    place.tell(InstanceDown("e0"), 0.0)
+    place.notify(InstanceDown("e0"), 0.0)
     for i in range(3):
         place.come(ask(f"r{i}", at=0.1 + i))
     assert place.inside == {}
-    place.tell(InstanceUp(instance("e0", running=2, lead=0)), 5.0)
+    place.notify(InstanceUp(instance("e0", running=2, lead=0)), 5.0)
     assert sorted(place.inside) == ["r0", "r1"]
 
 
@@ -189,7 +189,7 @@ def test_a_cancelled_request_leaves_its_group() -> None:
     place = Planned(Qlm(), instance("e0", running=1, lead=0))
     for i in range(3):
         place.come(ask(f"r{i}", at=i / 100))
-    place.tell(Failed("r1", "cancelled"), 0.5)
+    place.notify(Failed("r1", "cancelled"), 0.5)
     place.end("r0", 1.0)
     assert list(place.inside) == ["r2"]
     planner = place.core.planner
@@ -211,7 +211,7 @@ def test_shortage_is_signalled() -> None:
     place = Planned(Qlm(), instance("e0", running=1, lead=0))
     for i in range(40):
         place.come(ask(f"r{i}", at=i / 100, answer=1000, slo=soon(60.0)))
-    place.tell(Tick(), 5.0)
+    place.notify(Tick(), 5.0)
     planner = place.core.planner
     assert isinstance(planner, Qlm)
     assert planner.gauges["short_requests"] > 30
@@ -237,7 +237,7 @@ def test_ranks_of_what_runs_change_when_its_order_does() -> None:
 
 def test_what_an_engine_has_learned_is_planned_by() -> None:
     place, learned = Planned(Qlm(), instance("e0")), OnlineLatency()
-    place.tell(Learned("e0", learned.theta), 0.0)
+    place.notify(Learned("e0", learned.theta), 0.0)
     place.come(ask("r0", slo=soon()))
     planner = place.core.planner
     assert isinstance(planner, Qlm)

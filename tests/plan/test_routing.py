@@ -66,9 +66,9 @@ def test_requests_of_a_dead_instance_are_bound_again(router: object) -> None:
     place = Place(router(), instance("e0", 1, lead=0), instance("e1", 1, lead=0))  # type: ignore[operator]
     for i in range(4):
         place.come(ask(f"r{i}", float(i)))
-    place.tell(InstanceDown("e0"), 5.0)
+    place.notify(InstanceDown("e0"), 5.0)
     place.inside.pop("r0")
-    place.tell(Returned("r0"), 5.0)
+    place.notify(Returned("r0"), 5.0)
     for now in range(6, 9):
         place.end(next(iter(place.inside)), float(now))
     assert place.order[2:] == ["r0", "r2", "r3"], "by arrival, all to e1"
@@ -79,7 +79,7 @@ def test_requests_bound_at_once_are_spread() -> None:
     for i in range(6):
         place.come(ask(f"r{i}", float(i)))
     place.core.cluster.instances["e1"] = instance("e1", 6)
-    place.tell(InstanceUp(instance("e0", 6)), 7.0)
+    place.notify(InstanceUp(instance("e0", 6)), 7.0)
     assert (place.load("e0"), place.load("e1")) == (3, 3)
 
 
@@ -120,5 +120,5 @@ def test_requests_wait_unbound_for_their_first_instance() -> None:
     place = Place(round_robin())
     for i in range(4):
         place.come(ask(f"r{i}", float(i)))
-    place.tell(InstanceUp(instance("e0", 1, lead=0)), 5.0)
+    place.notify(InstanceUp(instance("e0", 1, lead=0)), 5.0)
     assert place.inside == {"r0": "e0"}

@@ -72,7 +72,7 @@ def test_runs_are_ranked_once_what_that_needs_is_compiled() -> None:
     work = place.core.deliberate(3.0)
     assert work is not None
     place.end("long", 3.5)
-    place.tell(RunEnded("default", "app", "long"), 3.6)
+    place.notify(RunEnded("default", "app", "long"), 3.6)
     place.note(place.core.conclude(work(), 4.0))
     assert not planner.thinks
     assert len(planner.runs) == 1, "the other one has ended"
@@ -164,7 +164,7 @@ def test_whatever_comes_is_sent_once_and_forgotten(events: list[tuple[int, int, 
     assert not place.queued
     assert sorted(place.order) == sorted(place.requests)
     for run in range(5):
-        place.tell(RunEnded("default", "app", str(run)), 1e6)
+        place.notify(RunEnded("default", "app", str(run)), 1e6)
     assert not len(planner.runs)
     assert not planner._stands
 
@@ -188,7 +188,7 @@ def test_a_lost_instance_gives_its_requests_back_in_the_same_order() -> None:
     place = Place(knowing(a=5.0, b=1.0), instance("e0", 2), instance("e1", 1, lead=0))
     for i, run in enumerate("abab"):
         place.come(ask(f"{run}{i}", float(i), stage=stage(run)))
-    place.tell(InstanceDown("e0"), 5.0)
+    place.notify(InstanceDown("e0"), 5.0)
     assert set(place.requests) == set(place.inside) | set(place.queued)
 
 

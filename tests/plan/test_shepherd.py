@@ -81,10 +81,10 @@ def test_models_follow_the_demand_when_the_period_is_over() -> None:
     place.come(ask("m0", 0.0))
     for i in range(9):
         assert not any(isinstance(c, Swap) for c in place.come(ask(f"n{i}", 1.0 + i, model="n")))
-    commands = place.tell(Tick(), 31.0)
+    commands = place.notify(Tick(), 31.0)
     assert commands == [Swap("e1", "n")], "e0 has work for m, e1 none"
     assert place.core.cluster.loading["e1"][1] == "n"
-    place.tell(Swapped(instance("e1", model="n")), 41.0)
+    place.notify(Swapped(instance("e1", model="n")), 41.0)
     assert {id for id, name in place.inside.items() if name == "e1"} == {f"n{i}" for i in range(4)}
 
 
@@ -98,7 +98,7 @@ def test_models_without_an_instance_come_before_rates() -> None:
 def test_old_demand_is_forgotten() -> None:
     planner = Shepherd(period=10.0)
     place = Place(planner, two_models("e0"))
-    place.tell(Arrived(ask("m0", 0.0)), 0.0)
-    place.tell(Finished("m0", 10), 1.0)
-    place.tell(Arrived(ask("n0", 20.0, model="n")), 20.0)
+    place.notify(Arrived(ask("m0", 0.0)), 0.0)
+    place.notify(Finished("m0", 10), 1.0)
+    place.notify(Arrived(ask("n0", 20.0, model="n")), 20.0)
     assert place.core.cluster.loading["e0"][1] == "n"

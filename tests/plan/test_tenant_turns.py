@@ -28,7 +28,7 @@ def drain(at: Place, now: float = 100.0) -> list[str]:
     """End what is inside, one at a time, until all is done; return the order in which requests were sent."""
     while at.inside:
         id = next(iter(at.inside))
-        at.tell(Started(id), now)
+        at.notify(Started(id), now)
         at.end(id, now)
     return at.order
 
@@ -47,7 +47,7 @@ def test_a_tenant_that_was_away_saves_up_nothing() -> None:
     for i in range(9):
         at.come(ask(f"a{i}", tenant="a"))
     for i in range(5):
-        at.tell(Started(f"a{i}"), 1.0)
+        at.notify(Started(f"a{i}"), 1.0)
         at.end(f"a{i}", 1.0)
     for i in range(3):
         at.come(ask(f"b{i}", 2.0, tenant="b"))
@@ -126,6 +126,6 @@ def test_other_recipes_take_no_turns() -> None:
     at = Place(planner, instance("e0", 1, lead=0))
     for i, tenant in enumerate("aaab"):
         at.come(ask(f"{tenant}{i}", float(i), tenant=tenant))
-    at.tell(Failed("a1", "gone"), 5.0)
-    assert isinstance(at.tell(Finished("a0", 1), 5.0)[0], Send)
+    at.notify(Failed("a1", "gone"), 5.0)
+    assert isinstance(at.notify(Finished("a0", 1), 5.0)[0], Send)
     assert at.order[-1] == "a2"

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.cluster.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, Address, Connection, tag_of
 from headway.cluster.wire.messages import Item
-from headway.cluster.wire.port import Letter
+from headway.cluster.wire.port import Message
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.events import Finished
 
@@ -33,20 +33,20 @@ async def leading(address: Address, name: str = "c") -> AsyncIterator[RabbitLink
         yield link
 
 
-async def hear(link: RabbitLink, count: int = 1) -> list[Letter]:
-    """Return letters until so many items have come."""
-    letters, items = list[Letter](), 0
+async def receive(link: RabbitLink, count: int = 1) -> list[Message]:
+    """Return messages until so many items have come."""
+    messages, items = list[Message](), 0
     async with asyncio.timeout(SECONDS):
-        async for letter in link.letters():
-            letters.append(letter)
-            items += len(letter.items)
+        async for message in link.messages():
+            messages.append(message)
+            items += len(message.items)
             if items >= count:
                 break
-    return letters
+    return messages
 
 
-def items(letters: list[Letter]) -> list[Item]:
-    return [item for letter in letters for item in letter.items]
+def items(messages: list[Message]) -> list[Item]:
+    return [item for message in messages for item in message.items]
 
 
 def end(number: int) -> Finished:

@@ -21,12 +21,12 @@ from headway.errors import ConfigError
 from headway.events import Failed, Tick
 from headway.types import Send
 from tests.helpers import rabbitmq as server
-from tests.wire.ends import dead, end, eventually, hear, items, leading, linked
+from tests.wire.ends import dead, end, eventually, items, leading, linked, receive
 
 COUNT = 2_000
 
 
-# ---- letters
+# ---- messages
 
 
 async def test_what_one_sends_comes_in_its_order_without_a_gap(address: Address) -> None:
@@ -37,10 +37,11 @@ async def test_what_one_sends_comes_in_its_order_without_a_gap(address: Address)
                 a.send("all", Tick())  # which controllers do not get
             if number % 300 == 0:
                 await asyncio.sleep(0)
-        letters = await hear(leader, COUNT)
-    assert items(letters) == [end(number) for number in range(COUNT)]
-    assert [letter.number for letter in letters] == list(range(1, len(letters) + 1))
-    assert {(letter.sender, letter.epoch) for letter in letters} == {("a", leader.term)} or leader.term == 0
+        messages = await receive(leader, COUNT)
+    assert items(messages) == [end(number) for number in range(COUNT)]
+    assert [message.number for message in messages] == list(range(1, len(messages) + 1))
+    senders = {(message.sender, message.epoch) for message in messages}
+    assert senders == {("a", leader.term)} or leader.term == 0
 
 
 async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address: Address) -> None:
@@ -50,28 +51,28 @@ async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address
         leader.send("a", Send("1", "e0"))
         leader.send("all", Tick())
         b.send("all", end(1))
-        letters = await hear(a, 3)
-        assert items([one for one in letters if one.epoch]) == [Send("1", "e0"), Tick()]
-        assert items([one for one in letters if not one.epoch]) == [end(1)]
-        (letter,) = await hear(b)
-        assert (letter.items, letter.epoch) == ((Tick(),), term)
+        messages = await receive(a, 3)
+        assert items([one for one in messages if one.epoch]) == [Send("1", "e0"), Tick()]
+        assert items([one for one in messages if not one.epoch]) == [end(1)]
+        (message,) = await receive(b)
+        assert (message.items, message.epoch) == ((Tick(),), term)
 
 
 async def test_what_waits_comes_to_the_next_leader(address: Address) -> None:
     async with RabbitLink.opened(address, "a") as a:
         a.send("controller", end(1))
         async with leading(address) as leader:
-            assert items(await hear(leader)) == [end(1)]
+            assert items(await receive(leader)) == [end(1)]
 
 
 async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: Address) -> None:
-    """A letter is acknowledged when the next one is asked for."""
+    """A message is acknowledged when the next one is asked for."""
     async with RabbitLink.opened(address, "a") as a:
         async with leading(address) as leader:
             a.send("controller", end(1))
-            await hear(leader)
+            await receive(leader)
         async with leading(address) as leader:
-            assert items(await hear(leader)) == [end(1)]
+            assert items(await receive(leader)) == [end(1)]
 
 
 async def test_clocks_that_are_apart_are_known(address: Address) -> None:
@@ -80,8 +81,8 @@ async def test_clocks_that_are_apart_are_known(address: Address) -> None:
         for number in range(1, 4):
             envelope = Envelope(0, "late", number, clock.now() - 300.0, (Tick(),))
             await connection.publish(encode(envelope), address.name(CONTROLLER))
-        letters = await hear(leader, 3)
-    assert all(300.0 <= letter.apart < 310.0 for letter in letters)
+        messages = await receive(leader, 3)
+    assert all(300.0 <= message.apart < 310.0 for message in messages)
 
 
 # ---- leaders
@@ -95,8 +96,8 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(address: Address) -> No
             async with RabbitLink.opened(address, "standby", controls=True) as standby:
                 async with RabbitLink.opened(address, "a") as a:
                     a.send("controller", end(round))
-                    async for letter in leader.letters():
-                        if end(round) in letter.items:
+                    async for message in leader.messages():
+                        if end(round) in message.items:
                             break
                 assert not standby.connected
                 assert not standby.term
@@ -116,7 +117,7 @@ async def test_a_controller_that_does_not_lead_says_nothing(address: Address) ->
     ):
         other.send("a", Send("1", "e0"))
         leader.send("a", Send("2", "e0"))
-        assert items(await hear(a)) == [Send("2", "e0")]
+        assert items(await receive(a)) == [Send("2", "e0")]
 
 
 # ---- what goes wrong on the way
@@ -132,7 +133,7 @@ async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Addr
         proxy.accepts = True
         await eventually(lambda: a.connections == 2)
         a.send("controller", end(2))
-        assert items(await hear(leader)) == [end(2)]
+        assert items(await receive(leader)) == [end(2)]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -169,10 +170,10 @@ async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(add
             await eventually(lambda: not a.connected)
             await asyncio.to_thread(own.start)
             async with leading(address) as leader:
-                assert items(await hear(leader, 20)) == [end(number) for number in range(20)]
+                assert items(await receive(leader, 20)) == [end(number) for number in range(20)]
                 await eventually(lambda: a.connected)
                 leader.send("a", Send("1", "e0"))
-                assert items(await hear(a)) == [Send("1", "e0")]
+                assert items(await receive(a)) == [Send("1", "e0")]
     finally:
         await asyncio.to_thread(own.remove)
 
@@ -187,8 +188,8 @@ async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(addr
         await connection.publish(b"trash", "a", exchange=address.name(DIRECT))
         a.send("controller", end(1))
         leader.send("a", Send("1", "e0"))
-        assert items(await hear(leader)) == [end(1)]
-        assert items(await hear(a)) == [Send("1", "e0")]
+        assert items(await receive(leader)) == [end(1)]
+        assert items(await receive(a)) == [Send("1", "e0")]
         found = list[tuple[bytes, str]]()
 
         async def both() -> None:
@@ -207,10 +208,10 @@ async def test_what_is_too_large_is_not_sent_and_the_rest_is(
         a.send("controller", Failed("1", "x" * MAX_BYTES))
         await eventually(lambda: not a._outbox)
         a.send("controller", Failed("2", "x" * (MAX_BYTES - 1000)))  # many frames
-        (letter,) = await hear(leader)
-        assert isinstance(letter.items[0], Failed)
-        assert letter.items[0].id == "2"
-        assert letter.number == 2, "its receiver sees that one was lost"
+        (message,) = await receive(leader)
+        assert isinstance(message.items[0], Failed)
+        assert message.items[0].id == "2"
+        assert message.number == 2, "its receiver sees that one was lost"
     assert "a message may have 4,194,304 bytes" in caplog.text
 
 
@@ -218,10 +219,10 @@ async def test_what_is_too_large_together_comes_in_several_messages(address: Add
     sent = [Failed(str(number), "x" * (MAX_BYTES // 5)) for number in range(12)]
     async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
         a.send("controller", *sent)
-        letters = await hear(leader, len(sent))
-    assert items(letters) == sent
-    assert [letter.number for letter in letters] == list(range(1, len(letters) + 1))
-    assert len(letters) > 2
+        messages = await receive(leader, len(sent))
+    assert items(messages) == sent
+    assert [message.number for message in messages] == list(range(1, len(messages) + 1))
+    assert len(messages) > 2
 
 
 # ---- what is wrong at the start

@@ -125,11 +125,11 @@ def _cut(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -
     def kind(scene: Scene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
-            scene.cluster.wires.tell(partial(proxy.cut, accept=False))
+            scene.cluster.wires.call(partial(proxy.cut, accept=False))
         _last(scene)
         yield Fault(part.name)
         for proxy in wires(part):
-            scene.cluster.wires.tell(partial(setattr, proxy, "accepts", True))
+            scene.cluster.wires.call(partial(setattr, proxy, "accepts", True))
 
     return kind
 
@@ -141,11 +141,11 @@ def _stalled(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]
     def kind(scene: Scene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
-            scene.cluster.wires.tell(proxy.stall)
+            scene.cluster.wires.call(proxy.stall)
         _last(scene)
         yield Fault(part.name)
         for proxy in wires(part):
-            scene.cluster.wires.tell(proxy.resume)
+            scene.cluster.wires.call(proxy.resume)
 
     return kind
 

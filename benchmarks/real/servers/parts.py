@@ -49,7 +49,7 @@ class Wires:
         """Return a proxy before the server of a URL, and the URL that goes through it."""
         return self._do(self._stack.enter_async_context(proxied(url)))
 
-    def tell(self, change: Callable[[], None]) -> None:
+    def call(self, change: Callable[[], None]) -> None:
         """Change proxies, in their thread."""
 
         async def changed() -> None:

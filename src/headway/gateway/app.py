@@ -160,9 +160,10 @@ def _apis(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
     async def background(api: Api, parsed: ParsedRequest, held: Held) -> Response:
-        asked, obstacle = parsed.request, gateway.dispatcher.control.obstacle(parsed.request.model)
+        asked = parsed.request
+        reason = gateway.dispatcher.control.unavailability_reason(asked.model)
         earlier = await gateway.background.accept(parsed, held)
-        told = background_response(asked.id, "queued", asked.arrival) | waiting_for(obstacle)
+        told = background_response(asked.id, "queued", asked.arrival) | waiting_for(reason)
         return api.queued(parsed, response_to(earlier) if earlier else told)
 
     def endpoint(api: Api) -> Handler:

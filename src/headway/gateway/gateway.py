@@ -24,10 +24,10 @@ from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.control.prewarm import BackendWarmer
 from headway.gateway.control.remote.control import NoPlanner
-from headway.gateway.control.remote.gateway import Apart
+from headway.gateway.control.remote.gateway import RemoteGateway
 from headway.gateway.control.setup import be_ready, controller_of, engines_of
 from headway.gateway.control.targets import Paces, measures
-from headway.gateway.control.together import Sides
+from headway.gateway.control.wiring import LocalGateway
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.gateway.requests.background import BackgroundWork
 from headway.gateway.requests.path import RequestPath
@@ -103,8 +103,8 @@ async def serving(
         opened(config.backends, config.tenant_share) as backends,
         opened_batches(config) as batches,
     ):
-        sides = _sides(config, lengths.lengths, metrics, log_dir, link, paces)
-        dispatcher, knowledge = sides.dispatcher, sides.control.controller.planner.knowledge
+        wired = _wired(config, lengths.lengths, metrics, log_dir, link, paces)
+        dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
         path = RequestPath(config.server, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
@@ -115,7 +115,7 @@ async def serving(
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
         try:
             graphs = kept_graphs(knowledge, config.apps_dir)
-            async with graphs, sides.running(), background.running():
+            async with graphs, wired.running(), background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
@@ -153,14 +153,14 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
     return {name: await TokenCounter.load(model) for name, model in models.items()}
 
 
-def _sides(
+def _wired(
     config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None, paces: Paces
-) -> Sides | Apart:
+) -> LocalGateway | RemoteGateway:
     if link is not None:
-        return Apart.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
+        return RemoteGateway.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
     controller = controller_of(config, find(config.recipe).planner(), lengths)
     add = paces.add if measures(config) else None
-    return Sides.of(
+    return LocalGateway.of(
         config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics, on_pace=add)
     )
 

@@ -46,10 +46,10 @@ _COLOURS = {
 def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool, whole: bool) -> None:
     """Print the story of a simulated request; without one, those with the largest SLO violations."""
     run = run_folder.load(folder)
-    tell(run, Reader(run).timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
+    show(run, Reader(run).timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
 
-def tell(
+def show(
     run: Run, timeline: Callable[[int], Timeline], source: str, request: str | None, *, worst: int | None,
     as_json: bool, whole: bool,
 ) -> None:  # fmt: skip

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from headway.cluster.wire.messages import Item
-from headway.cluster.wire.port import Letter
+from headway.cluster.wire.port import Message
 
 
 @dataclass(eq=False)
 class LocalLink:
-    """One process on the exchange; made on the event loop that takes its letters."""
+    """One process on the exchange; made on the event loop that takes its messages."""
 
     exchange: Exchange
     name: str
@@ -23,19 +23,21 @@ class LocalLink:
     term: int = 0
     apart: float = 0.0
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    inbox: asyncio.Queue[Letter] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
 
     def send(self, to: str, *items: Item) -> None:
         if self.connected and (not self.controls or self.term):
             self.exchange.carry(self, to, pickle.dumps(items))
 
-    async def letters(self) -> AsyncIterator[Letter]:
+    async def messages(self) -> AsyncIterator[Message]:
         while True:
             yield await self.inbox.get()
 
     def take(self, sender: LocalLink, data: bytes) -> None:
-        letter = Letter(sender.name, self.term or sender.term, pickle.loads(data), sender.apart - self.apart)
-        self.loop.call_soon_threadsafe(self.inbox.put_nowait, letter)
+        message = Message(
+            sender.name, self.term or sender.term, pickle.loads(data), sender.apart - self.apart
+        )
+        self.loop.call_soon_threadsafe(self.inbox.put_nowait, message)
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Exchange:
         return new
 
     def leader(self) -> LocalLink | None:
-        """Return the controller that leads; its term begins when it gets its first letter."""
+        """Return the controller that leads; its term begins when it gets its first message."""
         able = [one for one in self.links.values() if one.controls and one.connected]
         if able and not able[0].term:
             self.term += 1

@@ -61,8 +61,8 @@ class Parts:
             agent = self.agents[name] = Agent(link, make)
 
             async def listen() -> None:
-                async for letter in link.letters():
-                    agent.hear(letter)
+                async for message in link.messages():
+                    agent.receive(message)
 
             async with agent.agents.running(), tasks.running(*agent.loops(), listen):
                 await asyncio.Event().wait()

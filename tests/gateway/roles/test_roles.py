@@ -11,7 +11,7 @@ import pytest
 
 from headway import clock
 from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
-from headway.cluster.wire.port import Letter
+from headway.cluster.wire.port import Message
 from headway.events import Arrived, Finished, Started
 from headway.gateway.control.remote.control import RemoteControl
 from headway.types import Request
@@ -171,34 +171,34 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     request = Request("r1", "other", 10, 10, arrival=clock.now())
     early, late = (InFlight(request, None, False, clock.now() + s) for s in (0.0, 60.0))
 
-    def hear(sender: str, *items: Item) -> None:
-        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Letter(sender, 1, items, 0.0))
+    def receive(sender: str, *items: Item) -> None:
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Message(sender, 1, items, 0.0))
 
     def known(name: str) -> bool:
         return name in leader._gateways and leader._gateways[name].known
 
     link.term = 1
-    hear("x", Present((early,), True))
+    receive("x", Present((early,), True))
     until(lambda: waiting(headway, "c1") == ["r1"])
     leader = headway.controllers["c1"].leader
     assert leader is not None
-    hear("y", Present((), True), Arrived(request))
+    receive("y", Present((), True), Arrived(request))
     until(lambda: leader._owner["r1"] == "y")
     assert leader._gateways["x"].ids == set()
-    hear("x", Started("r1"), Finished("r1", 3))
-    hear("x", Present((early,), True), Alive((), 0))
-    hear("y", Alive((), 1))
+    receive("x", Started("r1"), Finished("r1", 3))
+    receive("x", Present((early,), True), Alive((), 0))
+    receive("y", Alive((), 1))
     until(lambda: link.inbox.empty())
     assert waiting(headway, "c1") == ["r1"]
     assert leader._owner["r1"] == "y"
-    hear("x", Present((late,), True))
+    receive("x", Present((late,), True))
     until(lambda: leader._owner["r1"] == "x")
     assert known("y")
-    hear("y", Alive((), 1))
+    receive("y", Alive((), 1))
     until(lambda: not known("y"))  # it is asked what it has
-    hear("y", Present((early,), True))
+    receive("y", Present((early,), True))
     until(lambda: known("y"))
-    hear("x", Finished("r1", 3))
+    receive("x", Finished("r1", 3))
     until(lambda: not waiting(headway, "c1"))
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_taken_note_of_is_asked_for_again(headway: Parts) -> None
         leader = headway.controllers["c1"].leader
         assert leader is not None
         link = headway.exchange.links["c1"]
-        nonsense = Letter("g1", link.term, (Arrived("nonsense"),), 0.0)  # type: ignore[arg-type]
+        nonsense = Message("g1", link.term, (Arrived("nonsense"),), 0.0)  # type: ignore[arg-type]
         headway.loop.call_soon_threadsafe(link.inbox.put_nowait, nonsense)
         until(lambda: link.inbox.empty())
         assert gateway.post(gateway.chat()).status_code == 200
@@ -223,7 +223,9 @@ def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None
         assert isinstance(control, RemoteControl)
         until(lambda: control.leader.epoch == 2)
         before = control.leader.heard
-        gateway.loop.call_soon_threadsafe(control.hear, Letter("c1", 1, (Standing(frozenset(), {}),), 0.0))
+        gateway.loop.call_soon_threadsafe(
+            control.receive, Message("c1", 1, (Standing(frozenset(), {}),), 0.0)
+        )
         headway.exchange.mend("c1")
         assert gateway.post(gateway.chat()).status_code == 200
         assert control.leader.epoch == 2

@@ -14,7 +14,7 @@ from headway.cluster.wire.messages import (
     Progressed,
     Standing,
 )
-from headway.cluster.wire.port import Letter, Link
+from headway.cluster.wire.port import Link, Message
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.agents import Agents
@@ -42,15 +42,15 @@ class Agent:
         """Return what runs as long as the engines do."""
         return [*self.agents.loops(follow_latency=True), self._report]
 
-    def hear(self, letter: Letter) -> None:
+    def receive(self, message: Message) -> None:
         """Take a message of a controller; those of one that leads no longer are ignored."""
-        if not letter.epoch:  # another agent's
+        if not message.epoch:  # another agent's
             return
-        if letter.epoch < self._epoch:
-            log.debug("a message of %s, which leads no longer", letter.sender)
+        if message.epoch < self._epoch:
+            log.debug("a message of %s, which leads no longer", message.sender)
             return
-        self._epoch = letter.epoch
-        for item in letter.items:
+        self._epoch = message.epoch
+        for item in message.items:
             match item:
                 case Rerank() | Swap() | Warm() if item.instance in self.agents.engines:
                     self.agents.execute(item)

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from headway.cluster.roles.leader import Leader
-from headway.cluster.wire.port import Letter, Link
+from headway.cluster.wire.port import Link, Message
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.control import Control, Inquire
@@ -38,25 +38,25 @@ class ControllerProcess:
     async def run(self) -> None:
         """Take messages until the link is closed."""
         async with AsyncExitStack() as stack:
-            async for letter in self._link.letters():
-                if self.leader is None or letter.epoch != self._term:
+            async for message in self._link.messages():
+                if self.leader is None or message.epoch != self._term:
                     await stack.aclose()
-                    self._term, self.leader = letter.epoch, self._new_leader()
+                    self._term, self.leader = message.epoch, self._new_leader()
                     log.info("this controller leads, in term %d", self._term)
                     await self.leader.control.prepare()
                     await stack.enter_async_context(
                         tasks.running(*self.leader.loops(), failed=self._metrics.loop_failed)
                     )
-                self._hear(self.leader, letter)
+                self._receive(self.leader, message)
 
-    def _hear(self, leader: Leader, letter: Letter) -> None:
+    def _receive(self, leader: Leader, message: Message) -> None:
         """Take a message; of one that was not taken as a whole, the sender is asked for all that it has."""
         try:
-            leader.hear(letter)
+            leader.receive(message)
         except Exception:
-            log.exception("a message of %s failed; it is asked for all that it has", letter.sender)
-            self._metrics.loop_failed("hear")
-            leader.distrust(letter.sender)
+            log.exception("a message of %s failed; it is asked for all that it has", message.sender)
+            self._metrics.loop_failed("receive")
+            leader.distrust(message.sender)
 
     def _new_leader(self) -> Leader:
         engines = [f"e{i}" for i in range(len(self._config.engines))]

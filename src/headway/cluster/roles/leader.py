@@ -28,7 +28,7 @@ from headway.cluster.wire.messages import (
     Standing,
     Waiting,
 )
-from headway.cluster.wire.port import Letter, Link
+from headway.cluster.wire.port import Link, Message
 from headway.events import (
     Arrived,
     Event,
@@ -114,24 +114,24 @@ class Leader:
 
     # ---- what it hears
 
-    def hear(self, letter: Letter) -> None:
+    def receive(self, message: Message) -> None:
         """Take a message of a gateway or an agent."""
-        now, name = clock.now(), letter.sender
-        if letter.number and self._numbers.get(name, letter.number - 1) != letter.number - 1:
+        now, name = clock.now(), message.sender
+        if message.number and self._numbers.get(name, message.number - 1) != message.number - 1:
             log.warning("messages of %s were lost; it is asked for all that it has", name)
             self.distrust(name)
-        self._numbers[name] = letter.number
+        self._numbers[name] = message.number
         for one in (self._gateways.get(name), self._agents.get(name)):
             if one is not None:
                 one.heard = now
         # In their order: what happened before a report is in it, what happened after it is not.
-        for are_events, run in itertools.groupby(letter.items, lambda item: isinstance(item, EVENTS)):
+        for are_events, run in itertools.groupby(message.items, lambda item: isinstance(item, EVENTS)):
             if are_events:
-                self._hear_events(name, cast(list[Event], list(run)), letter.apart)
+                self._receive_events(name, cast(list[Event], list(run)), message.apart)
             else:
-                self._hear_reports(name, run, letter.apart)
+                self._receive_reports(name, run, message.apart)
 
-    def _hear_reports(self, name: str, items: Iterable[Item], apart: float) -> None:
+    def _receive_reports(self, name: str, items: Iterable[Item], apart: float) -> None:
         """Take what a gateway or an agent says beside events."""
         now = clock.now()
         for item in items:
@@ -166,7 +166,7 @@ class Leader:
         if name in self._agents:
             self._forget(name, "is asked anew")
 
-    def _hear_events(self, name: str, events: Sequence[Event], apart: float) -> None:
+    def _receive_events(self, name: str, events: Sequence[Event], apart: float) -> None:
         """Take note of events; those of a process that has not reported come with its report."""
         gateway, agent = self._gateways.get(name), self._agents.get(name)
         if agent is not None and agent.engines:
@@ -176,7 +176,7 @@ class Leader:
         elif gateway is not None and gateway.known:
             self._latest = name
             noted = (self._noted(name, gateway, event, apart) for event in events)
-            self.control.tell_all(*itertools.chain.from_iterable(noted))
+            self.control.notify_all(*itertools.chain.from_iterable(noted))
 
     def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
         """Take note of whose request an event is about; return what it means, by the clock of here.
@@ -299,12 +299,12 @@ class Leader:
             case InstanceDown(id) if self._settling is not None and id in self._settling:
                 del self._settling[id]
             case _:
-                self.control.tell(event)
+                self.control.notify(event)
 
     def _come(self, up: InstanceUp | Swapped) -> None:
         """Let an instance take work, but not before gateways have had the time to report what is in it."""
         if self._settling is None:
-            self.control.tell(up)
+            self.control.notify(up)
         else:
             self._settling[up.instance.id] = up
 
@@ -312,7 +312,7 @@ class Leader:
         """Let instances take work as soon as gateways have had the time to report."""
         await asyncio.sleep(SETTLE_S)
         ups, self._settling = self._settling or {}, None
-        self.control.tell_all(*ups.values())
+        self.control.notify_all(*ups.values())
 
     # ---- leading
 
@@ -334,14 +334,14 @@ class Leader:
             log.warning("%s %s; its requests (%d) end", name, why, len(gateway.ids))
             ended = [Failed(id, "gateway_gone") for id in gateway.ids]
             noted = [self._noted(name, gateway, event) for event in ended]
-            self.control.tell_all(*itertools.chain.from_iterable(noted))
+            self.control.notify_all(*itertools.chain.from_iterable(noted))
         if agent is not None:
             log.warning("%s %s; its engines take no work", name, why)
             for id in agent.engines:
                 self._agent_of.pop(id, None)
                 if self._settling is not None:
                     self._settling.pop(id, None)
-            self.control.tell_all(*[InstanceDown(id) for id in agent.engines])
+            self.control.notify_all(*[InstanceDown(id) for id in agent.engines])
 
     # ---- commands
 

@@ -101,8 +101,8 @@ def agent(
             one = Agent(link, lambda tell: engines_of(config, log_dir, tell, metrics, only))
 
             async def listen() -> None:
-                async for letter in link.letters():
-                    one.hear(letter)
+                async for message in link.messages():
+                    one.receive(message)
 
             state = partial(_state_of, one, link)
             loops: list[tasks.Loop] = [*one.loops(), listen]

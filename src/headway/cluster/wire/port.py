@@ -14,7 +14,7 @@ To = str | Literal["controller", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Message:
     """A message as it came, with one or several things that were sent together.
 
     sender: the name of its process.
@@ -57,6 +57,6 @@ class Link(Protocol):
         """Send items soon, together; without a connection they are lost."""
         ...
 
-    def letters(self) -> AsyncIterator[Letter]:
+    def messages(self) -> AsyncIterator[Message]:
         """Yield what comes, until the link is closed."""
         ...

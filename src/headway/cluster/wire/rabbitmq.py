@@ -32,7 +32,7 @@ from headway.cluster.wire.connection import (
     tag_of,
 )
 from headway.cluster.wire.messages import Item, Present
-from headway.cluster.wire.port import Letter
+from headway.cluster.wire.port import Message
 from headway.cluster.wire.term import Term
 
 _PREFETCH = 1000  # messages that a controller has not taken note of yet
@@ -46,7 +46,7 @@ log = logging.getLogger("headway.cluster.wire")
 class _Delivery(NamedTuple):
     connection: Connection
     tag: int | None
-    letter: Letter
+    message: Message
 
 
 class RabbitLink:
@@ -95,12 +95,12 @@ class RabbitLink:
             self._outbox.clear()
             self._current.fail("too much waited to be sent")
 
-    async def letters(self) -> AsyncIterator[Letter]:
+    async def messages(self) -> AsyncIterator[Message]:
         """Yield what comes."""
         while True:
-            connection, tag, letter = await self._inbox.get()
-            if not self._controls or letter.epoch == self.term:
-                yield letter
+            connection, tag, message = await self._inbox.get()
+            if not self._controls or message.epoch == self.term:
+                yield message
             if tag is not None:
                 with suppress(Lost):
                     await connection.ack(tag)
@@ -234,14 +234,14 @@ class RabbitLink:
             return
         if envelope.sender == self.name:
             return
-        letter = Letter(
+        received = Message(
             envelope.sender,
             self.term or envelope.epoch,
             envelope.items,
             self._estimate(envelope),
             envelope.number,
         )
-        self._inbox.put_nowait(_Delivery(connection, tag_of(message) if self._controls else None, letter))
+        self._inbox.put_nowait(_Delivery(connection, tag_of(message) if self._controls else None, received))
 
     def _estimate(self, envelope: Envelope) -> float:
         """Return how far this clock is ahead of the sender's: the least that was seen of late."""

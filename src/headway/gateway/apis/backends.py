@@ -95,20 +95,20 @@ class _Unit:
         finally:
             self._end()
         if ran.started is not None:
-            self._dispatcher.tell(Prewarmed(Resource("backend", self._backend), ran.started))
+            self._dispatcher.notify(Prewarmed(Resource("backend", self._backend), ran.started))
         return ran
 
     def _begin(self) -> None:
         if self._stage is not None:
             key = self._tenant, self._stage.app, self._stage.run
             check_begins(self._dispatcher.runs.live(key))
-            self._dispatcher.tell(UnitBegan(self._tenant, self._stage, self._backend))
+            self._dispatcher.notify(UnitBegan(self._tenant, self._stage, self._backend))
 
     def _end(self) -> None:
         if self._stage is not None:
-            self._dispatcher.tell(UnitEnded(self._tenant, self._stage))
+            self._dispatcher.notify(UnitEnded(self._tenant, self._stage))
             if self._stage.final:
-                self._dispatcher.tell(RunEnded(self._tenant, self._stage.app, self._stage.run))
+                self._dispatcher.notify(RunEnded(self._tenant, self._stage.app, self._stage.run))
 
 
 def _check_open(key: Key, units: int) -> None:

@@ -60,7 +60,7 @@ def _reports(app: FastAPI, state: AppState) -> None:
         tenant = state.tenant(request)
         key = _key(tenant, request, id, checked(EndBody, await state.json(request, b"{}")).app)
         _known(state, key)
-        dispatcher.tell(RunEnded(*key))
+        dispatcher.notify(RunEnded(*key))
         return JSONResponse(_described(state, key))
 
     @app.post(
@@ -77,10 +77,10 @@ def _reports(app: FastAPI, state: AppState) -> None:
         if body.state == "started":
             _check_backend(body)
             check_begins(dispatcher.runs.live(key))
-            dispatcher.tell(UnitBegan(key[0], stage, body.backend))
+            dispatcher.notify(UnitBegan(key[0], stage, body.backend))
         else:
             _check_ended(_known(state, key), body)
-            dispatcher.tell(UnitEnded(key[0], stage))
+            dispatcher.notify(UnitEnded(key[0], stage))
         return JSONResponse(_described(state, key))
 
 

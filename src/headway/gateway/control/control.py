@@ -31,15 +31,15 @@ class ControlView(ABC):
     controller: Controller
 
     @abstractmethod
-    def tell(self, event: Event) -> None:
-        """Tell the controller an event."""
+    def notify(self, event: Event) -> None:
+        """Notify the controller of an event."""
 
     def problem(self) -> str | None:
         """Return why no request can be queued at the moment, None = it can."""
         return None
 
     @property
-    def elsewhere(self) -> Mapping[Group, int]:
+    def remote_counts(self) -> Mapping[Group, int]:
         """Requests that other gateways have accepted and that have not ended, by tenant and class."""
         return {}
 
@@ -49,7 +49,7 @@ class ControlView(ABC):
         backlog, rows = cluster.backlog, cluster.backlog.rows()
         return int(((backlog.model[rows] == cluster.code(model)) & ~backlog.sent[rows]).sum())
 
-    def obstacle(self, model: str) -> str | None:
+    def unavailability_reason(self, model: str) -> str | None:
         """Say why a request for a model cannot be in an engine now; None when there is an instance for it."""
         cluster = self.controller.cluster
         if any(instance.model == model for instance in cluster.instances.values()):
@@ -98,12 +98,12 @@ class Control(ControlView):
 
     # ---- events
 
-    def tell(self, event: Event) -> None:
-        """Tell the controller an event; its commands are executed now, or when a slow planner has planned."""
-        self.tell_all(event)
+    def notify(self, event: Event) -> None:
+        """Notify the controller; its commands are executed now, or when a slow planner has planned."""
+        self.notify_all(event)
 
-    def tell_all(self, *events: Event) -> None:
-        """Tell the controller events that became known together; it plans once after them."""
+    def notify_all(self, *events: Event) -> None:
+        """Notify the controller of events that became known together; it plans once after them."""
         self._planning.note(*events)
         self._arm()
 
@@ -130,7 +130,7 @@ class Control(ControlView):
         while True:
             await asyncio.sleep(_TICK)
             if self.controller.queued:
-                self.tell(Tick())
+                self.notify(Tick())
 
     # ---- requests that may be late
 

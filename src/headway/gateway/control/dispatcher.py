@@ -39,22 +39,22 @@ class Dispatcher:
     ) -> None:
         self.control, self.engines, self.runs = control, engines, runs
         self.in_flight: dict[str, InFlightRequest] = {}
-        self.warmups = Warmups(self.tell, metrics.prewarm)
+        self.warmups = Warmups(self.notify, metrics.prewarm)
         self._metrics = metrics
 
     # ---- events
 
-    def tell(self, event: Event) -> None:
-        """Tell the controller an event."""
+    def notify(self, event: Event) -> None:
+        """Notify the controller of an event."""
         ended = self.runs.note(event, clock.now())
         if not isinstance(event, RunEnded):  # the account says when a run ends
-            self.control.tell(event)
+            self.control.notify(event)
         self._end_runs(ended)
         if isinstance(event, Started) and event.id in self.in_flight:
             self.warmups.used(self.in_flight[event.id].request)
 
-    def hear(self, event: Event) -> None:
-        """Hear what an engine has told the controller."""
+    def receive(self, event: Event) -> None:
+        """Take note of what an engine has notified the controller of."""
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
             self._refuse_unavailable()
 
@@ -63,7 +63,7 @@ class Dispatcher:
         self.in_flight[in_flight.id] = in_flight
         in_flight.queued = clock.now()
         in_flight.enter(RequestState.QUEUED)
-        self.tell(Arrived(in_flight.request))
+        self.notify(Arrived(in_flight.request))
         unavailable = self.unavailable(in_flight.request.model)
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
             in_flight.refuse(unavailable)
@@ -71,12 +71,12 @@ class Dispatcher:
     def requeue(self, in_flight: InFlightRequest, reason: ReturnReason) -> None:
         """Queue a request again whose engine died, or began to load another model, before it answered."""
         in_flight.await_engine_again(reason)
-        self.tell(Returned(in_flight.id))
+        self.notify(Returned(in_flight.id))
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:
         """Let go of a request; event: Finished or Failed."""
         self.in_flight.pop(in_flight.id, None)
-        self.tell(event)
+        self.notify(event)
 
     # ---- application runs
 
@@ -95,7 +95,7 @@ class Dispatcher:
         """Count runs that have ended, and tell the controller."""
         for run in ended:
             self._metrics.runs.ended(run)
-            self.control.tell(RunEnded(*run.key))
+            self.control.notify(RunEnded(*run.key))
 
     async def expire_runs(self) -> None:
         """Let silent runs end until cancelled."""
@@ -176,4 +176,4 @@ class Dispatcher:
         """Say why a request is not in an engine; None when it is in one, or waits for its turn alone."""
         if (one := self.in_flight.get(id)) is None or one.state is not RequestState.QUEUED:
             return None
-        return self.control.obstacle(one.request.model)
+        return self.control.unavailability_reason(one.request.model)

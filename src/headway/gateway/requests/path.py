@@ -76,7 +76,7 @@ class RequestPath:
     def check_room(self, key: Key) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class."""
         controller = self._dispatcher.control.controller
-        reject = controller.full(key.tenant, None, clock.now(), self._coming(), key.max_queued)
+        reject = controller.full(key.tenant, None, clock.now(), self._pending_by_group(), key.max_queued)
         if reject is not None:
             self.observers.refused(Refused(reject.reason, key.tenant))
             raise refusal(reject)
@@ -108,11 +108,11 @@ class RequestPath:
     def admission(self, request: Request, most: int | None = None) -> Reject | None:
         """Return why a request would be refused now, None = it would not be. Nothing is counted."""
         control = self._dispatcher.control
-        return control.controller.admit(request, clock.now(), self._coming(), most)
+        return control.controller.admit(request, clock.now(), self._pending_by_group(), most)
 
-    def _coming(self) -> Mapping[Group, int]:
+    def _pending_by_group(self) -> Mapping[Group, int]:
         """Return the places that the controller does not count: of what is being stored, or elsewhere."""
-        elsewhere = self._dispatcher.control.elsewhere
+        elsewhere = self._dispatcher.control.remote_counts
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
     async def admit(self, parsed: ParsedRequest, most: int | None) -> ParsedRequest:
@@ -148,7 +148,7 @@ class RequestPath:
             parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background
         )
         self._tracing.begin(in_flight, parsed.trace_parent)
-        in_flight.waited = self._dispatcher.control.obstacle(parsed.request.model)
+        in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
         self._storing[group] += places
         try:
@@ -204,7 +204,7 @@ class RequestPath:
                 in_flight.first_token = clock.now()
                 in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
-                self._dispatcher.tell(Started(in_flight.id))
+                self._dispatcher.notify(Started(in_flight.id))
                 return response
 
     async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:

@@ -18,7 +18,7 @@ def main(
     since: instant from which requests count, None = all of the journal.
     """
     past = Past.of(load(folder, since), command_line())
-    explain.tell(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
+    explain.show(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
 
 def load(folder: Path, since: float | None, until: float | None = None) -> Journal:

@@ -135,6 +135,6 @@ def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Respo
     return Response(whole, media_type="application/json")
 
 
-def waiting_for(obstacle: str | None) -> dict[str, str]:
+def waiting_for(reason: str | None) -> dict[str, str]:
     """Return what a queued response waits for, as a field of its body."""
-    return {} if obstacle is None else {"waiting_for": obstacle}
+    return {} if reason is None else {"waiting_for": reason}

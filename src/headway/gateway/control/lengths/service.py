@@ -156,7 +156,7 @@ class PredictorService:
         finally:
             self._reading -= 1
         self._metrics.seconds.observe(loop.time() - began)
-        self.predictor.tell(request.id, seen)
+        self.predictor.register(request.id, seen)
         by = "prompt" if self.predictor.reads(request.id) else "task_untaught"
         self._metrics.forecasts.labels(by).inc()
 

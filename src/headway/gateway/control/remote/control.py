@@ -16,7 +16,7 @@ from typing import TypeVar, get_args
 
 from headway import clock
 from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
-from headway.cluster.wire.port import Letter, Link
+from headway.cluster.wire.port import Link, Message
 from headway.events import Arrived, Event, Failed, Finished, Returned, Started
 from headway.gateway.control.control import ControlView
 from headway.policy.core.cluster import Cluster
@@ -76,15 +76,15 @@ class RemoteControl(ControlView):
         self._flushing = False
 
     @property
-    def elsewhere(self) -> Mapping[Group, int]:
-        return self.leader.elsewhere
+    def remote_counts(self) -> Mapping[Group, int]:
+        return self.leader.remote_counts
 
     def problem(self) -> str | None:
         return None if self._link.connected else "The wire to the controller is down."
 
     # ---- events
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         self._follow(event)
         self.controller.note(event, clock.now())
         self._outbox.append(event)
@@ -146,23 +146,23 @@ class RemoteControl(ControlView):
 
     # ---- what the controller says
 
-    def hear(self, letter: Letter) -> None:
+    def receive(self, message: Message) -> None:
         """Take a message of a controller; those of one that leads no longer are ignored."""
-        if letter.epoch < self.leader.epoch:
-            log.debug("a message of %s, which leads no longer", letter.sender)
+        if message.epoch < self.leader.epoch:
+            log.debug("a message of %s, which leads no longer", message.sender)
             return
-        if letter.epoch > self.leader.epoch:
-            self.leader = Leader(letter.epoch)
+        if message.epoch > self.leader.epoch:
+            self.leader = Leader(message.epoch)
         self.leader.heard = clock.now()
-        for item in letter.items:
+        for item in message.items:
             if isinstance(item, Standing):
                 self._hear_standing(item)
             elif isinstance(item, COMMANDS):
-                self._obey(_shifted(item, letter.apart))
+                self._obey(_shifted(item, message.apart))
 
     def _hear_standing(self, standing: Standing) -> None:
         me = self._link.name
-        self.leader.elsewhere = {
+        self.leader.remote_counts = {
             (one.tenant, one.tier): one.count
             for name, waiting in standing.waiting.items() if name != me
             for one in waiting
@@ -204,7 +204,7 @@ class RemoteControl(ControlView):
         if send.id not in self.controller.requests:
             return
         if send.instance not in self.controller.cluster.instances:
-            self.tell(Returned(send.id))
+            self.notify(Returned(send.id))
         elif send.id in self._at:
             if self._at[send.id] != send.instance:
                 self.report()

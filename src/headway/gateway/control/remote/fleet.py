@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headway import clock
 from headway.cluster.wire.messages import EngineState, Gone
-from headway.cluster.wire.port import Letter
+from headway.cluster.wire.port import Message
 from headway.config import Engine
 from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.remote import RemoteEngine
@@ -57,26 +57,26 @@ class Fleet:
         finally:
             await asyncio.gather(*(engine.disconnect() for engine in self.engines.values()))
 
-    def hear(self, letter: Letter) -> None:
+    def receive(self, message: Message) -> None:
         """Take a message of an agent."""
-        for item in letter.items:
+        for item in message.items:
             match item:
                 case EngineState(id) if id in self.engines:
-                    self._update(letter, item)
-                case EngineState(id) if (letter.sender, id) not in self._unknown:
-                    self._unknown.add((letter.sender, id))
-                    log.warning("%s has an engine %s, which gets no work: %s", letter.sender, id, UNKNOWN)
+                    self._update(message, item)
+                case EngineState(id) if (message.sender, id) not in self._unknown:
+                    self._unknown.add((message.sender, id))
+                    log.warning("%s has an engine %s, which gets no work: %s", message.sender, id, UNKNOWN)
                 case Gone():
-                    self._unknown = {(agent, id) for agent, id in self._unknown if agent != letter.sender}
-                    for id in [id for id, one in self._heard.items() if one.agent == letter.sender]:
+                    self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
+                    for id in [id for id, one in self._heard.items() if one.agent == message.sender]:
                         self._silent(id)
                 case Learned():
                     self._control.fleet_changed(item)
 
-    def _update(self, letter: Letter, state: EngineState) -> None:
+    def _update(self, message: Message, state: EngineState) -> None:
         engine, before = self.engines[state.id], self._heard.get(state.id)
-        self._heard[state.id] = _Heard(clock.now(), letter.sender, state)
-        engine.ahead, engine.loading = -letter.apart, state.loading
+        self._heard[state.id] = _Heard(clock.now(), message.sender, state)
+        engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
         engine.fatal = known(state.fatal)
@@ -97,12 +97,12 @@ class Fleet:
         if event is not None:
             self._control.fleet_changed(event)
             if self.dispatcher is not None:
-                self.dispatcher.hear(event)
+                self.dispatcher.receive(event)
 
     def _lost(self, id: str) -> None:
         """Take an engine that does not answer for down, until its agent says that it is up."""
         self._control.fleet_changed(InstanceDown(id))
-        self._control.tell(InstanceDown(id))
+        self._control.notify(InstanceDown(id))
 
     async def expire(self) -> None:
         """Take engines for down whose agents are silent, until cancelled."""

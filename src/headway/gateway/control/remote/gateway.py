@@ -19,7 +19,7 @@ from headway.policy.core.controller import Controller
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class RemoteGateway:
     """The gateway's side, with what it knows of controller and engines from the wire."""
 
     control: RemoteControl
@@ -29,7 +29,7 @@ class Apart:
     link: Link
 
     @classmethod
-    def of(cls, config: Config, controller: Controller, metrics: Metrics, link: Link) -> Apart:
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, link: Link) -> RemoteGateway:
         """Connect requests in flight with the wire. controller: plans nothing, and admits requests."""
         control = RemoteControl(controller, link)
         fleet = Fleet(control, config.engines, config.wire.lease_seconds)
@@ -52,8 +52,8 @@ class Apart:
                 self.link.send("controller", Gone())
 
     async def _listen(self) -> None:
-        async for letter in self.link.letters():
-            if letter.epoch:
-                self.control.hear(letter)
+        async for message in self.link.messages():
+            if message.epoch:
+                self.control.receive(message)
             else:
-                self.fleet.hear(letter)
+                self.fleet.receive(message)

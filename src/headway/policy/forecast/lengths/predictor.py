@@ -56,7 +56,7 @@ class Predictor:
         self._seen: deque[tuple[Features, str, float]] = deque(maxlen=window)
         self._fresh = 0  # answers since the last fit began
 
-    def tell(self, id: str, features: Features) -> None:
+    def register(self, id: str, features: Features) -> None:
         """Register the features of a request's prompt, before its first forecast."""
         self._open[id] = _Open(features)
         if len(self._open) > self._opened:

@@ -23,8 +23,8 @@ Engines = Callable[[Listener], Mapping[str, VllmEngine]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """The three sides of a gateway that is all in one process."""
+class LocalGateway:
+    """A gateway with controller and engines in one process."""
 
     control: Control
     agents: Agents
@@ -32,7 +32,7 @@ class Sides:
     metrics: Metrics
 
     @classmethod
-    def of(cls, config: Config, controller: Controller, metrics: Metrics, engines: Engines) -> Sides:
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, engines: Engines) -> LocalGateway:
         """Connect a controller with engines and requests in flight.
 
         engines: makes the engines, given the listener for what happens to them.
@@ -43,20 +43,20 @@ class Sides:
                 agents.execute(command)
                 dispatcher.execute(command)
 
-        def tell(event: Event) -> None:
-            control.tell(event)
-            dispatcher.hear(event)
+        def notify(event: Event) -> None:
+            control.notify(event)
+            dispatcher.receive(event)
 
         def inquire(instance: str, ids: Sequence[str]) -> None:
             agents.inquire(instance, ids)
 
-        made = engines(tell)
+        made = engines(notify)
         control = Control(
             controller, execute, inquire,
             drops=drops(config),
             swaps=any(engine.models.swaps for engine in made.values()),
         )  # fmt: skip
-        agents = Agents(made, tell, control.progressed)
+        agents = Agents(made, notify, control.progressed)
         dispatcher = Dispatcher(control, made, RunAccount(config.apps.run_timeout_s), metrics)
         return cls(control, agents, dispatcher, metrics)
 
