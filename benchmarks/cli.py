@@ -52,9 +52,7 @@ def truth(
     above: Annotated[
         float, typer.Option(min=0.05, help="Load above saturation, as a multiple of the measured capacity.")
     ] = 1.3,
-    rates: Annotated[
-        str | None, typer.Option(help="Both loads in requests/s instead, as in 1.5,2.8.")
-    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Both loads in requests/s instead, as in 1.5,2.8.")] = None,
     max_running: MaxRunning = 16,
 ) -> None:
     """Compare the simulator with a real vLLM: one trace below and above saturation, and step by step."""
@@ -63,9 +61,14 @@ def truth(
     from headway.whatif.measured.systems import standard_engine
 
     setup = Setup(
-        mix_of(mix, slo), standard_engine(model, max_running=max_running, blocks=None), listed(systems),
-        {"below": below, "above": above}, validate.fixed(rates), duration, ask.seed,
-    )  # fmt: skip
+        mix_of(mix, slo),
+        standard_engine(model, max_running=max_running, blocks=None),
+        listed(systems),
+        {"below": below, "above": above},
+        validate.fixed(rates),
+        duration,
+        ask.seed,
+    )
     validate.main(ask, setup)
 
 
@@ -98,8 +101,7 @@ def batch(
 
 @command()
 def soak(
-    ask: Ask,
-    only: Annotated[str, typer.Option(help="Comma-separated: streams, kills, requests, calls.")] = "",
+    ask: Ask, only: Annotated[str, typer.Option(help="Comma-separated: streams, kills, requests, calls.")] = ""
 ) -> None:
     """Test the gateway's endurance: 10,000 streams, 200 kills, 200,000 requests, 10,000 made-up calls."""
     from benchmarks.real.soak import main
@@ -111,9 +113,7 @@ def soak(
 def faults(
     ask: Ask,
     only: Annotated[str, typer.Option(help="Comma-separated kinds of faults; none = all.")] = "",
-    count: Annotated[
-        int | None, typer.Option("--faults", min=1, help="How many; else 1000, with --quick 30.")
-    ] = None,
+    count: Annotated[int | None, typer.Option("--faults", min=1, help="How many; else 1000, with --quick 30.")] = None,
 ) -> None:
     """Kill, pause and cut off gateways, controllers, agents, engines, RabbitMQ and PostgreSQL under load."""
     from benchmarks.real.faults.main import main
@@ -147,9 +147,7 @@ def advise(
     mix: MixName = "deadlines",
     model: Model = "smollm2",
     recipe: Annotated[str, typer.Option(help="Recipe to serve with.")] = "headway",
-    loads: Annotated[
-        str, typer.Option(help="Multiples of the capacity; the journal is of the first.")
-    ] = "0.9,1.3",
+    loads: Annotated[str, typer.Option(help="Multiples of the capacity; the journal is of the first.")] = "0.9,1.3",
     duration: Duration = 240.0,
     max_running: MaxRunning = 16,
 ) -> None:
@@ -185,8 +183,7 @@ def default(
         int,
         typer.Option(
             min=0,
-            help="Simulations of a search that knows all requests beforehand, in each cell below 80 % of "
-            "the bound.",
+            help="Simulations of a search that knows all requests beforehand, in each cell below 80 % of the bound.",
         ),
     ] = 0,
 ) -> None:
@@ -226,12 +223,9 @@ def beside(
         str, typer.Option(help="With --real, comma-separated: vllm-fcfs, vllm-priority and recipes.")
     ] = "vllm-fcfs,headway",
     model: Annotated[str, typer.Option(help="With --real: model name, directory or hub id.")] = "smollm2",
-    duration: Annotated[
-        float, typer.Option(min=1, help="With --real: seconds until the batch is due.")
-    ] = 240.0,
+    duration: Annotated[float, typer.Option(min=1, help="With --real: seconds until the batch is due.")] = 240.0,
     capacity: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="With --real: requests/s of the engine, instead of measuring them."),
+        float | None, typer.Option(min=0.001, help="With --real: requests/s of the engine, instead of measuring them.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="With --real: rounds over all systems.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="With --real: batch limit of every engine.")] = 16,
@@ -314,9 +308,7 @@ def apps(
 def papers(
     ask: Ask,
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
-    only: Annotated[
-        str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")
-    ] = "",
+    only: Annotated[str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")] = "",
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
     from benchmarks.papers import PAPERS, PARTED

@@ -15,18 +15,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from rich.progress import track
 
-from headway.whatif.output.results import (
-    About,
-    Ask,
-    Grid,
-    Host,
-    Pictures,
-    Report,
-    Row,
-    deliver,
-    row_grid,
-    versions,
-)
+from headway.whatif.output.results import About, Ask, Grid, Host, Pictures, Report, Row, deliver, row_grid, versions
 
 P = ParamSpec("P")
 JobT = TypeVar("JobT", bound=Hashable)
@@ -74,9 +63,7 @@ class Experiment(Generic[P]):
         return Report(self.bench, self.host, self.title, found.rows, seconds, about, grid, notes=found.notes)
 
 
-def experiment(
-    bench: str, host: Host, title: str
-) -> Callable[[Callable[Concatenate[Ask, P], Result]], Experiment[P]]:
+def experiment(bench: str, host: Host, title: str) -> Callable[[Callable[Concatenate[Ask, P], Result]], Experiment[P]]:
     """Return a decorator that makes a benchmark of a function that measures."""
     return lambda measure: Experiment(bench, host, title, measure)
 

@@ -64,9 +64,16 @@ def sandbox(code: str, seconds: float) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", code], cwd=folder, env={}, stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, errors="replace", timeout=seconds, preexec_fn=_limit,
-            )  # fmt: skip
+                [sys.executable, "-I", "-c", code],
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=seconds,
+                preexec_fn=_limit,
+            )
         except subprocess.TimeoutExpired:
             return f"no end after {seconds:g} s"
         except ValueError:

@@ -76,9 +76,7 @@ def solve(model: Model, run: Run, texts: Sequence[str], question: str, turns: in
 
 
 def _asked(question: str, searches: Sequence[str], found: Sequence[str]) -> str:
-    turns = [
-        f"search[{words[:80]}]\nPassage: {text}" for words, text in zip(searches, found, strict=True)
-    ]  # fmt: skip
+    turns = [f"search[{words[:80]}]\nPassage: {text}" for words, text in zip(searches, found, strict=True)]
     return "\n\n".join([_RULES, f"Question: {question}", *turns])
 
 

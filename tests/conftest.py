@@ -46,9 +46,7 @@ TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
 # A machine may stall for seconds in any example. The same examples every time, so that a run judges the
 # change and not the draw; `make explore` draws others.
-settings.register_profile(
-    "headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("headway"), derandomize=False, print_blob=True)
 settings.load_profile("headway")
 

@@ -15,9 +15,7 @@ def test_an_ipv6_address_is_in_brackets() -> None:
     assert netloc("::1", 80) == "[::1]:80"
 
 
-@pytest.mark.parametrize(
-    "place", ["h", "h:65535", "[::1]:80", "[::1]", "10.0.0.5:1", "a_b.c:8000/v1", "u:p@h:1"]
-)
+@pytest.mark.parametrize("place", ["h", "h:65535", "[::1]:80", "[::1]", "10.0.0.5:1", "a_b.c:8000/v1", "u:p@h:1"])
 def test_what_is_a_url(place: str) -> None:
     assert is_url(f"http://{place}", "http", "https")
     assert not is_url(f"ftp://{place}", "http", "https")

@@ -36,9 +36,7 @@ def test_it_shows_the_time(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-30 * DAY, -1.0, 5.0, 30 * DAY])
-def test_a_set_clock_does_not_change_it(
-    folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_clock_does_not_change_it(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     before = clock.now()
     set_by(seconds, monkeypatch)
     assert 0 <= clock.now() - before < 60

@@ -28,9 +28,18 @@ SPAN = re.compile(r"`([^`]+)`")
 SEPARATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<"}
 # Phrases whose meaning a reader has to guess. First docstring lines still have others, pages do not.
 ANYWHERE = (
-    "is told of", "told of to", "what mends", "what has to", "comes of", "as it were", "so to speak",
-    "somebody", "anybody", "no one", "to whom",
-)  # fmt: skip
+    "is told of",
+    "told of to",
+    "what mends",
+    "what has to",
+    "comes of",
+    "as it were",
+    "so to speak",
+    "somebody",
+    "anybody",
+    "no one",
+    "to whom",
+)
 IN_PAGES = (*ANYWHERE, "that which", "so many", "so much")
 
 
@@ -74,9 +83,7 @@ def test_names_in_a_table_are_in_the_file_beside_them(name: str) -> None:
     missing = list[tuple[str, str]]()
     for row in re.findall(r"^\| .*$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE):
         places = [span for span in SPAN.findall(row) if re.fullmatch(r"[\w/-]+\.py", span)]
-        code = "".join(
-            (ROOT if "benchmarks/" in one else PACKAGE).joinpath(one).read_text() for one in places
-        )
+        code = "".join((ROOT if "benchmarks/" in one else PACKAGE).joinpath(one).read_text() for one in places)
         spans = [span for span in SPAN.findall(row) if re.fullmatch(r"\w+", span)]
         missing += [(row, span) for span in spans if code and not re.search(rf"\b{span}\b", code)]
     assert not missing
@@ -100,9 +107,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_results_of_the_readme_are_in_the_pages_of_their_commands() -> None:
-    rows = re.findall(
-        r"^\|(.*)\| (`headway bench .*?`) \(\[\w+\]\((.*?)\)\) \|$", PAGES[0].read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\|(.*)\| (`headway bench .*?`) \(\[\w+\]\((.*?)\)\) \|$", PAGES[0].read_text(), re.MULTILINE)
     assert rows
     for cells, command, link in rows:
         page = " ".join((ROOT / link).read_text().split())
@@ -113,9 +118,7 @@ def test_the_results_of_the_readme_are_in_the_pages_of_their_commands() -> None:
 
 def test_the_recipes_that_a_page_lists_exist() -> None:
     section = (ROOT / "docs" / "simulate.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
-    names = [
-        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in SPAN.findall(row)
-    ]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in SPAN.findall(row)]
     assert names == [find(name).name for name in names]
 
 
@@ -166,9 +169,7 @@ def test_every_command_line_parses(page: Path, program: Any) -> None:
 
 
 def test_unknown_commands_and_options_are_found(program: Any) -> None:
-    found = list(
-        command_lines("```sh\nheadway serve \\\n  --odel x  # text\n```\n`headway bench\nnone` `headway_x`")
-    )
+    found = list(command_lines("```sh\nheadway serve \\\n  --odel x  # text\n```\n`headway bench\nnone` `headway_x`"))
     assert found == [["serve", "--odel", "x"], ["bench", "none"]]
     for words in found:
         with pytest.raises(Exception, match=r"odel|none"):

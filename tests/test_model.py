@@ -167,9 +167,7 @@ def reference_logits(packed: dict[str, Any], ids: list[int]) -> Any:
     return norm(x, "output_norm") @ packed["token_embd.weight"].T
 
 
-def test_logits_are_those_of_a_reference_implementation_on_the_gguf(
-    prepared: Path, packed: dict[str, Any]
-) -> None:
+def test_logits_are_those_of_a_reference_implementation_on_the_gguf(prepared: Path, packed: dict[str, Any]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -242,9 +240,7 @@ def test_special_tokens_are_one_id_each(tokenizer: Any) -> None:
 def test_chat_template_is_that_of_the_gguf(tokenizer: Any) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 # --- once, whole, or not at all ---
@@ -286,9 +282,7 @@ def spoil(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [shorten, spoil, Path.unlink])
-def test_a_corrupted_file_is_detected_and_remade(
-    twin: Path, quick: list[Path], damage: Callable[[Path], None]
-) -> None:
+def test_a_corrupted_file_is_detected_and_remade(twin: Path, quick: list[Path], damage: Callable[[Path], None]) -> None:
     damage(twin / "config.json")
     assert resolve.fetch(twin, check=False) == twin
     assert len(quick) == 1
@@ -427,9 +421,7 @@ def test_a_wrong_conversion_is_not_put_in_place(
     assert left_beside(tmp_path / "out") == set()
 
 
-def test_a_wrong_answer_is_not_put_in_place(
-    tmp_path: Path, quick: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_answer_is_not_put_in_place(tmp_path: Path, quick: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_answer", lambda *_: "London")
     with pytest.raises(ConfigError, match="it says 'London'"):
         resolve.fetch(tmp_path / "out")
@@ -439,9 +431,7 @@ def test_a_wrong_answer_is_not_put_in_place(
 # --- what is missing, and how to mend it ---
 
 
-def test_without_the_package_the_error_names_the_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_the_error_names_the_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError) as caught:
         resolve.fetch(tmp_path / "out")
@@ -484,9 +474,7 @@ def test_an_unwritable_cache_is_reported(tmp_path: Path) -> None:
     ("headway", "xdg", "cache"),
     [("/a", "/b", "/a"), ("", "/b", "/b/headway"), ("~/c", "", "~/c"), ("", "", "~/.cache/headway")],
 )
-def test_the_cache_follows_the_environment(
-    monkeypatch: pytest.MonkeyPatch, headway: str, xdg: str, cache: str
-) -> None:
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, headway: str, xdg: str, cache: str) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", headway)
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     assert resolve._target(None) == Path(cache).expanduser() / "models" / "SmolLM2-135M-Instruct"
@@ -520,18 +508,7 @@ def test_resolve_refuses_a_directory_without_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        "smollm3",
-        "./missing",
-        "../missing",
-        "/no/such/dir",
-        "a/b/c",
-        "org/",
-        "/name",
-        "~nobody/x",
-        "org/na me",
-    ],
+    ["", "smollm3", "./missing", "../missing", "/no/such/dir", "a/b/c", "org/", "/name", "~nobody/x", "org/na me"],
 )
 def test_resolve_refuses_a_missing_path(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no model that Headway can find.*Give smollm2") as caught:

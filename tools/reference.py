@@ -22,9 +22,15 @@ from headway.config import Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 _UNITS = {
-    "s": "seconds", "seconds": "seconds", "ms": "milliseconds", "hours": "hours", "days": "days",
-    "kib": "KiB", "mib": "MiB", "gib": "GiB",
-}  # fmt: skip
+    "s": "seconds",
+    "seconds": "seconds",
+    "ms": "milliseconds",
+    "hours": "hours",
+    "days": "days",
+    "kib": "KiB",
+    "mib": "MiB",
+    "gib": "GiB",
+}
 # Settings on which the docstrings in `headway.config` say nothing, or nothing that stands alone.
 _MORE = {
     "recipe": "the scheduling recipe: a name (`headway simulate --help` lists them), or module:attribute.",
@@ -32,8 +38,7 @@ _MORE = {
     "server.port": "port to listen on.",
     "server.max_body_kib": "of one request's body; larger ones get a 413.",
     "server.max_header_kib": "of a request's line and headers; larger ones get a 431.",
-    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a "
-    "429.",
+    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a 429.",
     "classes.NAME.priority": "vLLM's priority of requests that state none, lower is more urgent; for recipes "
     "that order by it.",
     "keys.tenant": "the name under which its requests are counted and limited.",
@@ -126,10 +131,11 @@ def _tables(path: str, key: str, schema: Mapping[str, Any]) -> tuple[str, str | 
     """Return the path and class of the tables that a setting holds, and whether it is a value, too."""
     inside, items = _dotted(path, key), schema.get("items", {})
     for title, one in (
-        (f"[{inside}]", schema), (f"[[{inside}]]", items),
+        (f"[{inside}]", schema),
+        (f"[[{inside}]]", items),
         (f"[{inside}.NAME]", schema.get("additionalProperties")),
         *((f"[[{inside}]]", either) for either in items.get("anyOf", ())),
-    ):  # fmt: skip
+    ):
         if isinstance(one, dict) and "$ref" in one:
             return title, one["$ref"].rpartition("/")[2], "anyOf" in items
     return inside, None, True
@@ -144,9 +150,7 @@ def _setting(key: str, schema: Mapping[str, Any], required: bool) -> tuple[str, 
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return (
-        f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
-    )
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -177,9 +181,7 @@ def _documented(cls: type, names: list[str]) -> tuple[str, dict[str, str]]:
     one = "|".join(map(re.escape, names))
     found = re.split(rf"(?:^|(?<=[.;] ))((?:{one})(?:, (?:{one}))*): ", " ".join(settings.split()))
     meanings = {
-        name: text.strip()
-        for keys, text in zip(found[1::2], found[2::2], strict=True)
-        for name in keys.split(", ")
+        name: text.strip() for keys, text in zip(found[1::2], found[2::2], strict=True) for name in keys.split(", ")
     }
     for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), flags=re.MULTILINE):
         meanings.setdefault(name, comment)

@@ -44,9 +44,13 @@ _SWEPT = ((10, 1), (20, 2), (40, 4))  # Figure 8
 _HOT = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _MOVES = (5, 20, 100, 500, 2000)
 _ERRORS: tuple[tuple[str, float | Profiled], ...] = (
-    ("none", 0.0), ("2.5 %", 0.025), ("5 %", 0.05), ("10 %", 0.1), ("Gaussian draw", "draw"),
+    ("none", 0.0),
+    ("2.5 %", 0.025),
+    ("5 %", 0.05),
+    ("10 %", 0.1),
+    ("Gaussian draw", "draw"),
     ("Gaussian mean", "mean"),
-)  # fmt: skip
+)
 _INSTANCES = (1, 2, 4, 8)
 _RECIPES = (VLLM, ANNEAL, "anneal-queue", "headway", "srtf", "edf")
 # Figures of the paper by (id, setting): Table 1, section 5.2 and 5.5, the abstract.
@@ -88,18 +92,17 @@ class Plan:
 
 
 FULL = Plan(
-    40, (4, 6, 8, 10, 20, 40, 100, 1000), {1: 10, 2: 7, 4: 7}, ((10, 20, 40), 10),
+    40,
+    (4, 6, 8, 10, 20, 40, 100, 1000),
+    {1: 10, 2: 7, 4: 7},
+    ((10, 20, 40), 10),
     ((0.7, 1.0, 1.5, 2.0), 300, (1, 2, 4, 8), 3),
-)  # fmt: skip
-QUICK = Plan(
-    10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1)
-)  # fmt: skip
+)
+QUICK = Plan(10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1))
 _NOTES = (
-    "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and"
-    " its Table 2;",
+    "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and its Table 2;",
     "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
-    f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f}"
-    " so that code has",
+    f"together, load: event simulator ({PROFILE}), continuous batching, SLOs x {slo_scale():.2f} so that code has",
     "ten times its seconds alone. Together: all come at 0 s. Load: a multiple of vllm's own. Lengths are",
     "true ones; learned: the mean of the task's answers so far.",
     "overhead.ms: one search on this machine, the median; exhaustive: the mean. hot: first temperature,",
@@ -322,9 +325,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
 
 
 # Ids of figures with the unit that a column states; other units stand beside their figure.
-_UNITS = {
-    "g": "req/ks", "attainment": "%", "latency.mean": "s", "overhead.ms": "", "gap_to_exhaustive_pct": "",
-}  # fmt: skip
+_UNITS = {"g": "req/ks", "attainment": "%", "latency.mean": "s", "overhead.ms": "", "gap_to_exhaustive_pct": ""}
 
 
 def _cell(row: Row) -> str:

@@ -54,17 +54,17 @@ class Case:
         prompt, output = _chat(count - half, rng)
         order = rng.permutation(count)
         return cls(
-            np.concatenate([code_prompt, prompt])[order], np.concatenate([code_output, output])[order],
+            np.concatenate([code_prompt, prompt])[order],
+            np.concatenate([code_output, output])[order],
             (np.arange(count) < half)[order],
-        )  # fmt: skip
+        )
 
     def costs(self, output: Floats | Ints | None = None) -> Records:
         """Return the costs by the published law, for these answers instead of the true ones."""
         tokens = np.asarray(self.output if output is None else output, float)
         targets = Targets(
-            np.where(self.code, np.inf, _TTFT), np.where(self.code, np.inf, _TPOT),
-            np.where(self.code, _E2E, np.inf),
-        )  # fmt: skip
+            np.where(self.code, np.inf, _TTFT), np.where(self.code, np.inf, _TPOT), np.where(self.code, _E2E, np.inf)
+        )
         return costs_of(PUBLISHED, self.prompt, self.prompt, tokens, targets, np.zeros(tokens.size))
 
     def forecast(self, error: float | Profiled, rng: np.random.Generator) -> Floats:

@@ -49,9 +49,21 @@ class Plan:
 
 
 SYSTEMS = (
-    "bros", "bros-paper", "bros-no-parts", "bros-recompute", "bros-plain-blocks", "bros-no-replacement",
-    "bros-no-sizing", "bros-lost-last", "vllm-v0", "vllm-v0-swap", "rr", "tgi", "vllm-priority", "slack",
-)  # fmt: skip
+    "bros",
+    "bros-paper",
+    "bros-no-parts",
+    "bros-recompute",
+    "bros-plain-blocks",
+    "bros-no-replacement",
+    "bros-no-sizing",
+    "bros-lost-last",
+    "vllm-v0",
+    "vllm-v0-swap",
+    "rr",
+    "tgi",
+    "vllm-priority",
+    "slack",
+)
 QUICK_SYSTEMS = ("bros", "bros-paper", "bros-no-parts", "vllm-v0", "rr", "tgi")
 _COMPARED = ("bros", "bros-paper", "vllm-v0", "rr", "tgi")
 _ALONE = ("bros", "bros-paper", "vllm-v0", "tgi")
@@ -72,9 +84,7 @@ def full() -> Plan:
         Case(OPT_13B, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), "real-time only"),
         Case(OPT_30B, 1.0, "sharegpt", (6.0, 8.0, 10.0, 12.0), "real-time only"),
     )
-    each = tuple(
-        Case(OPT_13B, factor, "sharegpt", (rate,), "choices") for factor, rate in ((1.0, 4.0), (1.6, 3.0))
-    )
+    each = tuple(Case(OPT_13B, factor, "sharegpt", (rate,), "choices") for factor, rate in ((1.0, 4.0), (1.6, 3.0)))
     experiments = (
         Experiment("opt-13b", _both(OPT_13B, (2.0, 3.0, 4.0, 5.0, 6.0), (3.0, 4.0, 5.0, 6.0, 7.0)), SYSTEMS),
         Experiment("opt-30b", _both(OPT_30B, in_twos, in_twos), _COMPARED),
@@ -118,9 +128,12 @@ def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
     """Run every system in every case of a plan, at every rate, with every seed; none twice."""
     jobs = dict.fromkeys(
         (case, rate, seed + i, system)
-        for one in plan.experiments for case in one.settings for rate in case.rates
-        for i in range(plan.seeds) for system in one.systems
-    )  # fmt: skip
+        for one in plan.experiments
+        for case in one.settings
+        for rate in case.rates
+        for i in range(plan.seeds)
+        for system in one.systems
+    )
     loads: dict[tuple[Case, float, int], Workload] = {}
     points = []
     for case, rate, number, system in track([*jobs], "simulating", disable=not bar):
@@ -159,10 +172,15 @@ def measure(system: str, case: Case, workload: Workload, rate: float, duration: 
     """Run one system on the workload, for at most three times the seconds of arrivals."""
     clock, tokens = list[float](), TokenDeadlines(workload)
     outcome = closed_loop.run(
-        inside(bros_choices.system(system), clock), instance(case), workload,
-        open=int(np.count_nonzero(np.isfinite(workload.ttft))), batch=BATCH, stop=duration,
-        until=3 * duration, observer=tokens,
-    )  # fmt: skip
+        inside(bros_choices.system(system), clock),
+        instance(case),
+        workload,
+        open=int(np.count_nonzero(np.isfinite(workload.ttft))),
+        batch=BATCH,
+        stop=duration,
+        until=3 * duration,
+        observer=tokens,
+    )
     return Point(system, case, rate, seed, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
@@ -184,9 +202,7 @@ def instance(case: Case) -> InstanceSpec:
     """Return the case's engine, with host memory for the systems that copy KV."""
     profile = profiles.load(case.profile)
     assert profile.kv_tokens is not None
-    shape = Instance(
-        "e0", "default", RUNNING, profile.kv_tokens // profile.block_size, profile.block_size, LONGEST
-    )
+    shape = Instance("e0", "default", RUNNING, profile.kv_tokens // profile.block_size, profile.block_size, LONGEST)
     latency = _Slower(profile, case.slower)
     return InstanceSpec(shape, latency, SLOTS, BUDGET, profile.copy_seconds(), host_tokens=HOST_TOKENS)
 
@@ -230,13 +246,21 @@ def judge(
 
 
 _STYLE: dict[str, tuple[str, str]] = {
-    "bros": ("#D55E00", "-"), "bros-paper": ("#D55E00", "-."), "bros-no-parts": ("#009E73", "--"),
-    "bros-recompute": ("#009E73", ":"), "bros-plain-blocks": ("#D55E00", ":"),
-    "bros-no-replacement": ("#E69F00", "--"), "bros-no-sizing": ("#E69F00", ":"),
-    "bros-lost-last": ("#D55E00", "--"), "vllm-v0": ("#0072B2", "-"), "vllm-v0-swap": ("#0072B2", ":"),
-    "rr": ("#999999", "-"), "tgi": ("#CC79A7", "-"), "vllm-priority": ("#56B4E9", "--"),
+    "bros": ("#D55E00", "-"),
+    "bros-paper": ("#D55E00", "-."),
+    "bros-no-parts": ("#009E73", "--"),
+    "bros-recompute": ("#009E73", ":"),
+    "bros-plain-blocks": ("#D55E00", ":"),
+    "bros-no-replacement": ("#E69F00", "--"),
+    "bros-no-sizing": ("#E69F00", ":"),
+    "bros-lost-last": ("#D55E00", "--"),
+    "vllm-v0": ("#0072B2", "-"),
+    "vllm-v0-swap": ("#0072B2", ":"),
+    "rr": ("#999999", "-"),
+    "tgi": ("#CC79A7", "-"),
+    "vllm-priority": ("#56B4E9", "--"),
     "slack": ("#009E73", "-"),
-}  # fmt: skip
+}
 _DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "be.req_per_s")
 
 
@@ -261,9 +285,7 @@ def _plot(points: Sequence[Point], case: Case) -> bytes:
     seed = points[0].seed
     for axes, name in zip(panels, _DRAWN, strict=True):
         for system, (colour, line) in _STYLE.items():
-            mine = sorted(
-                (p for p in points if (p.system, p.seed) == (system, seed)), key=lambda point: point.rate
-            )
+            mine = sorted((p for p in points if (p.system, p.seed) == (system, seed)), key=lambda point: point.rate)
             if not mine:
                 continue
             values: Floats = np.array([p.figures[name] for p in mine], float)

@@ -22,9 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "most empty blocks": ("most_empty",),
     "whole prompts": ("parts_below",),
 }
-SYSTEMS = (
-    OURS, TEXT, *(f"{OURS}, {name}" for name in CHOICES), *(f"{TEXT}, not {name}" for name in CHOICES),
-)  # fmt: skip
+SYSTEMS = (OURS, TEXT, *(f"{OURS}, {name}" for name in CHOICES), *(f"{TEXT}, not {name}" for name in CHOICES))
 
 
 def system(name: str) -> Recipe:

@@ -18,10 +18,16 @@ from headway.whatif.output.results import Row
 BROS = "bros"
 Kind = Literal["hybrid", "real-time only", "shared blocks", "choices"]
 UNITS = {
-    "rt.normalized_latency": "s/token", "rt.ttft_attainment": "%", "rt.tpot_attainment": "%",
-    "rt.token_attainment": "%", "rt.token_due_attainment": "%", "rt.req_per_s": "req/s",
-    "be.req_per_s": "req/s", "kv.preemptions": "", "sched.share_pct": "%",
-}  # fmt: skip
+    "rt.normalized_latency": "s/token",
+    "rt.ttft_attainment": "%",
+    "rt.tpot_attainment": "%",
+    "rt.token_attainment": "%",
+    "rt.token_due_attainment": "%",
+    "rt.req_per_s": "req/s",
+    "be.req_per_s": "req/s",
+    "kv.preemptions": "",
+    "sched.share_pct": "%",
+}
 _OVERHEAD = {"opt-13b": 9.12, "opt-30b": 7.56}  # least scheduling share of an iteration in % (7.4.2)
 _HYBRID, _ALONE, _SHARED = "hybrid", "real-time only", "shared blocks"
 
@@ -71,8 +77,12 @@ class Point:
 # The paper's claims on BROS: figure, other system, comparison, {(data set, kind): the paper's}.
 Papers = Mapping[tuple[str, str], float]
 CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
-    ("rt.normalized_latency", "vllm-v0", "change",
-     {("sharegpt", _HYBRID): -74.20, ("lmsys", _HYBRID): -69.61, ("sharegpt", _ALONE): -29.36}),
+    (
+        "rt.normalized_latency",
+        "vllm-v0",
+        "change",
+        {("sharegpt", _HYBRID): -74.20, ("lmsys", _HYBRID): -69.61, ("sharegpt", _ALONE): -29.36},
+    ),
     ("rt.ttft_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): 36.38, ("lmsys", _HYBRID): 21.42}),
     ("rt.tpot_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): 1.73, ("lmsys", _HYBRID): 2.62}),
     ("be.req_per_s", "vllm-v0", "change", {("sharegpt", _HYBRID): -11.29, ("lmsys", _HYBRID): -17.67}),
@@ -83,7 +93,7 @@ CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
     ("be.req_per_s", "rr", "change", {("sharegpt", _HYBRID): -8.80, ("lmsys", _HYBRID): -15.18}),
     ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.23}),
     ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.63}),
-)  # fmt: skip
+)
 # TGI is in figure 12 only, for which the text states no number.
 UNSTATED = (("rt.normalized_latency", "tgi", "change", _ALONE), ("rt.req_per_s", "tgi", "times", _ALONE))
 # Averages of 7.2.2. Which data set the first two are of is not said.

@@ -27,9 +27,16 @@ class ClosedLoop(Loop):
     """
 
     def __init__(
-        self, workload: Workload, controller: Controller, instances: list[SimulatedInstance], *,
-        open: int, batch: int, stop: float, observer: Observer | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        controller: Controller,
+        instances: list[SimulatedInstance],
+        *,
+        open: int,
+        batch: int,
+        stop: float,
+        observer: Observer | None = None,
+    ) -> None:
         super().__init__(workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer)
         self._arrivals = self._arrivals[:open]
         self._rest = deque(range(open, len(workload)))
@@ -60,14 +67,20 @@ class ClosedLoop(Loop):
 
 
 def run(
-    recipe: Recipe, spec: InstanceSpec, workload: Workload, *, open: int, batch: int, stop: float,
-    until: float, observer: Observer,
-) -> Outcome:  # fmt: skip
+    recipe: Recipe,
+    spec: InstanceSpec,
+    workload: Workload,
+    *,
+    open: int,
+    batch: int,
+    stop: float,
+    until: float,
+    observer: Observer,
+) -> Outcome:
     """Run a recipe, which knows all lengths, on one engine, at most to the instant `until`."""
     check([spec])
     controller = Controller(recipe.planner(), Oracle(workload), _QUEUED)
     loop = ClosedLoop(
-        workload, controller, [SimulatedInstance(spec, recipe)], open=open, batch=batch, stop=stop,
-        observer=observer,
-    )  # fmt: skip
+        workload, controller, [SimulatedInstance(spec, recipe)], open=open, batch=batch, stop=stop, observer=observer
+    )
     return loop.run(None, until)

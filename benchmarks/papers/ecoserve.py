@@ -16,24 +16,8 @@ from matplotlib.axes import Axes
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.papers.ecoserve_choices import (
-    SWEEPS,
-    Swept,
-    choice_rows,
-    choices,
-    count_choices,
-    sweep_rows,
-    sweeps,
-)
-from benchmarks.papers.ecoserve_setup import (
-    DATA,
-    MAX_ALLOCATION,
-    PAPER_TEXT,
-    SLO_SCALE,
-    TFS,
-    Data,
-    workload,
-)
+from benchmarks.papers.ecoserve_choices import SWEEPS, Swept, choice_rows, choices, count_choices, sweep_rows, sweeps
+from benchmarks.papers.ecoserve_setup import DATA, MAX_ALLOCATION, PAPER_TEXT, SLO_SCALE, TFS, Data, workload
 from benchmarks.papers.ecoserve_tables import (
     ABLATION,
     BASE,
@@ -96,10 +80,7 @@ def quick_plan() -> Plan:
 
     The highest rates are more than any of these systems sustains for so long.
     """
-    rates = {
-        "alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0),
-        "bookcorpus": (0.3, 0.4, 0.5),
-    }  # fmt: skip
+    rates = {"alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0), "bookcorpus": (0.3, 0.4, 0.5)}
     systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
     return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, False)
 
@@ -138,8 +119,7 @@ NOTES = (
 
 def _describe(plan: Plan) -> str:
     parts = (
-        f"{d.name} {', '.join(f'{r:g}' for r in _rates(plan, d, ECOSERVE))} req/s for"
-        f" {d.seconds * plan.share:g} s"
+        f"{d.name} {', '.join(f'{r:g}' for r in _rates(plan, d, ECOSERVE))} req/s for {d.seconds * plan.share:g} s"
         for d in DATA
     )
     return (
@@ -199,8 +179,12 @@ def _pictures(trials: Trials, swept: Sequence[Swept], seed: int) -> dict[str, by
     return found | ({"sweeps": _sweep_plot(swept)} if swept else {})
 
 
-_PANELS = (("normalized", "s/token", "log"), ("jct", "JCT, s", "log"), ("ssr", "SSR", "linear"),
-           ("kv", "KV in use", "linear"))  # fmt: skip
+_PANELS = (
+    ("normalized", "s/token", "log"),
+    ("jct", "JCT, s", "log"),
+    ("ssr", "SSR", "linear"),
+    ("kv", "KV in use", "linear"),
+)
 
 
 def _rates_plot(trials: Sequence[Trial], seed: int) -> bytes:
@@ -224,9 +208,13 @@ def _rate_lines(axes: Axes, trials: Sequence[Trial], data: Data, field: str) -> 
         mine = [t for t in trials if (t.system, t.data) == (system, data.name) and t.rate <= max(data.rates)]
         mine.sort(key=lambda t: t.rate)
         axes.plot(
-            [t.rate for t in mine], [getattr(t, field) for t in mine],
-            "-" if system.startswith(ECOSERVE) else "--", marker=".", color=shade, label=system,
-        )  # fmt: skip
+            [t.rate for t in mine],
+            [getattr(t, field) for t in mine],
+            "-" if system.startswith(ECOSERVE) else "--",
+            marker=".",
+            color=shade,
+            label=system,
+        )
 
 
 def _sweep_plot(swept: Sequence[Swept]) -> bytes:

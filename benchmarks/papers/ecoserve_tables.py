@@ -21,13 +21,17 @@ RATES = {BASE: (1.28, 2.33), "fastgen": (1.20, 2.33), "orca": (3.5, 25.0)}
 SSR = {BASE: 83.0, "fastgen": 42.0, "orca": 93.0}
 # Section 4, over vLLM: means over data sets and models, of the systems of `ABLATION`.
 AVERAGES = {
-    "jct.mean": (-28.0, -47.0, -54.0, -83.0), "tbt.mean": (-27.0, -44.0, -49.0, -70.0),
-    "ssr": (26.0, 42.0, 63.0, 80.0), "throughput.req_per_s": (78.0, 104.0, 121.0, 183.0),
-}  # fmt: skip
+    "jct.mean": (-28.0, -47.0, -54.0, -83.0),
+    "tbt.mean": (-27.0, -44.0, -49.0, -70.0),
+    "ssr": (26.0, 42.0, 63.0, 80.0),
+    "throughput.req_per_s": (78.0, 104.0, 121.0, 183.0),
+}
 _FIELDS: dict[str, Callable[[Trial], float]] = {
-    "jct.mean": lambda t: t.jct, "tbt.mean": lambda t: t.tbt, "ssr": lambda t: t.ssr,
+    "jct.mean": lambda t: t.jct,
+    "tbt.mean": lambda t: t.tbt,
+    "ssr": lambda t: t.ssr,
     "throughput.req_per_s": lambda t: t.throughput,
-}  # fmt: skip
+}
 
 
 class Case(NamedTuple):
@@ -126,8 +130,9 @@ def _gaps(mine: Sequence[Trial], case: Case, seeds: Sequence[int]) -> Iterator[R
             means.append(float(np.mean(known)))
             yield Row("rate_sustained.more", name, f"{data}, {LIMIT:g} s/token, {case}", means[-1], "%")
     if means:
-        yield Row("rate_sustained.more", name, f"mean of data sets, {case}", float(np.mean(means)), "%",
-                  _paper(case, 8.0))  # fmt: skip
+        yield Row(
+            "rate_sustained.more", name, f"mean of data sets, {case}", float(np.mean(means)), "%", _paper(case, 8.0)
+        )
 
 
 def _ratios(mine: Sequence[Trial], case: Case, other: str, seeds: Sequence[int]) -> Iterator[Row]:
@@ -145,10 +150,8 @@ def _ratios(mine: Sequence[Trial], case: Case, other: str, seeds: Sequence[int])
             yield Row("rate_sustained.times.max", name, setting, max(known), "x")
     if times:
         least, most = RATES[other]
-        yield Row("rate_sustained.times", name, f"least of data sets, {case}", min(times), "x",
-                  _paper(case, least))  # fmt: skip
-        yield Row("rate_sustained.times", name, f"most of data sets, {case}", max(times), "x",
-                  _paper(case, most))  # fmt: skip
+        yield Row("rate_sustained.times", name, f"least of data sets, {case}", min(times), "x", _paper(case, least))
+        yield Row("rate_sustained.times", name, f"most of data sets, {case}", max(times), "x", _paper(case, most))
 
 
 def _over(mine: Sequence[Trial], data: str, ours: str, theirs: str, seed: int) -> float | None:
@@ -250,8 +253,14 @@ def bounds(trials: Trials, seed: int) -> Iterator[Row]:
             gains.append(gain)
             yield Row("throughput.bound.gain", f"any schedule over {BASE}", data.name, gain, "%")
     if gains:
-        yield Row("throughput.bound.gain", f"any schedule over {BASE}", "mean of data sets",
-                  float(np.mean(gains)), "%", AVERAGES["throughput.req_per_s"][-1])  # fmt: skip
+        yield Row(
+            "throughput.bound.gain",
+            f"any schedule over {BASE}",
+            "mean of data sets",
+            float(np.mean(gains)),
+            "%",
+            AVERAGES["throughput.req_per_s"][-1],
+        )
 
 
 def errors(seed: int) -> Iterator[Row]:

@@ -33,9 +33,8 @@ def exhaustive(costs: Records, limit: int) -> float:
 
 @compiled_in_place
 def _try_all(
-    batches: tuple[Ints, Floats, Floats, Floats], left: int, now: float, latency: float, met: int,
-    best: Floats,
-) -> int:  # fmt: skip
+    batches: tuple[Ints, Floats, Floats, Floats], left: int, now: float, latency: float, met: int, best: Floats
+) -> int:
     """Note in `best` the best G of all ways to go on; return how many there are.
 
     left: a bit for each request that is not in a batch yet.

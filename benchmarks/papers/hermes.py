@@ -73,8 +73,10 @@ def full() -> Plan:
             Experiment("deadlines", (_deadlines(),), _DEADLINES),
             Experiment("graphs", wrong, (HERMES,)),
         ),
-        3, (100, 1000, 10_000), KS,
-    )  # fmt: skip
+        3,
+        (100, 1000, 10_000),
+        KS,
+    )
 
 
 def quick() -> Plan:
@@ -85,8 +87,10 @@ def quick() -> Plan:
             Experiment("ablation", (Setting("3x"),), _ABLATION),
             Experiment("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
         ),
-        1, (100, 10_000), KS[1:4],
-    )  # fmt: skip
+        1,
+        (100, 10_000),
+        KS[1:4],
+    )
 
 
 def _deadlines() -> Setting:
@@ -117,9 +121,7 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
 
 def _together(some: Sequence[Served]) -> Served:
     """Return the runs of all seeds as one."""
-    act, target, factor = (
-        np.concatenate([getattr(one, name) for one in some]) for name in ("act", "target", "factor")
-    )
+    act, target, factor = (np.concatenate([getattr(one, name) for one in some]) for name in ("act", "target", "factor"))
     apps = [app for one in some for app in one.apps]
     return Served(some[0].system, some[0].setting, act, target, factor, apps)
 
@@ -146,10 +148,7 @@ def _act_rows(results: Results) -> list[Row]:
 def _times(one: Served) -> list[Row]:
     setting = one.setting.name
     mean, p95 = float(one.act.mean()), float(np.quantile(one.act, 0.95))
-    return [
-        Row("act.mean", one.system, setting, mean, "s"),
-        Row("act.p95", one.system, setting, p95, "s"),
-    ]
+    return [Row("act.mean", one.system, setting, mean, "s"), Row("act.p95", one.system, setting, p95, "s")]
 
 
 def _reductions(hermes: Served, other: Served, paper: tuple[float | None, float | None]) -> list[Row]:

@@ -15,16 +15,7 @@ from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.hermes_plots import hit_ratios
-from benchmarks.papers.hermes_workloads import (
-    GRAPHS,
-    HERMES,
-    Setting,
-    engines,
-    knowledge,
-    pool,
-    source,
-    workload,
-)
+from benchmarks.papers.hermes_workloads import GRAPHS, HERMES, Setting, engines, knowledge, pool, source, workload
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.hermes import variant
@@ -168,9 +159,16 @@ def _serve(system: str, case: Case, seed: int) -> Cached:
     if engine is None:
         return Cached(system, case, act)
     return Cached(
-        system, case, act, engine.admitted, engine.hits, engine.prompt_tokens, engine.hit_tokens,
-        engine.cache.loaded, engine.cache.wasted,
-    )  # fmt: skip
+        system,
+        case,
+        act,
+        engine.admitted,
+        engine.hits,
+        engine.prompt_tokens,
+        engine.hit_tokens,
+        engine.cache.loaded,
+        engine.cache.wasted,
+    )
 
 
 def _cache(case: Case, policy: Policy) -> KvCache | Adapters:

@@ -45,9 +45,7 @@ def _distribution(served: Sequence[Served]) -> bytes:
     for one in shown:
         share = np.arange(1, one.act.size + 1) / one.act.size
         axes.plot(np.sort(one.act), share, color=shades[one.system], label=one.system)
-    axes.set(
-        xlabel="application completion time, s", ylabel="share of runs", title=f"Figure 9b, {first.name}"
-    )
+    axes.set(xlabel="application completion time, s", ylabel="share of runs", title=f"Figure 9b, {first.name}")
     axes.set_xscale("log")
     line_legend(figure, 4)
     return png(figure, SIMULATED)

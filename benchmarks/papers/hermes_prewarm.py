@@ -88,6 +88,5 @@ def prewarm_rows(results: Sequence[Warmed]) -> list[Row]:
 def _cold_seconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the seconds that each backend needs to start."""
     return {
-        name: _CONTAINER_S if name == "docker" else float(np.median(some)) * _LOADING
-        for name, some in seconds.items()
+        name: _CONTAINER_S if name == "docker" else float(np.median(some)) * _LOADING for name, some in seconds.items()
     }

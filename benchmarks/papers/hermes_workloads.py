@@ -26,15 +26,7 @@ from headway.simulate.instance import InstanceSpec
 from headway.simulate.replay import Replayed, oracle, replay
 from headway.simulate.workload import traces
 from headway.simulate.workload.application_models import generated
-from headway.simulate.workload.applications import (
-    SHARES,
-    Applications,
-    AppRun,
-    applications,
-    draw,
-    graphs_of,
-    read,
-)
+from headway.simulate.workload.applications import SHARES, Applications, AppRun, applications, draw, graphs_of, read
 from headway.simulate.workload.arrivals import bursty
 from headway.types import Batch, Floats
 
@@ -98,9 +90,7 @@ class Served:
 def source() -> str:
     """Return where runs and arrivals are from, for reports."""
     if _data() is None:
-        return (
-            "built-in applications (percentiles of recorded runs), Gamma arrivals (HEADWAY_DATA is not set)"
-        )
+        return "built-in applications (percentiles of recorded runs), Gamma arrivals (HEADWAY_DATA is not set)"
     return "recorded application runs, arrivals of the Mooncake conversation trace"
 
 
@@ -132,9 +122,7 @@ def workload(setting: Setting, seed: int) -> tuple[Applications, Floats]:
 def engines(name: str) -> tuple[InstanceSpec, ...]:
     """Return the instances of an engine's name."""
     profile, count, kv_tokens = _ENGINES[name]
-    spec = fleet.Spec(
-        profile, count, max_running=256, budget=_BUDGET, max_model_len=8192, kv_tokens=kv_tokens
-    )
+    spec = fleet.Spec(profile, count, max_running=256, budget=_BUDGET, max_model_len=8192, kv_tokens=kv_tokens)
     return tuple(fleet.build([spec]))
 
 

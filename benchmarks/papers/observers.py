@@ -102,9 +102,7 @@ class Gauges(Observer):
         """Return the mean tokens per iteration as a share of `compute`."""
         return self.forward / (self.busy * self.compute)
 
-    def iteration(
-        self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
-    ) -> None:
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         """Add an iteration to the sums."""
         if ran.start >= self.until:
             return
@@ -142,9 +140,7 @@ class TokenDeadlines(Observer):
     def returned(self, request: int, now: float) -> None:
         """Do nothing: the row is mapped again when the request enters an engine."""
 
-    def iteration(
-        self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
-    ) -> None:
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         """Count the tokens that this iteration generates."""
         jobs, now = engine.jobs.data[ran.rows], ran.start + seconds - _ROUNDING
         generates: Bools = jobs["computed"] + ran.tokens >= jobs["prompt"] + jobs["output_tokens"]

@@ -88,15 +88,16 @@ def full() -> Plan:
             Experiment("single-ablation", (single,), ABLATION),
             Experiment("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
             Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
-            Experiment(
-                "queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]
-            ),
+            Experiment("queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]),
             Experiment("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
             Experiment("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
             Experiment("hour", (_fleet(3600.0, "W_A for an hour"),), (QLM,)),
         ),
-        (1_000, 10_000, 100_000, 400_000), 4000, (1, 2, 4, 8, 16), multi,
-    )  # fmt: skip
+        (1_000, 10_000, 100_000, 400_000),
+        4000,
+        (1, 2, 4, 8, 16),
+        multi,
+    )
 
 
 def quick() -> Plan:
@@ -104,8 +105,11 @@ def quick() -> Plan:
     multi, single = _multi(120.0), _single(120.0)
     return Plan(
         (Experiment("multi", (multi,), MULTI), Experiment("single", (single,), SINGLE[:5])),
-        (10_000,), 2000, (1, 4), multi,
-    )  # fmt: skip
+        (10_000,),
+        2000,
+        (1, 4),
+        multi,
+    )
 
 
 _SHARES = (0.05, 0.2, 0.5, 1.0)
@@ -135,8 +139,7 @@ def run(plan: Plan, seed: int, *, bar: bool) -> Results:
 
     trials, shown = run_each(plan.experiments, served, bar=bar), partial(track, disable=not bar)
     deltas = {
-        delta: trial(QLM, with_delta(delta), plan.delta_setting, seed)
-        for delta in shown(plan.deltas, "group sizes")
+        delta: trial(QLM, with_delta(delta), plan.delta_setting, seed) for delta in shown(plan.deltas, "group sizes")
     }
     profiles = ESTIMATED.items() if plan.estimated else ()
     estimated = (estimates(*one, plan.estimated, seed) for one in shown(profiles, "estimating"))

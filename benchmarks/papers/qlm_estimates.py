@@ -10,17 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.qlm_workloads import (
-    ANSWER,
-    BATCH,
-    FIVE,
-    INTERACTIVE,
-    LONGEST,
-    RUNNING,
-    Setting,
-    burst,
-    capacity,
-)
+from benchmarks.papers.qlm_workloads import ANSWER, BATCH, FIVE, INTERACTIVE, LONGEST, RUNNING, Setting, burst, capacity
 from headway.events import Arrived, Event, InstanceUp
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller

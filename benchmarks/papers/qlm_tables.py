@@ -17,9 +17,7 @@ from headway.whatif.output.results import Row
 
 QLM = "qlm"
 COLD = "qlm-no-warm"  # its instances keep no weights in host memory: every load is from disk
-_UNITS = {
-    "attainment": "%", "attainment.interactive": "%", "throughput.req_per_s": "req/s", "swaps": "swaps",
-}  # fmt: skip
+_UNITS = {"attainment": "%", "attainment.interactive": "%", "throughput.req_per_s": "req/s", "swaps": "swaps"}
 _ALL = 99.0  # % of the SLOs that count as all of them
 _GROUP_PAPER = 5000.0  # us per request at 400,000 queued in the paper
 

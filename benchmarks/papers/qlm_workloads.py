@@ -58,10 +58,12 @@ class Model:
 
 
 FIVE = (
-    Model("mistral-7b", "7b", 0.35), Model("vicuna-13b", "13b", 0.35),
-    Model("mistral-7b-sql", "7b", 0.1, tail=True), Model("vicuna-13b-law", "13b", 0.1, tail=True),
+    Model("mistral-7b", "7b", 0.35),
+    Model("vicuna-13b", "13b", 0.35),
+    Model("mistral-7b-sql", "7b", 0.1, tail=True),
+    Model("vicuna-13b-law", "13b", 0.1, tail=True),
     Model("mistral-7b-med", "7b", 0.1, tail=True),
-)  # fmt: skip
+)
 ONE = (Model("vicuna-13b", "13b", 1.0),)
 # For fleets of A10s: as many models as instances and more, all of 7B.
 TWELVE = (
@@ -135,9 +137,13 @@ class Setting:
     def _spec(self, gpu: str, first: Model, fit: Sequence[Model]) -> fleet.Spec:
         loads = tuple(f"{other.name}@{other.profile(gpu)}" for other in fit if other is not first)
         return fleet.Spec(
-            str(first.profile(gpu)), model=first.name, max_running=RUNNING, loads=loads,
-            host_gb=self.host_gb, max_model_len=MEGA_LONGEST if self.mega else LONGEST,
-        )  # fmt: skip
+            str(first.profile(gpu)),
+            model=first.name,
+            max_running=RUNNING,
+            loads=loads,
+            host_gb=self.host_gb,
+            max_model_len=MEGA_LONGEST if self.mega else LONGEST,
+        )
 
     def rate(self) -> float:
         """Return the requests per second of all models at their peak."""
@@ -180,9 +186,7 @@ class Setting:
         size = max(round(self.mega * count / len(mine)), 1)
         for model in mine:
             at = np.sort(rng.uniform(0.0, self.seconds, size))
-            prompt, output = (
-                rng.integers(*limits, size, endpoint=True) for limits in (MEGA_PROMPT, MEGA_ANSWER)
-            )
+            prompt, output = (rng.integers(*limits, size, endpoint=True) for limits in (MEGA_PROMPT, MEGA_ANSWER))
             limit = MEGA_ANSWER[1]
             parts.append(single(at, prompt, output, slo=BATCH, tier="mega", model=model, max_tokens=limit))
         return concat(*parts)

@@ -72,9 +72,16 @@ def forecasts(name: str, data: Data, load: Workload, seed: int, padding: float |
 
 
 def trial(
-    name: str, data: Data, rate: float, load: Workload, seed: int, *, copies: float = 1.0,
-    options: Options | None = None, padding: float | None = None,
-) -> Trial:  # fmt: skip
+    name: str,
+    data: Data,
+    rate: float,
+    load: Workload,
+    seed: int,
+    *,
+    copies: float = 1.0,
+    options: Options | None = None,
+    padding: float | None = None,
+) -> Trial:
     """Run a system on a workload; `options` replace those of an EcoServe variant."""
     place, clock, packers = instance(copies), list[float](), list[Packer]()
     recipe = system(name, data, options)
@@ -92,16 +99,27 @@ def trial(
 
 
 def _figures(
-    case: tuple[str, str, float, int, float], load: Workload, outcome: Outcome, gauges: Gauges,
+    case: tuple[str, str, float, int, float],
+    load: Workload,
+    outcome: Outcome,
+    gauges: Gauges,
     counts: Mapping[str, int],
-) -> Trial:  # fmt: skip
+) -> Trial:
     jct = outcome.end - load.arrival
     tbt = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)
     stalled = counts.get("stalled", 0)
     return Trial(
-        *case, float(jct.mean()), float(np.quantile(jct, 0.99)), float((jct / load.output).mean()),
-        float(tbt.mean()), float((jct <= load.e2e).mean()), len(load) / float(outcome.end.max()),
-        gauges.kv_utilization, gauges.compute_utilization,
+        *case,
+        float(jct.mean()),
+        float(np.quantile(jct, 0.99)),
+        float((jct / load.output).mean()),
+        float(tbt.mean()),
+        float((jct <= load.e2e).mean()),
+        len(load) / float(outcome.end.max()),
+        gauges.kv_utilization,
+        gauges.compute_utilization,
         min((np.count_nonzero(outcome.evictions) + stalled) / len(load), 1.0),
-        gauges.thinking / gauges.busy, outcome.iterations, counts,
-    )  # fmt: skip
+        gauges.thinking / gauges.busy,
+        outcome.iterations,
+        counts,
+    )

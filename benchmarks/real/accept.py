@@ -98,9 +98,15 @@ def _shape(gateways: int, nodes: int) -> Shape:
     """Return one with the leases and heartbeats that a Headway has unless it is configured otherwise."""
     wire = Wire()
     return Shape(
-        nodes, gateways, controllers=2, engines=1, max_queued=_ROOM, max_running=1,
-        lease_s=wire.lease_seconds, heartbeat_s=_HEARTBEAT_S,
-    )  # fmt: skip
+        nodes,
+        gateways,
+        controllers=2,
+        engines=1,
+        max_queued=_ROOM,
+        max_running=1,
+        lease_s=wire.lease_seconds,
+        heartbeat_s=_HEARTBEAT_S,
+    )
 
 
 def _limits() -> dict[str, Any]:

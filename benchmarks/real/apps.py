@@ -21,17 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.real.app_load import (
-    APP_CLASS,
-    APPS,
-    BURSTINESS,
-    SCALE,
-    Load,
-    Script,
-    Shape,
-    call,
-    calls_of,
-)
+from benchmarks.real.app_load import APP_CLASS, APPS, BURSTINESS, SCALE, Load, Script, Shape, call, calls_of
 from headway.config import Engine, Key
 from headway.models.resolve import resolve
 from headway.simulate.workload.applications import Step
@@ -194,9 +184,7 @@ async def _started(name: str, trial: Trial, logs: Path) -> AsyncIterator[str]:
     _console.print(f"[dim]starting {name} ...[/]")
     keys = tuple(Key(key_of(tenant), tenant) for tenant in (*APPS, _CHAT))
     classes = (APP_CLASS, *trial.shape.chat.names)
-    async with running(
-        name, trial.engine, logs, classes, keys=keys, graphs=trial.shape.graphs()
-    ) as url:  # fmt: skip
+    async with running(name, trial.engine, logs, classes, keys=keys, graphs=trial.shape.graphs()) as url:
         yield url
 
 
@@ -240,9 +228,7 @@ async def send(name: str, url: str, model: str, load: Load, *, progress: bool = 
         client = _Client(http, url, model, loop.time(), reports=not stock)
         with _bar(len(load.scripts), shown=progress) as advance:
             async with asyncio.TaskGroup() as group:
-                chat = group.create_task(
-                    generator.run(url, model, load.chat, api_key=key_of(_CHAT), progress=False)
-                )
+                chat = group.create_task(generator.run(url, model, load.chat, api_key=key_of(_CHAT), progress=False))
                 runs = [group.create_task(client.make(script, advance)) for script in load.scripts]
     gained = {} if stock else await _gained(url, before, len(runs))
     return Served([task.result() for task in runs], chat.result(), gained, client.refused)
@@ -264,9 +250,7 @@ class _Client:
     start: instant of the event loop from which seconds count. reports: the system takes reports of runs.
     """
 
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, model: str, start: float, *, reports: bool
-    ) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, model: str, start: float, *, reports: bool) -> None:
         self._http, self._url, self._model = http, url, model
         self._start, self._reports, self.refused = start, reports, 0
 
@@ -296,9 +280,14 @@ class _Client:
     async def _ask(self, script: Script, unit: str, text: str, output: int) -> Record:
         headers = {"x-headway-app": script.run.app, "x-headway-run": script.id, "x-headway-unit": unit}
         return await generator.ask(
-            self._http, self._url, self._model, call(self._now(), text, output), self._start,
-            headers=headers | _authorization(script), endpoint="completions",
-        )  # fmt: skip
+            self._http,
+            self._url,
+            self._model,
+            call(self._now(), text, output),
+            self._start,
+            headers=headers | _authorization(script),
+            endpoint="completions",
+        )
 
     async def _outside(self, script: Script, step: Step) -> None:
         unit = {"unit": step.unit, "backend": step.backend}

@@ -28,9 +28,7 @@ def _bars(results: Mapping[str, Served]) -> bytes:
             heights = [_of(seconds, p) for seconds in times]
             at = np.arange(len(settings)) + (number - (len(results) - 1) / 2) * 0.8 / len(results)
             bars = axes.bar(at, heights, 0.75 / len(results), color=shade)
-            labels = [
-                show(height if seconds.size else None) for height, seconds in zip(heights, times, strict=True)
-            ]
+            labels = [show(height if seconds.size else None) for height, seconds in zip(heights, times, strict=True)]
             axes.bar_label(bars, labels, padding=2, fontsize=7)
         axes.set_xticks(range(len(settings)), settings)
         axes.set(ylabel="application completion time, s", title=title)

@@ -31,9 +31,14 @@ def main(ask: Ask, trial: Trial) -> Result:
     if ask.quick:
         names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
         trial = replace(
-            trial, systems=names, rate=trial.rate or _QUICK_RATE, rounds=1, together=True,
-            duration=min(trial.duration, _QUICK_SECONDS), shape=replace(trial.shape, scale=_QUICK_SCALE),
-        )  # fmt: skip
+            trial,
+            systems=names,
+            rate=trial.rate or _QUICK_RATE,
+            rounds=1,
+            together=True,
+            duration=min(trial.duration, _QUICK_SECONDS),
+            shape=replace(trial.shape, scale=_QUICK_SCALE),
+        )
     return result(trial, asyncio.run(apps.run(trial)))
 
 
@@ -43,9 +48,12 @@ def result(trial: Trial, outcome: Outcome) -> Result:
     rows += reductions(outcome.served)
     variant = f", {trial.variant}" if trial.variant else ""
     return Result(
-        [replace(row, setting=row.setting + variant) for row in rows], _describe(trial, outcome),
-        lambda: draw(outcome.served), system_grid(rows), _notes(outcome.served),
-    )  # fmt: skip
+        [replace(row, setting=row.setting + variant) for row in rows],
+        _describe(trial, outcome),
+        lambda: draw(outcome.served),
+        system_grid(rows),
+        _notes(outcome.served),
+    )
 
 
 def _describe(trial: Trial, outcome: Outcome) -> str:

@@ -16,17 +16,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.attack_clients import (
-    ATTACKS,
-    BETA,
-    BURST,
-    FLOOD,
-    HANG_S,
-    KEYS,
-    TENANTS,
-    Target,
-    bearer,
-)
+from benchmarks.real.attack_clients import ATTACKS, BETA, BURST, FLOOD, HANG_S, KEYS, TENANTS, Target, bearer
 from benchmarks.real.fake_engine import NAME
 from benchmarks.real.health_watch import HealthWatch, health_watch
 from benchmarks.real.peers import servers
@@ -37,18 +27,20 @@ from headway.whatif.output.results import Ask, Grid, Row, show
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _HEALTH_S = HANG_S / 2  # so that a hang is noticed while it lasts
 _CLIENT_S = 1.0  # for a body, and without reading: short enough to be reached in an attack
-_SERVER: dict[str, Any] = {
-    "max_queued_mib": _QUEUED_MIB, "body_timeout_s": _CLIENT_S, "write_timeout_s": _CLIENT_S,
-}  # fmt: skip
+_SERVER: dict[str, Any] = {"max_queued_mib": _QUEUED_MIB, "body_timeout_s": _CLIENT_S, "write_timeout_s": _CLIENT_S}
 _FILES = BURST + 1000  # of this process
 # Row -> the goal, at most.
 GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
 REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 where it is another tenant
 LONGEST = "attack.health_ms.max"
 UNITS = {
-    "attack.health_ms.p99": "ms", LONGEST: "ms", "attack.rss_mb": "MB", "attack.lost": "requests",
-    "attack.5xx": "answers", REFUSED: "answers",
-}  # fmt: skip
+    "attack.health_ms.p99": "ms",
+    LONGEST: "ms",
+    "attack.rss_mb": "MB",
+    "attack.lost": "requests",
+    "attack.5xx": "answers",
+    REFUSED: "answers",
+}
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full, server.max_queued_mib = {_QUEUED_MIB}, "
     f"{_CLIENT_S:g} s for bodies and for clients that do not read) in front of a {NAME} (health_timeout_s = "

@@ -71,8 +71,12 @@ class Trial:
 
 
 def _line(number: int, call: Call, model: str) -> bytes:
-    body = {"model": model, "max_tokens": call.max_tokens, "temperature": 0,
-            "messages": [{"role": "user", "content": call.prompt}]}  # fmt: skip
+    body = {
+        "model": model,
+        "max_tokens": call.max_tokens,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": call.prompt}],
+    }
     line = {"custom_id": f"line-{number}", "method": "POST", "url": _PATH, "body": body}
     return json.dumps(line).encode() + b"\n"
 
@@ -102,9 +106,7 @@ async def run(trial: Trial) -> Outcome:
     port = free_port()
     engine = replace(trial.engine, url=f"http://127.0.0.1:{port}")
     # With prefix caching the second run would find the prompts of the first.
-    argv = command(
-        replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching")), port, _NAME
-    )
+    argv = command(replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching")), port, _NAME)
     vllm = Child(argv, environment(trial.engine), folder / "engine.log")
     async with answering("the engine", vllm, f"{engine.url}/health"):
         return await _measure(trial, calls, engine, folder)
@@ -235,9 +237,7 @@ def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
 def main(ask: Ask, trial: Trial) -> Result:
     """Run; `quick`: a small batch beside some seconds of interactive requests."""
     if ask.quick:
-        trial = replace(
-            trial, lines=min(trial.lines, _QUICK_LINES), seconds=min(trial.seconds, _QUICK_SECONDS)
-        )
+        trial = replace(trial, lines=min(trial.lines, _QUICK_LINES), seconds=min(trial.seconds, _QUICK_SECONDS))
     outcome = asyncio.run(run(trial))
     interactive = mix.describe(mix.Mix("interactive", (_INTERACTIVE,)))
     workload = (

@@ -83,9 +83,13 @@ async def run(trial: Trial) -> Outcome:
     Raises ConfigError or EngineError when one cannot be run.
     """
     setup = compare.Setup(
-        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)), without_prefixes(trial.engine),
-        trial.systems, rounds=trial.rounds, seed=trial.seed, together=True,
-    )  # fmt: skip
+        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)),
+        without_prefixes(trial.engine),
+        trial.systems,
+        rounds=trial.rounds,
+        seed=trial.seed,
+        together=True,
+    )
     async with compare.started(setup) as systems:
         capacity = trial.capacity or await systems.capacity()
         found: Found = {(name, setting): [] for name in trial.systems for setting in (ALONE, BESIDE)}
@@ -127,10 +131,12 @@ def main(ask: Ask, trial: Trial) -> Result:
     """Run; `quick`: some seconds of short answers, with a capacity that is given."""
     if ask.quick:
         trial = replace(
-            trial, seconds=min(trial.seconds, _QUICK_SECONDS), rounds=1,
+            trial,
+            seconds=min(trial.seconds, _QUICK_SECONDS),
+            rounds=1,
             capacity=trial.capacity or _QUICK_CAPACITY,
             interactive=replace(trial.interactive, max_tokens=_QUICK_TOKENS),
-        )  # fmt: skip
+        )
     outcome = asyncio.run(run(trial))
     plain = beside.rows_of({key: figures(records) for key, records in outcome.found.items()})
     rows = [replace(row, setting=f"{row.setting}, {trial.seconds:g} s") for row in plain]

@@ -21,9 +21,7 @@ _FOLDS = 5
 _COMPONENTS = 32
 
 
-def boosted(
-    texts: Sequence[str], features: Features, output_tokens: Floats, cut: int
-) -> tuple[Floats, Floats]:
+def boosted(texts: Sequence[str], features: Features, output_tokens: Floats, cut: int) -> tuple[Floats, Floats]:
     """Fit to the first `cut` rows; return the median and the served (`QUANTILE`) lengths of the rest."""
     target = np.log(output_tokens[:cut])
     ridge = np.empty(len(output_tokens))
@@ -57,7 +55,13 @@ def _parts(text: str) -> Floats:
 
 def _quantile(seen: Floats, target: Floats, asked: Floats, share: float) -> Floats:
     model = HistGradientBoostingRegressor(
-        loss="quantile", quantile=share, max_iter=120, learning_rate=0.05, max_leaf_nodes=8,
-        min_samples_leaf=min(30, len(target) // 4), l2_regularization=1.0, random_state=0,
-    )  # fmt: skip
+        loss="quantile",
+        quantile=share,
+        max_iter=120,
+        learning_rate=0.05,
+        max_leaf_nodes=8,
+        min_samples_leaf=min(30, len(target) // 4),
+        l2_regularization=1.0,
+        random_state=0,
+    )
     return np.asarray(np.exp(model.fit(seen, target).predict(asked)), float)

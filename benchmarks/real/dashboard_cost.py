@@ -46,9 +46,9 @@ async def _stretch(gateway: Peer, requests: list[bytes], seconds: float, *, view
     """Send requests at the rate, and return the gateway's CPU seconds per request."""
     watching = asyncio.create_task(_watch(gateway.port)) if viewer else None
     cpu, began = gateway.cpu(), time.perf_counter()
-    counts = await asyncio.gather(*(
-        _line(gateway.port, requests, began + number / _RATE, began + seconds) for number in range(_LINES)
-    ))  # fmt: skip
+    counts = await asyncio.gather(
+        *(_line(gateway.port, requests, began + number / _RATE, began + seconds) for number in range(_LINES))
+    )
     used = gateway.cpu() - cpu
     if watching is not None:
         watching.cancel()

@@ -153,10 +153,18 @@ class FakeEngine:
             await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
             return
         state = {
-            "recipe": NAME, "running": self.open, "waiting": 0, "counters": self.counters,
-            "jobs": self._jobs(message), "log": [], "latency": None,
-            "blocks_free": _BLOCKS, "blocks_total": _BLOCKS, "block_size": _BLOCK, "fatal": self.fatal,
-        }  # fmt: skip
+            "recipe": NAME,
+            "running": self.open,
+            "waiting": 0,
+            "counters": self.counters,
+            "jobs": self._jobs(message),
+            "log": [],
+            "latency": None,
+            "blocks_free": _BLOCKS,
+            "blocks_total": _BLOCKS,
+            "block_size": _BLOCK,
+            "fatal": self.fatal,
+        }
         await _json(send, 200, state)
 
     def _jobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -286,11 +294,7 @@ def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
         one = {**what, "logprobs": None, "finish_reason": reason}
         return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
 
-    return (
-        event({"role": "assistant", "content": ""}, None),
-        event({"content": WORD}, None),
-        event({}, "length"),
-    )
+    return (event({"role": "assistant", "content": ""}, None), event({"content": WORD}, None), event({}, "length"))
 
 
 def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
@@ -309,8 +313,7 @@ def _whole(ask: _Ask) -> dict[str, Any]:
 
 def _frame(ask: _Ask, kind: str) -> dict[str, Any]:
     name = "chatcmpl-fake" if ask.chat else "cmpl-fake"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": ask.model,
-            "system_fingerprint": NAME}  # fmt: skip
+    return {"id": name, "object": kind, "created": int(time.time()), "model": ask.model, "system_fingerprint": NAME}
 
 
 def _usage(ask: _Ask) -> dict[str, int]:
@@ -319,9 +322,7 @@ def _usage(ask: _Ask) -> dict[str, int]:
 
 
 def _error(status: int) -> dict[str, Any]:
-    return {
-        "error": {"message": f"{NAME}: asked to fail", "type": "FakeError", "param": None, "code": status}
-    }
+    return {"error": {"message": f"{NAME}: asked to fail", "type": "FakeError", "param": None, "code": status}}
 
 
 # ---- ASGI
@@ -403,9 +404,16 @@ def main(kind: type[FakeEngine] = FakeEngine) -> None:
         app.on_request = partial(_note, options.journal.open("a", buffering=1))
     spare_old_objects()  # a full collection with thousands of open responses would hold up all the others
     uvicorn.run(
-        app, host="127.0.0.1", port=options.port, loop="uvloop", http="httptools", lifespan="off",
-        access_log=False, log_level="warning", server_header=False,
-    )  # fmt: skip
+        app,
+        host="127.0.0.1",
+        port=options.port,
+        loop="uvloop",
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+    )
 
 
 if __name__ == "__main__":

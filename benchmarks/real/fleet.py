@@ -47,9 +47,15 @@ _FAST = mix.Tier(
     "fast", 0.6, Slo(e2e=20.0), "sharegpt_first_turn", max_tokens=32, ignore_eos=True, prompt_tokens=(8, 100)
 )
 _BATCH = mix.Tier(
-    "batch", 0.4, Slo(e2e=240.0), "sharegpt_mixed_roles", max_tokens=64, ignore_eos=True, priority=10,
+    "batch",
+    0.4,
+    Slo(e2e=240.0),
+    "sharegpt_mixed_roles",
+    max_tokens=64,
+    ignore_eos=True,
+    priority=10,
     prompt_tokens=(50, 250),
-)  # fmt: skip
+)
 MIX = mix.Mix("fleet", (_FAST, _BATCH))
 _console = Console(stderr=True)
 
@@ -111,10 +117,16 @@ class Trial:
         others = tuple(model for model in self.models if model != first)
         cores = sorted(os.sched_getaffinity(0))
         return Engine(
-            first.model, first.name, others, host_weights_gib=1, max_running=self.max_running,
-            max_model_len=1024, cores=str(cores[number % len(cores)]), port=free_port(),
+            first.model,
+            first.name,
+            others,
+            host_weights_gib=1,
+            max_running=self.max_running,
+            max_model_len=1024,
+            cores=str(cores[number % len(cores)]),
+            port=free_port(),
             start_timeout_s=START_S,
-        )  # fmt: skip
+        )
 
 
 # ---- models and systems
@@ -161,8 +173,9 @@ def check_swaps(systems: Sequence[str]) -> None:
         if not find(name).planner().swaps:
             raise ConfigError(
                 f"The recipe {name} never swaps models, so it cannot serve more models than "
-                f"{len(INSTANCES)} instances.", f"Use {', '.join(swapping())}.",
-            )  # fmt: skip
+                f"{len(INSTANCES)} instances.",
+                f"Use {', '.join(swapping())}.",
+            )
 
 
 def shares_of(models: int, tail: float) -> list[float]:

@@ -34,9 +34,12 @@ def main(ask: Ask, trial: Trial) -> Result:
     rows = [row for name, run in runs.items() for row in rows_of(name, run)]
     variant = f", {trial.variant}" if trial.variant else ""
     return Result(
-        [replace(row, setting=row.setting + variant) for row in rows], _describe(trial), lambda: draw(runs),
-        system_grid(rows), report.warnings({name: (run.records, {}) for name, run in runs.items()}),
-    )  # fmt: skip
+        [replace(row, setting=row.setting + variant) for row in rows],
+        _describe(trial),
+        lambda: draw(runs),
+        system_grid(rows),
+        report.warnings({name: (run.records, {}) for name, run in runs.items()}),
+    )
 
 
 def _describe(trial: Trial) -> str:

@@ -148,9 +148,11 @@ def main(ask: Ask, trial: Trial) -> Result:
     """Run and predict."""
     if ask.quick:
         trial = replace(
-            trial, duration=min(trial.duration, _QUICK_SECONDS), loads=trial.loads[:2],
+            trial,
+            duration=min(trial.duration, _QUICK_SECONDS),
+            loads=trial.loads[:2],
             capacity=trial.capacity or _QUICK_CAPACITY,
-        )  # fmt: skip
+        )
     outcome = asyncio.run(run(trial))
     rows, known = rows_of(trial, outcome)
     one = next(iter(known.values()))

@@ -61,9 +61,13 @@ def steady(running: int, name: str, steps: int, seed: int, waiting: int = 0) -> 
     blocks = running * (length // _BLOCK + 2) + 2
     ends = name != "stock" and find(name).wants.two_ended
     setup = config(
-        max_running=running, max_batched_tokens=8192, max_model_len=2048, block_size=_BLOCK,
-        recipe=None if name == "stock" else name, pool=two_ended_pool(1.0) if ends else None,
-    )  # fmt: skip
+        max_running=running,
+        max_batched_tokens=8192,
+        max_model_len=2048,
+        block_size=_BLOCK,
+        recipe=None if name == "stock" else name,
+        pool=two_ended_pool(1.0) if ends else None,
+    )
     clock = SchedulerOracle(scheduler(setup, blocks, _BLOCK, None if name == "stock" else HeadwayScheduler))
     rng, span = np.random.default_rng(seed), steps * _STEP_S if waiting else 0.0
     for i in range(running):

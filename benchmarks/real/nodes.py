@@ -138,8 +138,7 @@ def ray_nodes(count: int) -> Iterator[str]:
 
     options: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 80 << 20}
     cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**options, "include_dashboard": False, "resources": {f"{NODE}0": 1}},
+        initialize_head=True, head_node_args={**options, "include_dashboard": False, "resources": {f"{NODE}0": 1}}
     )
     try:
         for i in range(1, count):
@@ -220,9 +219,8 @@ Send = Callable[[aiohttp.ClientSession, Sequence[str], int, Call, float, Seen], 
 
 
 async def _later(
-    send: Send, http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float,
-    seen: Seen,
-) -> None:  # fmt: skip
+    send: Send, http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+) -> None:
     await asyncio.sleep(max(start + call.at - asyncio.get_running_loop().time(), 0.0))
     await send(http, urls, number, call, start, seen)
 
@@ -246,9 +244,13 @@ async def _background(
 ) -> None:
     """Have a request accepted, by one gateway or the other."""
     body = {
-        "model": call.model, "messages": [{"role": "user", "content": call.prompt}], "background": True,
-        "max_tokens": call.max_tokens, "ignore_eos": call.ignore_eos, "service_tier": call.tier,
-    }  # fmt: skip
+        "model": call.model,
+        "messages": [{"role": "user", "content": call.prompt}],
+        "background": True,
+        "max_tokens": call.max_tokens,
+        "ignore_eos": call.ignore_eos,
+        "service_tier": call.tier,
+    }
     for attempt in range(_TRIES):
         url = urls[(number + attempt) % len(urls)]
         with suppress(aiohttp.ClientError, TimeoutError):

@@ -39,12 +39,14 @@ def rows(system: str, seen: Seen) -> list[Row]:
         made.append(Row("nodes.attainment", system, tier, metrics.attainment(part), "%"))
         made.append(Row("nodes.e2el.p99", system, tier, p99, "s"))
     counts = {
-        "requests": len(seen.records), "background": len(seen.history.looks), "lost": seen.lost,
-        "twice": seen.verdict.twice, "again": seen.again, "kills": len(seen.kills),
-    }  # fmt: skip
-    return made + [
-        Row(f"nodes.{name}", system, "all", float(value), "count") for name, value in counts.items()
-    ]
+        "requests": len(seen.records),
+        "background": len(seen.history.looks),
+        "lost": seen.lost,
+        "twice": seen.verdict.twice,
+        "again": seen.again,
+        "kills": len(seen.kills),
+    }
+    return made + [Row(f"nodes.{name}", system, "all", float(value), "count") for name, value in counts.items()]
 
 
 def result(trial: Trial, seen: Seen) -> Result:

@@ -70,10 +70,7 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
     made, rng = Measured(), np.random.default_rng([seed, 7])
     if names:
         made.peers = peer_versions(names)
-    with (
-        tempfile.TemporaryDirectory(prefix="headway-overhead-") as folder,
-        _systems(Path(folder), names) as systems,
-    ):
+    with tempfile.TemporaryDirectory(prefix="headway-overhead-") as folder, _systems(Path(folder), names) as systems:
         _latency(systems, made, 300 if quick else 3000, rng)
         _throughput(systems, made, 1.5 if quick else 20.0, rng)
         made.rows += ratio_rows(made.rows)
@@ -197,9 +194,7 @@ def _work(peer: Peer, clients: int, seconds: float, texts: list[str], more: dict
         return _Work(done[True], done[False], time.perf_counter() - began, peer.cpu() - cpu)
 
 
-async def _many(
-    peer: Peer, clients: int, seconds: float, requests: list[bytes], streamed: bool
-) -> Counter[bool]:
+async def _many(peer: Peer, clients: int, seconds: float, requests: list[bytes], streamed: bool) -> Counter[bool]:
     """Let each client send its next request as soon as it has a response; count {complete: responses}.
 
     Raises EngineError for an incomplete response, unless a peer sent it.
@@ -271,7 +266,5 @@ def plot(measured: Measured) -> bytes:
         axes.tick_params(axis="x", labelsize=6 if measured.peers else 8)
         axes.margins(y=0.12)
         axes.set_yticks([])
-        axes.set_title(
-            "\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7
-        )
+        axes.set_title("\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7)
     return png(figure)

@@ -88,15 +88,37 @@ def _litellm(folder: Path, engine: int, port: int) -> list[str]:
     model = {"model": "hosted_vllm/smollm2", "api_base": f"http://127.0.0.1:{engine}/v1"}
     config = folder / "litellm.yaml"
     config.write_text(json.dumps({"model_list": [{"model_name": "smollm2", "litellm_params": model}]}))
-    return [_program("litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port),
-            "--num_workers", "1"]  # fmt: skip
+    return [
+        _program("litellm"),
+        "--config",
+        str(config),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--num_workers",
+        "1",
+    ]
 
 
 def _sglang_router(folder: Path, engine: int, port: int) -> list[str]:
-    return [_program("python"), "-m", "sglang_router.launch_router",
-            "--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port),
-            "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
-            "--log-level", "warn"]  # fmt: skip
+    return [
+        _program("python"),
+        "-m",
+        "sglang_router.launch_router",
+        "--worker-urls",
+        f"http://127.0.0.1:{engine}",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(free_port()),
+        "--log-level",
+        "warn",
+    ]
 
 
 def _program(name: str) -> str:

@@ -48,8 +48,12 @@ class Peer:
         """Return the bytes of a chat request."""
         body = {"model": "smollm2", "messages": [{"role": "user", "content": prompt}], **more}
         data = json.dumps(body).encode()
-        lines = ("POST /v1/chat/completions HTTP/1.1", f"host: 127.0.0.1:{self.port}",
-                 "content-type: application/json", f"content-length: {len(data)}")  # fmt: skip
+        lines = (
+            "POST /v1/chat/completions HTTP/1.1",
+            f"host: 127.0.0.1:{self.port}",
+            "content-type: application/json",
+            f"content-length: {len(data)}",
+        )
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
@@ -58,9 +62,12 @@ Peers = tuple[Peer, Peer]  # direct, then Headway
 
 @contextmanager
 def servers(
-    folder: Path, recipe: str = "slack", server: Mapping[str, Any] | None = None,
-    engines: Mapping[str, float] | None = None, keys: Sequence[Mapping[str, str]] = (),
-) -> Iterator[Peers]:  # fmt: skip
+    folder: Path,
+    recipe: str = "slack",
+    server: Mapping[str, Any] | None = None,
+    engines: Mapping[str, float] | None = None,
+    keys: Sequence[Mapping[str, str]] = (),
+) -> Iterator[Peers]:
     """Start the FAKE engine and a gateway in front of it; stop both at the end.
 
     server, engines: more settings of the gateway and of its engine. keys: its `[[keys]]`.
@@ -73,10 +80,15 @@ def servers(
 
 
 def write_config(
-    folder: Path, engine: int, gateway: int, recipe: str = "slack", server: Mapping[str, Any] | None = None,
-    engines: Mapping[str, float] | None = None, keys: Sequence[Mapping[str, str]] = (),
+    folder: Path,
+    engine: int,
+    gateway: int,
+    recipe: str = "slack",
+    server: Mapping[str, Any] | None = None,
+    engines: Mapping[str, float] | None = None,
+    keys: Sequence[Mapping[str, str]] = (),
     lease_seconds: float = 30.0,
-) -> None:  # fmt: skip
+) -> None:
     """Write a gateway's configuration, by the ports of it and of its engine; the rest is as in `servers`."""
     queue = {"path": str(folder / QUEUE), "synchronous": "full"}
     config = {
@@ -109,9 +121,14 @@ def set_answers(engine: Peer, tokens: int, delay: float) -> None:
 
 @contextmanager
 def serving(
-    name: str, argv: Sequence[str], port: int, path: str, folder: Path,
-    env: Mapping[str, str | None] | None = None, patience: float = START_S,
-) -> Iterator[Peer]:  # fmt: skip
+    name: str,
+    argv: Sequence[str],
+    port: int,
+    path: str,
+    folder: Path,
+    env: Mapping[str, str | None] | None = None,
+    patience: float = START_S,
+) -> Iterator[Peer]:
     """Run a server until the block ends; it begins when a GET of the path is answered.
 
     env: more of its environment; None = without this variable. patience: seconds that its start may take.

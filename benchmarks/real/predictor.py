@@ -55,9 +55,12 @@ _TRAINED = 0.7
 _LONGEST = 2048
 _TIMED = 40  # predictions that are timed
 PAPER = {  # on Alpaca
-    "accuracy_pct": 77.5, "covered_pct": 77.5, "over_pct": 2.62, "under_pct": 9.30,
+    "accuracy_pct": 77.5,
+    "covered_pct": 77.5,
+    "over_pct": 2.62,
+    "under_pct": 9.30,
     "ms_per_prediction": 921.0,
-}  # fmt: skip
+}
 NOTE = "alpaca: reference answers (text-davinci-003), where the paper has OPT-13B's; padding 10 % of the mean"
 
 
@@ -176,9 +179,7 @@ def read(name: str, limit: int | None, embed: Embedder) -> DataSet:
     try:
         read = [(row["prompt"], row["prompt_tokens"][TOKENS], row["output_tokens"][TOKENS]) for row in rows]
     except KeyError as error:
-        raise ConfigError(
-            f"{file} has a line without {error}.", f"Give every line both counts of {TOKENS}."
-        ) from error
+        raise ConfigError(f"{file} has a line without {error}.", f"Give every line both counts of {TOKENS}.") from error
     texts, prompt, output_tokens = zip(*(one for one in read if one[2] > 0), strict=True)
     looks = [features(*one) for one in zip(texts, prompt, embed.many(texts), strict=True)]
     requests = tuple(_request(f"{name}-{i}", tokens) for i, tokens in enumerate(prompt))
@@ -194,10 +195,7 @@ def together(sets: Sequence[DataSet], rng: np.random.Generator) -> DataSet:
     order = rng.permutation(sum(map(len, sets)))
     texts = [text for data in sets for text in data.texts]
     requests = [request for data in sets for request in data.requests]
-    looks, output_tokens = (
-        np.concatenate([a.features for a in sets]),
-        np.concatenate([a.output_tokens for a in sets]),
-    )
+    looks, output_tokens = (np.concatenate([a.features for a in sets]), np.concatenate([a.output_tokens for a in sets]))
     chosen = [requests[i] for i in order]
     return DataSet("all", tuple(texts[i] for i in order), tuple(chosen), looks[order], output_tokens[order])
 
@@ -338,23 +336,12 @@ def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
     left.scatter(one.expected, one.output_tokens, s=6, color=colours(seen)["predictor"], linewidths=0)
     top = float(max(one.expected.max(), one.output_tokens.max()))
     left.plot([1, top], [1, top], color="#888888", linewidth=0.8)
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="expected tokens",
-        ylabel="true tokens",
-        title=f"predictor, {setting}",
-    )
+    left.set(xscale="log", yscale="log", xlabel="expected tokens", ylabel="true tokens", title=f"predictor, {setting}")
     shades = colours(seen)
     for system, other in seen.items():
         ratio = np.sort(other.output_tokens / other.expected)
         right.step(ratio, np.arange(1, len(ratio) + 1) / len(ratio), color=shades[system], where="post")
     right.axvline(1 + PADDING, color="#888888", linewidth=0.8)
-    right.set(
-        xlim=(0, 3),
-        xlabel="true / expected length",
-        ylabel="share of outputs",
-        title="10 % padding: the line",
-    )
+    right.set(xlim=(0, 3), xlabel="true / expected length", ylabel="share of outputs", title="10 % padding: the line")
     legend(figure, list(seen))
     return png(figure)

@@ -24,9 +24,7 @@ def complete(data: bytes) -> bool:
 def check(data: bytes) -> None:
     """Raise EngineError unless the response's status is 200."""
     if not data.startswith(b"HTTP/1.1 200 "):
-        raise EngineError(
-            f"A server refused: {data[:300]!r}.", "This is a bug in the benchmark or the gateway."
-        )
+        raise EngineError(f"A server refused: {data[:300]!r}.", "This is a bug in the benchmark or the gateway.")
 
 
 async def read_response(reader: asyncio.StreamReader) -> bytes:

@@ -24,9 +24,15 @@ from headway.whatif.output.results import Ask, Grid, Row, show
 
 # Row -> the goal, at most; the other rows have none.
 GOALS = {
-    "soak.reset": 0.0, "soak.rss_mb": 400.0, "soak.short_ms.p99": 50.0, "soak.lost": 0.0, "soak.twice": 0.0,
-    "soak.rss_growth_mb": 5.0, "soak.5xx": 0.0, "soak.undocumented": 0.0,
-}  # fmt: skip
+    "soak.reset": 0.0,
+    "soak.rss_mb": 400.0,
+    "soak.short_ms.p99": 50.0,
+    "soak.lost": 0.0,
+    "soak.twice": 0.0,
+    "soak.rss_growth_mb": 5.0,
+    "soak.5xx": 0.0,
+    "soak.undocumented": 0.0,
+}
 WORKLOAD = (
     f"Headway's gateway (sqlite broker, synchronous = full) in front of a {NAME}: streams that are all open "
     "at once; kills with full disks, clock jumps, engine hangs and faults of the queue's file among them; "
@@ -105,8 +111,7 @@ def measure(names: Sequence[str], sizes: Sizes, seed: int) -> list[Row]:
 def result(rows: list[Row]) -> Result:
     """Return the findings, a line per figure, its goal beside it."""
     lines = [
-        [row.setting, row.id, show(row.ours), show(GOALS[row.id]) if row.id in GOALS else "", row.unit]
-        for row in rows
+        [row.setting, row.id, show(row.ours), show(GOALS[row.id]) if row.id in GOALS else "", row.unit] for row in rows
     ]
     header = ("setting", "figure", "value", "goal, at most", "unit")
     grid = Grid(header, [lines], ("value", "goal, at most"))

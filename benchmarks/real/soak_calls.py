@@ -109,9 +109,7 @@ def _call(url: str, total: int, seed: int, headers: Mapping[str, str], tick: Cal
     import schemathesis
     from schemathesis.core.result import Err
 
-    described = urllib.request.Request(
-        f"{url}/openapi.json", headers={"authorization": f"Bearer {_OPERATOR}"}
-    )
+    described = urllib.request.Request(f"{url}/openapi.json", headers={"authorization": f"Bearer {_OPERATOR}"})
     with urllib.request.urlopen(described, timeout=_PATIENCE) as answer:
         schema = schemathesis.openapi.from_dict(steered(json.load(answer)))
     operations = [found.ok() for found in schema.get_all_operations() if not isinstance(found, Err)]
@@ -126,16 +124,17 @@ def _call(url: str, total: int, seed: int, headers: Mapping[str, str], tick: Cal
     return called
 
 
-def _call_one(
-    operation: Any, url: str, times: int, seed: int, headers: Mapping[str, str], called: Called
-) -> None:
+def _call_one(operation: Any, url: str, times: int, seed: int, headers: Mapping[str, str], called: Called) -> None:
     import hypothesis
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=times, database=None, deadline=None, phases=[hypothesis.Phase.generate],
+        max_examples=times,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
     @hypothesis.given(case=operation.as_strategy())
     def call(case: Any) -> None:
         response = case.call(base_url=url, headers=dict(headers), timeout=_PATIENCE)

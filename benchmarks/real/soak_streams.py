@@ -49,7 +49,7 @@ class Streams:
             Row("soak.short_ms.p99", "headway", setting, float(np.quantile(times, 0.99)), "ms"),
             Row("soak.short_ms.max", "headway", setting, float(times.max()), "ms"),
             Row("soak.shorts", "headway", setting, float(len(self.seen.health)), "chats"),
-        ]  # fmt: skip
+        ]
 
 
 def allowed(wanted: int) -> int:

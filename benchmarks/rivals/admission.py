@@ -94,9 +94,7 @@ def is_legal(all_: Candidates, chosen: Bools, load: Load, now: float, theta: Flo
 
 
 @compiled
-def edf(
-    all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float
-) -> Bools:  # fmt: skip
+def edf(all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float) -> Bools:
     """Return which candidates are admitted, greedily by first deadline.
 
     room: tokens of KV that are free or held by best effort. share: of each batch's time that is planned.
@@ -119,9 +117,7 @@ def edf(
 
 
 @compiled
-def edf_sim(
-    all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float
-) -> Bools:  # fmt: skip
+def edf_sim(all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float) -> Bools:
     """Return which candidates are admitted; each new one is tried by a replay of all events to come."""
     chosen = ~all_.new
     for i in range(all_.due.size):
@@ -134,7 +130,7 @@ def edf_sim(
 @compiled
 def _replays(
     all_: Candidates, chosen: Bools, answers: Answers, room: float, now: float, theta: Floats, share: float
-) -> bool:  # fmt: skip
+) -> bool:
     """Tell whether the chosen are in time: prompts at their deadlines, answers until their last token."""
     n, m = all_.due.size, answers.due.size
     pace = min(all_.pace.min() if n else np.inf, answers.pace.min() if m else np.inf)

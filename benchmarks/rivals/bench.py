@@ -71,15 +71,10 @@ def jobs(seed: int, *, quick: bool) -> list[Job]:
 
 def check_names(grounds: Sequence[str], rivals: Sequence[str]) -> None:
     """Raise ConfigError for the name of a ground or a rival that does not exist."""
-    for what, given, known in (
-        ("ground", grounds, [arena.name for arena in _shown()]),
-        ("rival", rivals, RIVALS),
-    ):
+    for what, given, known in (("ground", grounds, [arena.name for arena in _shown()]), ("rival", rivals, RIVALS)):
         for name in given:
             if name not in known:
-                raise ConfigError(
-                    f"There is no {what} {name!r}.", f"Use some of {', '.join(known)}.", param=f"{what}s"
-                )
+                raise ConfigError(f"There is no {what} {name!r}.", f"Use some of {', '.join(known)}.", param=f"{what}s")
 
 
 def _is_chosen(job: Job, grounds: Sequence[str], rivals: Sequence[str]) -> bool:
@@ -192,11 +187,14 @@ def _setting_rows(setting: str, seen: dict[str, Figures]) -> list[Row]:
 
 def _rows(name: str, setting: str, one: Figures) -> list[Row]:
     figures = (
-        ("attainment.promised", one.kept, "%"), ("attainment.line", one.line, "%"),
-        ("tardiness.p99", one.tardiness, "s"), ("tokens_per_s", one.tokens, "tokens/s"),
+        ("attainment.promised", one.kept, "%"),
+        ("attainment.line", one.line, "%"),
+        ("tardiness.p99", one.tardiness, "s"),
+        ("tokens_per_s", one.tokens, "tokens/s"),
         ("best_effort.tokens_per_s", one.best_effort, "tokens/s"),
-        ("in_time.tokens_per_s", one.in_time, "tokens/s"), ("e2e.p99", one.e2e, "s"),
-    )  # fmt: skip
+        ("in_time.tokens_per_s", one.in_time, "tokens/s"),
+        ("e2e.p99", one.e2e, "s"),
+    )
     rows = [Row(id, name, setting, value, unit) for id, value, unit in figures]
     return rows + [Row(f"attainment.{tier}", name, setting, kept, "%") for tier, kept in one.classes.items()]
 
@@ -246,8 +244,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
     at = {(row.setting, row.system): show(row.ours) for row in kept}
     leads = leads_of(rows)
     lines = [
-        [setting, *(at.get((setting, name), "") for name in systems), f"{lead:+.1f}"]
-        for setting, lead in leads.items()
+        [setting, *(at.get((setting, name), "") for name in systems), f"{lead:+.1f}"] for setting, lead in leads.items()
     ]
     others = [row for row in rows if row.id.startswith(("fidelity", "headline", "cells", "margin"))]
     sums = [[f"{row.id}, {row.system}, {row.setting}", f"{show(row.ours)} {row.unit}"] for row in others]

@@ -77,9 +77,21 @@ def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool, share: floa
         real[0, i], real[2, i] = targets(jobs, rows[i], real[3, i], step, share)
         real[1, i] = next_due(jobs, rows[i], real[0, i], real[2, i], from_first)
     return View(
-        rows, whole[0], yes[0], yes[1], whole[1], real[0], real[1], real[2], real[3], yes[2], whole[2],
-        real[4], whole[3], whole[4],
-    )  # fmt: skip
+        rows,
+        whole[0],
+        yes[0],
+        yes[1],
+        whole[1],
+        real[0],
+        real[1],
+        real[2],
+        real[3],
+        yes[2],
+        whole[2],
+        real[4],
+        whole[3],
+        whole[4],
+    )
 
 
 @compiled

@@ -54,9 +54,13 @@ def _step(seed: int, name: str) -> Search:
 
 def _cell_jobs(seed: int, quick: bool) -> list[Job]:
     pairs = [
-        ("G2-chat", 1.2, "slos-serve"), ("G2-chat", 1.2, "vllm"), ("G3", 3.0, "scorpio"), ("G3", 3.0, "vllm"),
-        ("G4", 2.0, "jitserve"), ("G4", 2.0, "vllm"),
-    ]  # fmt: skip
+        ("G2-chat", 1.2, "slos-serve"),
+        ("G2-chat", 1.2, "vllm"),
+        ("G3", 3.0, "scorpio"),
+        ("G3", 3.0, "vllm"),
+        ("G4", 2.0, "jitserve"),
+        ("G4", 2.0, "vllm"),
+    ]
     if not quick:
         pairs += [("G5-slai", 0.9, "slai"), ("G5-slai", 0.9, "sarathi")]
     return [Cell(arena, load, seed, name, quick) for arena, load, name in pairs]
@@ -115,23 +119,13 @@ def _cells(found: Found, seed: int, quick: bool) -> list[Row]:
         Row("fidelity.slos_serve.points", "slos-serve", "G2-chat, 1.2x", slos.kept - stock.kept, "points"),
         Row("fidelity.scorpio.goodput", "scorpio", "G3, 3x", _ratio(scorpio.kept, plain.kept), "x vllm", 8.8),
         Row("fidelity.scorpio.points", "scorpio", "G3, 3x", scorpio.kept - plain.kept, "points", 40.7),
-        Row(
-            "fidelity.jitserve.tokens",
-            "jitserve",
-            "G4, 2x",
-            _ratio(jit.in_time, fcfs.in_time),
-            "x vllm",
-            1.4,
-        ),
+        Row("fidelity.jitserve.tokens", "jitserve", "G4, 2x", _ratio(jit.in_time, fcfs.in_time), "x vllm", 1.4),
     ]
     if quick:
         return rows
     slai, sarathi = of("G5-slai", 0.9, "slai"), of("G5-slai", 0.9, "sarathi")
     change = 100 * (slai.ttft / sarathi.ttft - 1)
-    return [
-        *rows,
-        Row("fidelity.slai.ttft_p50", "slai", "G5-slai, 0.9x", change, "% of sarathi's", -53.0),
-    ]
+    return [*rows, Row("fidelity.slai.ttft_p50", "slai", "G5-slai, 0.9x", change, "% of sarathi's", -53.0)]
 
 
 def own_measure(arena: str) -> str:

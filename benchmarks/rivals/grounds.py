@@ -34,15 +34,34 @@ _RECORDED = "azure_conv_2023"
 # ISCA 2024; Azure/AzurePublicDataset), in the manner of `simulate/workload/lengths.py`.
 _CONVERSATIONS = sizes.Source(
     sizes.Quantiles(
-        (2, 29, 120, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1189, 1315, 1876, 2734, 4083, 4092, 4142,
-         4831, 6179, 14050)
+        (
+            2,
+            29,
+            120,
+            181,
+            207,
+            387,
+            403,
+            703,
+            1020,
+            1071,
+            1130,
+            1189,
+            1315,
+            1876,
+            2734,
+            4083,
+            4092,
+            4142,
+            4831,
+            6179,
+            14050,
+        )
     ),
-    sizes.Quantiles(
-        (7, 16, 28, 41, 54, 77, 91, 103, 129, 177, 384, 395, 400, 411, 424, 451, 522, 601, 643, 954, 1000)
-    ),
+    sizes.Quantiles((7, 16, 28, 41, 54, 77, 91, 103, 129, 177, 384, 395, 400, 411, 424, 451, 522, 601, 643, 954, 1000)),
     0.0728,
     "built-in statistics of Azure's conversations of 2023: 19,366 rows",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +223,9 @@ ARENAS: dict[str, Arena] = {
     for arena in (
         Arena("G1-conv", "QoServe", _qoserve(0.1), quick=90.0, quick_load=2.0),
         Arena("G1-conv-published", "QoServe", _qoserve(1.0), quick=45.0, quick_load=2.0),
-        Arena("G1-transient", "QoServe", _qoserve(0.1), 540.0, 45.0, swing=(0.57, 1.43), loads=(1.0, 1.2),
-              quick_load=1.2),
+        Arena(
+            "G1-transient", "QoServe", _qoserve(0.1), 540.0, 45.0, swing=(0.57, 1.43), loads=(1.0, 1.2), quick_load=1.2
+        ),
         Arena("G1-hour", "QoServe", _qoserve(1.0), 3600.0, 45.0, loads=(1.2,), quick_load=1.2),
         Arena("G2-chat", "SLOs-Serve", (_CHAT,), quick_load=1.2),
         Arena("G2-chat-short", "SLOs-Serve", (_SHORT,), quick=40.0, quick_load=1.2),
@@ -216,4 +236,4 @@ ARENAS: dict[str, Arena] = {
         Arena("G5-slai", "SLAI", _SLAI, loads=(0.9,), quick_load=0.9),
         *(Arena(ground.name, "Headway", base=ground) for ground in GROUNDS),
     )
-}  # fmt: skip
+}

@@ -45,12 +45,17 @@ def figures(workload: Workload, outcome: Outcome, seconds: float) -> Figures:
     last = float(np.nanmax(outcome.end)) - float(workload.arrival.min())
     lulls = ~promised & (outcome.end <= seconds)
     return Figures(
-        float(promised.sum()), _percent(met[promised]), _percent(on_line(workload, outcome)[promised]),
-        float(np.quantile(late[promised], 0.99)), float(workload.output.sum()) / last,
+        float(promised.sum()),
+        _percent(met[promised]),
+        _percent(on_line(workload, outcome)[promised]),
+        float(np.quantile(late[promised], 0.99)),
+        float(workload.output.sum()) / last,
         float(workload.output[lulls].sum()) / seconds,
-        float(workload.output[promised & met].sum()) / seconds, float(np.median(seen["ttft"])),
-        float(np.quantile(seen["e2e"], 0.99)), _classes(workload, met),
-    )  # fmt: skip
+        float(workload.output[promised & met].sum()) / seconds,
+        float(np.median(seen["ttft"])),
+        float(np.quantile(seen["e2e"], 0.99)),
+        _classes(workload, met),
+    )
 
 
 def on_line(workload: Workload, outcome: Outcome) -> Bools:
@@ -75,9 +80,17 @@ def mean(seeds: Sequence[Figures]) -> Figures:
 
     classes = {name: float(np.mean([one.classes[name] for one in seeds])) for name in seeds[0].classes}
     return Figures(
-        float(weights.sum()), of("kept", True), of("line", True), of("tardiness"), of("tokens"),
-        of("best_effort"), of("in_time"), of("ttft"), of("e2e"), classes,
-    )  # fmt: skip
+        float(weights.sum()),
+        of("kept", True),
+        of("line", True),
+        of("tardiness"),
+        of("tokens"),
+        of("best_effort"),
+        of("in_time"),
+        of("ttft"),
+        of("e2e"),
+        classes,
+    )
 
 
 def _percent(which: Bools) -> float:

@@ -73,11 +73,13 @@ def grounds(chat: mix.Tier, alone: Alone, seconds: float) -> dict[str, mix.Mix]:
     part, tpot = seconds / _G1_SECONDS, _GAPS * alone.gap
     tiers = [
         replace(
-            chat, name=name, priority=place,
+            chat,
+            name=name,
+            priority=place,
             slo=Slo(ttft=due * part, tpot=tpot) if name == "q1" else Slo(e2e=due * part),
         )
         for place, (name, due) in enumerate(_TIERS.items())
-    ]  # fmt: skip
+    ]
     chat = replace(chat, slo=Slo(ttft=_PROMPTS * alone.base, tpot=tpot))
     return {"G2-chat-short": mix.Mix("chat", (chat,)), "G1-conv": mix.Mix("tiers", tuple(tiers))}
 
@@ -87,9 +89,7 @@ def calls(ground: mix.Mix, alone: Alone, rate: float, seconds: float, seed: int)
     rng = np.random.default_rng(seed)
     made = mix.calls(ground, poisson(rate, seconds, rng), rng)
     return [
-        replace(call, slo=replace(call.slo, ttft=_PROMPTS * alone.first(call)))
-        if call.tier == "chat"
-        else call
+        replace(call, slo=replace(call.slo, ttft=_PROMPTS * alone.first(call))) if call.tier == "chat" else call
         for call in made
     ]
 
@@ -101,9 +101,7 @@ async def run(chat: mix.Tier, seconds: float, seed: int, *, quick: bool) -> tupl
     engine = without_prefixes(standard_engine("smollm2", max_running=16, blocks=None))
     started = tuple(SYSTEMS[name] for name in names)
     found: Found = {}
-    async with compare.started(
-        compare.Setup(everything, engine, started, seed=seed, together=True)
-    ) as systems:
+    async with compare.started(compare.Setup(everything, engine, started, seed=seed, together=True)) as systems:
         count, gap = (3, 1.5) if quick else _ALONE
         at = np.arange(count, dtype=np.float64) * gap
         single = mix.calls(everything, at, np.random.default_rng(seed))

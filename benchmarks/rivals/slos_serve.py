@@ -73,22 +73,14 @@ class SlosServe(Rival):
             tier = tiers[view.rows]
         return np.asarray(tier == ADMITTED)
 
-    def _plan(
-        self, view: View, admitted: Bools, asked: Ints, new: Bools, kv: KvBudget, now: float
-    ) -> Bools:  # fmt: skip
+    def _plan(self, view: View, admitted: Bools, asked: Ints, new: Bools, kv: KvBudget, now: float) -> Bools:
         theta, alone = self.spec.latency.theta, self.seconds(0, 0, 0)
         runs = np.flatnonzero(view.decodes & admitted)
         work = np.array([self.prompt_seconds(tokens) - alone for tokens in view.missing[asked].tolist()])
         context = view.computed + view.missing + self._left(view) / 2
         grows = np.maximum(view.computed + view.missing + self._left(view) - view.blocks * kv.size, 0.0)
         all_ = Candidates(
-            view.due[asked],
-            work,
-            view.pace[asked],
-            context[asked],
-            self._left(view)[asked],
-            grows[asked],
-            new,
+            view.due[asked], work, view.pace[asked], context[asked], self._left(view)[asked], grows[asked], new
         )
         answers = Answers(view.due[runs], view.pace[runs], context[runs], self._left(view)[runs])
         lent = float(view.blocks[~admitted].sum())
@@ -128,7 +120,7 @@ class SlosServe(Rival):
 
     def _rest(
         self, view: View, admitted: Bools, decodes: Ints, chunk: int, used: int, limit: float, kv: KvBudget
-    ) -> Ints:  # fmt: skip
+    ) -> Ints:
         """Return the prompts of best effort that what is left of the chunk reaches, by arrival."""
         context = float(view.computed[decodes].sum())
         left = min(chunk, self.chunk(decodes.size, context, limit)) - used

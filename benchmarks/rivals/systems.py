@@ -35,8 +35,7 @@ SWEEPS: dict[str, tuple[Recipe, ...]] = {
         rival("fairbatching line", "its own token line", partial(fairbatching.FairBatching, line="arrival")),
     ),
     "scorpio": tuple(
-        rival(f"scorpio factor={f:g}", "another epsilon", partial(scorpio.Scorpio, factor=f))
-        for f in (1.0, 1.5, 1.75)
+        rival(f"scorpio factor={f:g}", "another epsilon", partial(scorpio.Scorpio, factor=f)) for f in (1.0, 1.5, 1.75)
     ),
     "jitserve": tuple(
         rival(f"jitserve batch={b}", "another batch", partial(jitserve.JitServe, batch=b))
@@ -56,14 +55,15 @@ _fixed = partial(_qoserve, alpha=0.0, relegates=False)
 LADDER: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        rival("fcfs, 256 tokens", "Sarathi, first come first served",
-              partial(_fixed, chunk_tokens=256, by_arrival=True)),
+        rival(
+            "fcfs, 256 tokens", "Sarathi, first come first served", partial(_fixed, chunk_tokens=256, by_arrival=True)
+        ),
         rival("edf, 256 tokens", "Sarathi, earliest deadline first", partial(_fixed, chunk_tokens=256)),
         rival("edf + chunks", "with dynamic chunks", _fixed),
         rival("edf + chunks + relegation", "with eager relegation too", partial(_qoserve, alpha=0.0)),
         rival("qoserve line", "with the price of work too", _qoserve),
     )
-}  # fmt: skip
+}
 
 _ALL = RIVALS | LADDER | {recipe.name: recipe for swept in SWEEPS.values() for recipe in swept}
 

@@ -91,14 +91,15 @@ def figures(workload: Workload, outcome: Outcome) -> Figures:
     ttft = slo_violations.seen(workload, outcome)["ttft"]
     met = slo_violations.met(workload, outcome)
     mine, plain, batch = (
-        np.array([workload.tiers[tier] == name for tier in workload.tier])
-        for name in ("interactive", PLAIN, "batch")
+        np.array([workload.tiers[tier] == name for tier in workload.tier]) for name in ("interactive", PLAIN, "batch")
     )
     return Figures(
-        float(np.quantile(ttft[mine], 0.99)), float(np.quantile(ttft[plain], 0.99)),
-        float(outcome.gap[mine | plain].max()), 100 * float(met[mine].mean()),
+        float(np.quantile(ttft[mine], 0.99)),
+        float(np.quantile(ttft[plain], 0.99)),
+        float(outcome.gap[mine | plain].max()),
+        100 * float(met[mine].mean()),
         100 * float(met[batch].mean()) if batch.any() else None,
-    )  # fmt: skip
+    )
 
 
 def rows_of(found: dict[tuple[str, str], Figures]) -> list[Row]:

@@ -18,16 +18,7 @@ import numpy as np
 
 from benchmarks.experiment import Result, computed, experiment
 from benchmarks.simulated import default_plots, default_rows
-from benchmarks.simulated.default_figures import (
-    BOUND,
-    DEFAULT,
-    HINDSIGHT,
-    STOCK,
-    TRUE,
-    Cell,
-    Figures,
-    figures,
-)
+from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE, Cell, Figures, figures
 from benchmarks.simulated.default_rows import HIGH, places_of
 from benchmarks.simulated.default_table import grid, notes
 from benchmarks.simulated.grounds import GROUNDS, Ground
@@ -75,9 +66,19 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without swapping": partial(Promises, swaps=False),
 }
 OTHERS = (
-    "slack", "edf", "priority", "vllm", "bros", "ecoserve", "srtf", "sjf", "fastgen", "sarathi", "multires",
+    "slack",
+    "edf",
+    "priority",
+    "vllm",
+    "bros",
+    "ecoserve",
+    "srtf",
+    "sjf",
+    "fastgen",
+    "sarathi",
+    "multires",
     "vllm-v0",
-)  # fmt: skip
+)
 LENGTH_ERRORS = (1.0, 1.5, 2.0, 3.0)  # factors by which a forecast is off, one standard deviation
 LATENCY_ERRORS = (0.8, 1.0, 1.2)  # learned seconds of an iteration, as a share of the true ones
 _WRONG = ("bursty", "sharegpt-idle", "anneal-chat-code", "tight-tpot")  # grounds of both curves
@@ -105,9 +106,7 @@ def main(ask: Ask, seeds: int = 3, hindsight: int = 0) -> Result:
         "arrivals as a multiple of what stock vLLM completes of a burst; attainment = promised requests with "
         "every target met; share = of the bound that no schedule can pass."
     )
-    return Result(
-        rows, workload, lambda: _pictures(rows), grid(rows, ABLATIONS), notes(rows, places_of(found))
-    )
+    return Result(rows, workload, lambda: _pictures(rows), grid(rows, ABLATIONS), notes(rows, places_of(found)))
 
 
 def all_cells(seeds: Sequence[int]) -> list[Cell]:
@@ -197,7 +196,9 @@ def rows_of(found: Mapping[Cell, Figures]) -> list[Row]:
 
 def _pictures(rows: Sequence[Row]) -> dict[str, bytes]:
     made: dict[str, Callable[[Sequence[Row]], bytes | None]] = {
-        "matrix": default_plots.matrix, "measures": default_plots.measures, "spread": default_plots.spread,
+        "matrix": default_plots.matrix,
+        "measures": default_plots.measures,
+        "spread": default_plots.spread,
         "errors": default_plots.errors,
-    }  # fmt: skip
+    }
     return {name: png for name, make in made.items() if (png := make(rows)) is not None}

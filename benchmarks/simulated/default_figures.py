@@ -96,12 +96,18 @@ class Service:
         work = workload.prompt + _ANSWER_WORK * workload.output
         span = float(outcome.end.max() - workload.arrival.min())
         return cls(
-            _quantile(late[promised]), float(np.quantile(outcome.gap, _TOP)),
-            100 * float(np.mean(outcome.gap > SILENCE)), _quantile(wait[~promised]), _mean(wait[~promised]),
-            float(workload.output.sum()) / span, float(np.average(wait, weights=work)),
-            _most(wait[~(promised & met)]), _share(workload.weight, promised, met),
-            outcome.busy / max(outcome.iterations, 1), recovery,
-        )  # fmt: skip
+            _quantile(late[promised]),
+            float(np.quantile(outcome.gap, _TOP)),
+            100 * float(np.mean(outcome.gap > SILENCE)),
+            _quantile(wait[~promised]),
+            _mean(wait[~promised]),
+            float(workload.output.sum()) / span,
+            float(np.average(wait, weights=work)),
+            _most(wait[~(promised & met)]),
+            _share(workload.weight, promised, met),
+            outcome.busy / max(outcome.iterations, 1),
+            recovery,
+        )
 
     @classmethod
     def mean(cls, seeds: Sequence[Service]) -> Service:
@@ -135,9 +141,11 @@ class Figures:
         """Return the figures of several seeds together: all their promises, the mean of everything else."""
         services = [one.service for one in seeds if one.service is not None]
         return cls(
-            sum(one.kept for one in seeds), sum(one.promised for one in seeds),
-            float(np.mean([one.be_tokens for one in seeds])), Service.mean(services) if services else None,
-        )  # fmt: skip
+            sum(one.kept for one in seeds),
+            sum(one.promised for one in seeds),
+            float(np.mean([one.be_tokens for one in seeds])),
+            Service.mean(services) if services else None,
+        )
 
 
 def figures(cell: Cell, workload: Workload, outcome: Outcome) -> Figures:

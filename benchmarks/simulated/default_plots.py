@@ -17,19 +17,20 @@ from headway.whatif.output.results import SIMULATED, Row, show
 _WRONG = re.compile(r"^(.*), (lengths off by|latency learned x) ?([\d.]+)x?$")
 _RATIOS = ("mean_wait.weighted", "unpromised.e2el.p99", "worst_wait")
 _PANELS = {
-    "tokens_per_s": "tokens/s, x stock", "mean_wait.weighted": "mean wait by work, x stock",
-    "unpromised.e2el.p99": "unpromised e2e p99, x stock", "gap.over_1s": "streams silent for over 1 s, %",
-    "tardiness.p99": "p99 of seconds late", "worst_wait": "longest wait, x stock",
-}  # fmt: skip
+    "tokens_per_s": "tokens/s, x stock",
+    "mean_wait.weighted": "mean wait by work, x stock",
+    "unpromised.e2el.p99": "unpromised e2e p99, x stock",
+    "gap.over_1s": "streams silent for over 1 s, %",
+    "tardiness.p99": "p99 of seconds late",
+    "worst_wait": "longest wait, x stock",
+}
 _RATIO_TICKS = (0.25, 0.5, 0.7, 1, 1.4, 2, 4, 8, 16)
 _TICKS = (0, 1, 10, 100, 1000)  # of seconds and %
 
 
 def matrix(rows: Sequence[Row]) -> bytes:
     """Return a PNG: a line per ground and load, a column per recipe, coloured by the share of the bound."""
-    everywhere = {
-        row.system for row in rows if row.id == "be.tokens_per_s"
-    }  # a search is for some cells only
+    everywhere = {row.system for row in rows if row.id == "be.tokens_per_s"}  # a search is for some cells only
     shares = [row for row in rows if row.id == "share_of_bound" and row.system in everywhere]
     kept = {(row.setting, row.system): row.ours for row in rows if row.id == "attainment.promised"}
     settings = list(dict.fromkeys(row.setting for row in shares))

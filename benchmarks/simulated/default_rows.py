@@ -130,9 +130,7 @@ def judged(rows: Iterable[Row], places: Sequence[Place]) -> dict[str, dict[str, 
 
 def outside(rows: Iterable[Row], places: Sequence[Place]) -> dict[str, list[str]]:
     """Return the settings where the default recipe is outside a limit, by the figure's id."""
-    return {
-        id: [name for name, holds in seen.items() if not holds] for id, seen in judged(rows, places).items()
-    }
+    return {id: [name for name, holds in seen.items() if not holds] for id, seen in judged(rows, places).items()}
 
 
 def _figures(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
@@ -181,9 +179,12 @@ def _service_rows(system: str, setting: str, seen: Service | None, stock: Servic
     if seen is None:
         return []
     figures = [
-        ("attainment.weighted", seen.weighted_attainment, "%"), ("tardiness.p99", seen.tardiness_p99, "s"),
-        ("gap.p99", seen.gap_p99, "s"), ("gap.over_1s", seen.silent, "%"), ("recovery_s", seen.recovery, "s"),
-    ]  # fmt: skip
+        ("attainment.weighted", seen.weighted_attainment, "%"),
+        ("tardiness.p99", seen.tardiness_p99, "s"),
+        ("gap.p99", seen.gap_p99, "s"),
+        ("gap.over_1s", seen.silent, "%"),
+        ("recovery_s", seen.recovery, "s"),
+    ]
     if stock is not None:
         ratios = (
             ("unpromised.e2el.p99", seen.unpromised_p99, stock.unpromised_p99),
@@ -250,10 +251,12 @@ def _margins(at: At, settings: Sequence[str], group: str) -> list[Row]:
         short += at["be.tokens_per_s", DEFAULT, setting] < SAME_BE * be
         weighted += _weighted_margin(at, setting)
     figures = [
-        ("cells", float(len(settings)), "cells"), ("cells.behind", float(behind), "cells"),
-        ("cells.less_best_effort", float(short), "cells"), ("margin.least", min(margins), "points"),
+        ("cells", float(len(settings)), "cells"),
+        ("cells.behind", float(behind), "cells"),
+        ("cells.less_best_effort", float(short), "cells"),
+        ("margin.least", min(margins), "points"),
         ("margin.mean", float(np.mean(margins)), "points"),
-    ]  # fmt: skip
+    ]
     if weighted:
         figures.append(("margin.weighted.least", min(weighted), "points"))
     return [Row(id, DEFAULT, group, value, unit) for id, value, unit in figures]
@@ -271,11 +274,7 @@ def _best_other(at: At, setting: str) -> tuple[float, float]:
 
 def _weighted_margin(at: At, setting: str) -> list[float]:
     """Return the points of weighted attainment above the best other recipe's; [] where there is none."""
-    seen = {
-        system: kept
-        for (id, system, name), kept in at.items()
-        if id == "attainment.weighted" and name == setting
-    }
+    seen = {system: kept for (id, system, name), kept in at.items() if id == "attainment.weighted" and name == setting}
     others = [kept for system, kept in seen.items() if system not in _NOT_OTHERS]
     return [seen[DEFAULT] - max(others)] if DEFAULT in seen and others else []
 
@@ -302,9 +301,7 @@ def _service_sums(at: At, places: Sequence[Place], group: str) -> list[Row]:
     for id, sums in _SUMS.items():
         seen = [at[id, DEFAULT, p.setting] for p in places if (id, DEFAULT, p.setting) in at]
         unit = "%" if id == "gap.over_1s" else "x"
-        rows += [
-            Row(f"{id}.{name}", DEFAULT, group, total(seen), unit) for name, total in sums.items() if seen
-        ]
+        rows += [Row(f"{id}.{name}", DEFAULT, group, total(seen), unit) for name, total in sums.items() if seen]
     return rows
 
 

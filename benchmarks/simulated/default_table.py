@@ -36,13 +36,9 @@ def grid(rows: Sequence[Row], parts: Collection[str]) -> Grid:
     return Grid([*header, *[""] * (1 + width - len(header))], padded)
 
 
-def _promises(
-    rows: Sequence[Row], at: Mapping[tuple[str, str, str], str], systems: Sequence[str]
-) -> list[list[str]]:
+def _promises(rows: Sequence[Row], at: Mapping[tuple[str, str, str], str], systems: Sequence[str]) -> list[list[str]]:
     names = dict.fromkeys(row.setting for row in rows if row.id == "attainment.promised")
-    return [
-        [name, *(at.get(("attainment.promised", system, name), "") for system in systems)] for name in names
-    ]
+    return [[name, *(at.get(("attainment.promised", system, name), "") for system in systems)] for name in names]
 
 
 def _service(rows: Sequence[Row], at: Mapping[tuple[str, str, str], str]) -> list[list[str]]:

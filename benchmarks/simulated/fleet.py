@@ -69,11 +69,8 @@ class Trial:
             mine = at[(tiers == t) & (models == m)]
             prompt = rng.integers(*tier.prompt_tokens, mine.size, endpoint=True)
             parts.append(
-                single(
-                    mine, prompt, tier.max_tokens, slo=tier.slo, priority=tier.priority, tier=tier.name,
-                    model=model,
-                )
-            )  # fmt: skip
+                single(mine, prompt, tier.max_tokens, slo=tier.slo, priority=tier.priority, tier=tier.name, model=model)
+            )
         return concat(*parts).sorted()
 
     def instances(self) -> list[InstanceSpec]:
@@ -93,10 +90,12 @@ class Trial:
         alike = frozenset(MODELS[:-1]) if model != MODELS[-1] else frozenset[str]()
         blocks = file.kv_tokens // file.block_size
         return InstanceSpec(
-            Instance(id, model, self.max_running, blocks, file.block_size, _LONGEST), FixedLatency(law),
-            2 * self.max_running, 2048,
+            Instance(id, model, self.max_running, blocks, file.block_size, _LONGEST),
+            FixedLatency(law),
+            2 * self.max_running,
+            2048,
             load=Load(_RESTART, _RESTART, file.weights_bytes, alike - {model}, _IN_PLACE),
-        )  # fmt: skip
+        )
 
 
 @experiment("fleet", "sim", f"Several models on two instances ({SIMULATED})")

@@ -97,9 +97,7 @@ class Ground:
         shape = Instance("e0", "default", self.max_running, tokens // size, size, self.longest)
         slots = max(self.max_running, 1024)
         host = int(_HOST_BYTES // profile.kv_bytes_per_token)
-        return InstanceSpec(
-            shape, self.latency(), slots, self.budget, profile.copy_seconds(), host_tokens=host
-        )
+        return InstanceSpec(shape, self.latency(), slots, self.budget, profile.copy_seconds(), host_tokens=host)
 
     def latency(self) -> FixedLatency:
         """Return the seconds of the engine's iterations."""
@@ -170,9 +168,14 @@ def capacity(ground: Ground) -> float:
 
 
 def _of(
-    name: str, share: float, lengths: str, priority: int = 0, ttft: float | None = None,
-    tpot: float | None = None, e2e: float | None = None,
-) -> TrafficClass:  # fmt: skip
+    name: str,
+    share: float,
+    lengths: str,
+    priority: int = 0,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    e2e: float | None = None,
+) -> TrafficClass:
     return TrafficClass(name, share, Slo(ttft, tpot, e2e), priority, lengths)
 
 
@@ -190,14 +193,18 @@ _ECOSERVE_KV = 14_640  # tokens: 12 GB of OPT-13B (EcoServe 2.1)
 _OPT, _LLAMA, _LLAMA_70B = "opt-13b-a100", "llama-2-7b-a100", "llama-2-70b-a100-tp4"
 
 
-def _ecoserve(
-    lengths: str, predictor: tuple[float, float], longest: int = 2048, requests: int = 2000
-) -> Ground:
+def _ecoserve(lengths: str, predictor: tuple[float, float], longest: int = 2048, requests: int = 2000) -> Ground:
     """Return a ground of EcoServe 4: deadlines of twice the idle seconds, its predictor's accuracy."""
     return Ground(
-        f"{lengths}-idle", _OPT, (_of("all", 1, lengths),), longest=longest, kv_tokens=_ECOSERVE_KV,
-        idle_scale=2.0, predictor=predictor, requests=requests,
-    )  # fmt: skip
+        f"{lengths}-idle",
+        _OPT,
+        (_of("all", 1, lengths),),
+        longest=longest,
+        kv_tokens=_ECOSERVE_KV,
+        idle_scale=2.0,
+        predictor=predictor,
+        requests=requests,
+    )
 
 
 GROUNDS = (
@@ -208,41 +215,56 @@ GROUNDS = (
     _ecoserve("bookcorpus", (0.7, 0.2), longest=3200, requests=250),
     Ground("alpaca-e2e", _OPT, (_of("all", 1, "alpaca", e2e=8.0),), kv_tokens=_ECOSERVE_KV),
     Ground(
-        "anneal-chat-code", _LLAMA,
+        "anneal-chat-code",
+        _LLAMA,
         (_of("chat", 1, "sharegpt", ttft=10.0, tpot=0.05), _of("code", 1, "alpaca", e2e=30.0)),
-        max_running=8, requests=1500,
+        max_running=8,
+        requests=1500,
     ),
     Ground(
-        "qlm-wb", _OPT,
-        (_of("interactive", 1, "sharegpt", 0, e2e=30.0), _of("batch-1", 1, "sharegpt", 1, e2e=120.0),
-         _of("batch-2", 1, "sharegpt", 2, e2e=600.0)),
+        "qlm-wb",
+        _OPT,
+        (
+            _of("interactive", 1, "sharegpt", 0, e2e=30.0),
+            _of("batch-1", 1, "sharegpt", 1, e2e=120.0),
+            _of("batch-2", 1, "sharegpt", 2, e2e=600.0),
+        ),
         requests=3000,
     ),
     Ground("bursty", _LLAMA, _MIX, burstiness=0.1),
     Ground("diurnal", _LLAMA, _MIX, swing=1.8, requests=4000),
     Ground(
-        "long-prompts", _LLAMA_70B,
+        "long-prompts",
+        _LLAMA_70B,
         (_of("rag", 4, "sharegpt-multiround", ttft=1.0), _of("be", 1, "arxiv", 10)),
-        longest=8192, requests=1200,
+        longest=8192,
+        requests=1200,
     ),
     Ground(
-        "long-answers", _LLAMA,
+        "long-answers",
+        _LLAMA,
         (_of("writing", 1, "bookcorpus", ttft=2.0, tpot=0.06), _of("be", 1, "bookcorpus", 10)),
-        longest=4096, requests=1200,
+        longest=4096,
+        requests=1200,
     ),
     Ground("tiny-kv", _LLAMA, _MIX, kv_tokens=8192),
     Ground(
-        "tight-tpot", _LLAMA,
-        (_of("chat", 3, "sharegpt", ttft=1.0, tpot=0.03), _of("be", 2, "bros-best-effort", 10)),
+        "tight-tpot", _LLAMA, (_of("chat", 3, "sharegpt", ttft=1.0, tpot=0.03), _of("be", 2, "bros-best-effort", 10))
     ),
     Ground(
-        "three-classes", _LLAMA,
-        (_of("gold", 1, "sharegpt", 0, ttft=0.5, tpot=0.05), _of("silver", 2, "lmsys", 1, ttft=2.0, tpot=0.1),
-         _of("bronze", 2, "alpaca", 2, e2e=20.0)),
+        "three-classes",
+        _LLAMA,
+        (
+            _of("gold", 1, "sharegpt", 0, ttft=0.5, tpot=0.05),
+            _of("silver", 2, "lmsys", 1, ttft=2.0, tpot=0.1),
+            _of("bronze", 2, "alpaca", 2, e2e=20.0),
+        ),
     ),
     Ground(
-        "few-slots", _OPT,
+        "few-slots",
+        _OPT,
         (_of("chat", 3, "sharegpt", ttft=1.5, tpot=0.15), _of("be", 2, "bros-best-effort", 10)),
-        max_running=16, burstiness=0.2,
+        max_running=16,
+        burstiness=0.2,
     ),
-)  # fmt: skip
+)

@@ -40,9 +40,8 @@ def _tpot(name: str, seconds: float) -> Ground:
 def _dear(name: str, *classes: TrafficClass) -> Ground:
     """Return a ground with an engine like a small CPU: 16 slots, 2 ms per prompt token, a base of 50 ms."""
     return Ground(
-        name, _CPU, classes, max_running=16, kv_tokens=_DEAR_KV, law=_DEAR, requests=600, most=2400.0,
-        held=True,
-    )  # fmt: skip
+        name, _CPU, classes, max_running=16, kv_tokens=_DEAR_KV, law=_DEAR, requests=600, most=2400.0, held=True
+    )
 
 
 def _hinted(name: str, *factors: float) -> Ground:
@@ -60,54 +59,92 @@ HELD = (
     _tpot("tpot-edge", 2 * _BASE),
     _dear("dear-prompts", _SHORT_PLAIN, _BATCH),
     _dear(
-        "dear-prompts-chat", TrafficClass("chat", 3, Slo(ttft=2.0, tpot=0.15), lengths="alpaca"),
-        _SHORT_PLAIN, _BATCH,
+        "dear-prompts-chat", TrafficClass("chat", 3, Slo(ttft=2.0, tpot=0.15), lengths="alpaca"), _SHORT_PLAIN, _BATCH
     ),
     Ground("five-times-slower", _LLAMA, _MIX, pace=5.0, requests=1000, held=True),
     Ground(
-        "day-lines", _LLAMA,
+        "day-lines",
+        _LLAMA,
         (TrafficClass("plain", 3), TrafficClass("line", 2, Slo(e2e=86_400.0), 10, "bros-best-effort")),
-        _TWO, at_once=("line",), held=True,
+        _TWO,
+        at_once=("line",),
+        held=True,
     ),
     Ground("mostly-plain", _LLAMA, (TrafficClass("chat", 1, _CHAT), TrafficClass("plain", 9)), held=True),
     Ground(
-        "one-of-four", _LLAMA,
-        (TrafficClass("chat", 1, _CHAT), TrafficClass("plain", 1, lengths="alpaca"), _BATCH,
-         TrafficClass("writing", 1, lengths="bookcorpus")),
-        longest=4096, held=True,
+        "one-of-four",
+        _LLAMA,
+        (
+            TrafficClass("chat", 1, _CHAT),
+            TrafficClass("plain", 1, lengths="alpaca"),
+            _BATCH,
+            TrafficClass("writing", 1, lengths="bookcorpus"),
+        ),
+        longest=4096,
+        held=True,
     ),
     Ground(
-        "weighted-tiers", _A40,
-        (TrafficClass("gold", 1, Slo(ttft=0.5, tpot=0.06, weight=4.0)),
-         TrafficClass("silver", 2, Slo(ttft=2.0, tpot=0.1, weight=2.0), 1, "lmsys"), _BEST_EFFORT),
-        (0.5, 0.9, 1.3, 2.0), held=True,
+        "weighted-tiers",
+        _A40,
+        (
+            TrafficClass("gold", 1, Slo(ttft=0.5, tpot=0.06, weight=4.0)),
+            TrafficClass("silver", 2, Slo(ttft=2.0, tpot=0.1, weight=2.0), 1, "lmsys"),
+            _BEST_EFFORT,
+        ),
+        (0.5, 0.9, 1.3, 2.0),
+        held=True,
     ),
     _hinted("hints-long", 3.0),
     _hinted("hints-short", 1 / 3),
     _hinted("hints-both", 3.0, 1 / 3),
     Ground(
-        "runs", _A40,
-        (TrafficClass("chat", 1, _CHAT),
-         TrafficClass("agent", 2, Slo(e2e=15.0), requests_per_run=4),
-         TrafficClass("tool", 1, requests_per_run=3)),
-        _TWO, rivals=("hermes", "hermes-ddl"), requests=300, held=True,
+        "runs",
+        _A40,
+        (
+            TrafficClass("chat", 1, _CHAT),
+            TrafficClass("agent", 2, Slo(e2e=15.0), requests_per_run=4),
+            TrafficClass("tool", 1, requests_per_run=3),
+        ),
+        _TWO,
+        rivals=("hermes", "hermes-ddl"),
+        requests=300,
+        held=True,
     ),
     Ground(
-        "tenants", _A40,
-        (TrafficClass("chat", 2, _CHAT, tenants=("large", "small")),
-         TrafficClass("be", 4, priority=10, lengths="bros-best-effort", tenants=("large",)),
-         TrafficClass("be", 1, priority=10, lengths="bros-best-effort", tenants=("small",))),
-        _TWO, rivals=("vtc",), requests=300, held=True,
+        "tenants",
+        _A40,
+        (
+            TrafficClass("chat", 2, _CHAT, tenants=("large", "small")),
+            TrafficClass("be", 4, priority=10, lengths="bros-best-effort", tenants=("large",)),
+            TrafficClass("be", 1, priority=10, lengths="bros-best-effort", tenants=("small",)),
+        ),
+        _TWO,
+        rivals=("vtc",),
+        requests=300,
+        held=True,
     ),
     Ground(
-        "surge", _A40, (*_MIX, TrafficClass("plain", 3)), (3.0,), calm=Calm(0.3, 7.0), requests=100_000,
-        most=600.0, held=True,
+        "surge",
+        _A40,
+        (*_MIX, TrafficClass("plain", 3)),
+        (3.0,),
+        calm=Calm(0.3, 7.0),
+        requests=100_000,
+        most=600.0,
+        held=True,
     ),
     Ground(
-        "long-overload", _LLAMA_70B,
-        (TrafficClass("chat", 1, Slo(ttft=6.0, tpot=0.05), lengths="sharegpt-multiround"),
-         TrafficClass("soon", 1, Slo(e2e=600.0), lengths="sharegpt-multiround"),
-         TrafficClass("later", 1, Slo(e2e=1800.0), lengths="sharegpt-multiround")),
-        (1.2,), longest=8192, requests=100_000, most=3600.0, held=True,
+        "long-overload",
+        _LLAMA_70B,
+        (
+            TrafficClass("chat", 1, Slo(ttft=6.0, tpot=0.05), lengths="sharegpt-multiround"),
+            TrafficClass("soon", 1, Slo(e2e=600.0), lengths="sharegpt-multiround"),
+            TrafficClass("later", 1, Slo(e2e=1800.0), lengths="sharegpt-multiround"),
+        ),
+        (1.2,),
+        longest=8192,
+        requests=100_000,
+        most=3600.0,
+        held=True,
     ),
-)  # fmt: skip
+)

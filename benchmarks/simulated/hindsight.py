@@ -22,9 +22,7 @@ _SWAPS = 0.3  # share of the trials that also drop `_DROPPED` of the kept ones
 _DROPPED = 0.01
 
 
-def search(
-    recipe: Recipe, spec: InstanceSpec, workload: Workload, until: float, trials: int, seed: int
-) -> int:
+def search(recipe: Recipe, spec: InstanceSpec, workload: Workload, until: float, trials: int, seed: int) -> int:
     """Return how many promises `recipe` keeps on the best subset of `workload` that `trials` runs find.
 
     until: simulated seconds; what has not ended by then is late.

@@ -88,14 +88,18 @@ class _Crowd:
         prompt, answer, patience, priority = self._rng.random(4)
         slo = Slo(ttft=1.0 + 600.0 * float(patience), tpot=0.2) if i % 2 else Slo()
         return Request(
-            f"r{i}", "m", 20 + int(700 * prompt), 16 + int(500 * answer), i / 1000, slo, int(4 * priority),
+            f"r{i}",
+            "m",
+            20 + int(700 * prompt),
+            16 + int(500 * answer),
+            i / 1000,
+            slo,
+            int(4 * priority),
             task=f"t{i % 4}",
-        )  # fmt: skip
+        )
 
 
-def measure(
-    planner: str, queued: int, instances: int, events: int, seed: int, *, memory: bool = False
-) -> Point:
+def measure(planner: str, queued: int, instances: int, events: int, seed: int, *, memory: bool = False) -> Point:
     """Return what events cost a planner once its fleet is full and `queued` requests wait."""
     before = _resident()
     crowd, timed = _Crowd(seed), _Timed(find(planner).planner())

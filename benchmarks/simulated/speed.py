@@ -93,9 +93,7 @@ def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -
     began = time.perf_counter()
     outcome = simulation.run()
     wall = time.perf_counter() - began
-    return Point(
-        recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration
-    )
+    return Point(recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration)
 
 
 def chat(rate: float, duration: float, seed: int, longest: int) -> Workload:
@@ -144,10 +142,18 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
         }
         ttft, tpot = (1.0, 0.1) if i % 2 else (np.inf, np.inf)
         jobs.add(
-            f"r{i}", arrival=float(rng.uniform(0, 10)), ttft=ttft, tpot=tpot, e2e=np.inf,
-            prompt=prompt, tokens_left=100.0, serial=i, running=running,
-            blocks=-(-(prompt + output_tokens) // 16) if running else 0, **(state if running else {}),
-        )  # fmt: skip
+            f"r{i}",
+            arrival=float(rng.uniform(0, 10)),
+            ttft=ttft,
+            tpot=tpot,
+            e2e=np.inf,
+            prompt=prompt,
+            tokens_left=100.0,
+            serial=i,
+            running=running,
+            blocks=-(-(prompt + output_tokens) // 16) if running else 0,
+            **(state if running else {}),
+        )
     held = int(jobs.blocks.sum())
     return jobs, KvBudget(held + 4000, 4000, 16, 2 * RUNNING)
 

@@ -120,11 +120,14 @@ def draw(rng: np.random.Generator) -> Case:
     long, chatty = int(rng.choice((120, 400, 800))), int(rng.choice((20, 60, 150)))
     tasks = tuple(
         Task(
-            float(at), int(rng.integers(1, long)), int(rng.integers(1, chatty)),
-            _SLOS[rng.integers(len(_SLOS))], int(rng.integers(4)),
+            float(at),
+            int(rng.integers(1, long)),
+            int(rng.integers(1, chatty)),
+            _SLOS[rng.integers(len(_SLOS))],
+            int(rng.integers(4)),
         )
         for at in arrivals
-    )  # fmt: skip
+    )
     least = LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
     budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
@@ -135,9 +138,7 @@ def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
     """Return tasks whose answers are predicted too long or too short, as predictors do."""
     factors = np.exp(_NOISE * np.random.default_rng(seed).standard_normal(len(tasks)))
     lefts = (float(np.ceil(task.output * factor)) for task, factor in zip(tasks, factors, strict=True))
-    return tuple(
-        replace(task, tokens_left=left, spread=_NOISE) for task, left in zip(tasks, lefts, strict=True)
-    )
+    return tuple(replace(task, tokens_left=left, spread=_NOISE) for task, left in zip(tasks, lefts, strict=True))
 
 
 def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
@@ -208,9 +209,13 @@ class Both:
             self.real = _real(case, self.budget, self.slots, recipe, host, caching)
             packer = find(recipe).packer(_spec(case, self.budget, BLOCK, self.latency))
             self.lean = (CachingEngine if caching else SimulatedEngine)(
-                packer, blocks=case.blocks, size=BLOCK, slots=self.slots, budget=self.budget,
+                packer,
+                blocks=case.blocks,
+                size=BLOCK,
+                slots=self.slots,
+                budget=self.budget,
                 max_model_len=case.max_model_len,
-            )  # fmt: skip
+            )
         self.todo = sorted(enumerate(case.tasks), key=lambda item: item[1].at)
         self.urgency = {f"r{i}": 0.0 if host == STOCK else task.urgency for i, task in enumerate(case.tasks)}
         self.reranks = np.random.default_rng((case.seed, 2)) if any(self.urgency.values()) else None
@@ -238,13 +243,20 @@ class Both:
     def _add(self, id: str, task: Task, **text: Any) -> None:
         """Give both a request; text: what vLLM is told of its tokens."""
         self.real.add(
-            id, task.prompt, task.output, priority=task.priority, metadata=_metadata(id, task),
-            arrival=task.at, **text,
-        )  # fmt: skip
+            id, task.prompt, task.output, priority=task.priority, metadata=_metadata(id, task), arrival=task.at, **text
+        )
         self.lean.add(
-            id, task.prompt, task.output, arrival=task.at, slo=task.slo, priority=task.priority,
-            tokens_left=task.tokens_left, urgency=self.urgency[id], spread=task.spread, prefix=task.prefix,
-        )  # fmt: skip
+            id,
+            task.prompt,
+            task.output,
+            arrival=task.at,
+            slo=task.slo,
+            priority=task.priority,
+            tokens_left=task.tokens_left,
+            urgency=self.urgency[id],
+            spread=task.spread,
+            prefix=task.prefix,
+        )
 
     def _rerank(self) -> None:
         """Now and then give some requests a new urgency; some have not arrived, some have ended."""
@@ -334,19 +346,26 @@ def _pooled(
     ends = find(recipe).wants.two_ended
     host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000))) if ends else 1 << 30
     setup = oracle.config(
-        max_running=case.max_running, max_batched_tokens=budget, max_model_len=case.max_model_len,
-        block_size=_TWO_ENDED, recipe=recipe, slots=slots,
+        max_running=case.max_running,
+        max_batched_tokens=budget,
+        max_model_len=case.max_model_len,
+        block_size=_TWO_ENDED,
+        recipe=recipe,
+        slots=slots,
         pool=two_ended_pool(1, host_tokens=host, copy_seconds=_COPY),
-    )  # fmt: skip
+    )
     spec = _spec(case, budget, _TWO_ENDED, latency)
     packer = find(recipe).packer(replace(spec, copy_seconds=_COPY, host_tokens=host, two_ended=ends))
     settings: dict[str, Any] = {
-        "blocks": blocks, "size": _TWO_ENDED, "slots": slots, "budget": budget, "host": host,
-        "max_model_len": case.max_model_len, "copy_seconds": _COPY,
-    }  # fmt: skip
-    engine = (
-        TwoEndedEngine(packer, **settings, decode_only=True) if ends else HostPoolEngine(packer, **settings)
-    )
+        "blocks": blocks,
+        "size": _TWO_ENDED,
+        "slots": slots,
+        "budget": budget,
+        "host": host,
+        "max_model_len": case.max_model_len,
+        "copy_seconds": _COPY,
+    }
+    engine = TwoEndedEngine(packer, **settings, decode_only=True) if ends else HostPoolEngine(packer, **settings)
     return SchedulerOracle(oracle.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 
@@ -363,26 +382,36 @@ def _real(case: Case, budget: int, slots: int, recipe: str, host: str, caching: 
 
 def _spec(case: Case, budget: int, size: int, latency: OnlineLatency) -> EngineSpec:
     return EngineSpec(
-        case.max_running, budget, size, case.max_model_len, case.copy_seconds, None, reservations=True,
-        latency=latency,
-    )  # fmt: skip
+        case.max_running, budget, size, case.max_model_len, case.copy_seconds, None, reservations=True, latency=latency
+    )
 
 
 @cache
 def _config(
-    running: int, budget: int, longest: int, slots: int, recipe: str | None, policy: str,
-    copy_seconds: float | None = None, caching: bool = False,
-) -> Any:  # fmt: skip
+    running: int,
+    budget: int,
+    longest: int,
+    slots: int,
+    recipe: str | None,
+    policy: str,
+    copy_seconds: float | None = None,
+    caching: bool = False,
+) -> Any:
     """Configurations are read only by what is made of them, and slow to make.
 
     copy_seconds: to move one token's KV to the engine's host pool; None = it has none.
     """
     return oracle.config(
-        max_running=running, max_batched_tokens=budget, max_model_len=longest, block_size=BLOCK,
-        recipe=recipe, slots=slots, policy=policy if recipe is None else "fcfs",
+        max_running=running,
+        max_batched_tokens=budget,
+        max_model_len=longest,
+        block_size=BLOCK,
+        recipe=recipe,
+        slots=slots,
+        policy=policy if recipe is None else "fcfs",
         pool=host_pool(1.0, copy_seconds=copy_seconds) if copy_seconds is not None else None,
         enable_prefix_caching=caching,
-    )  # fmt: skip
+    )
 
 
 def _metadata(id: str, task: Task) -> dict[str, Any]:

@@ -158,16 +158,22 @@ class Driver:
             extra["kv_transfer_params"] = {"load": ask.load}
         first = ask.id not in self.scheduler.requests  # later turns of a session keep their grammar
         grammar = StructuredOutputsParams(json="{}") if ask.grammar and first else None
-        params = SamplingParams(
-            max_tokens=ask.output, ignore_eos=True, extra_args=extra, structured_outputs=grammar
-        )
+        params = SamplingParams(max_tokens=ask.output, ignore_eos=True, extra_args=extra, structured_outputs=grammar)
         own = 100 + crc32(ask.id.encode()) % 10_000
         tokens = [_TOKEN] * min(ask.shared, prompt) + [own] * max(prompt - ask.shared, 0)
         adapter = LoRARequest(f"a{ask.adapter}", ask.adapter, "/nowhere") if ask.adapter else None
         request = Request(
-            ask.id, tokens, params, None, arrival_time=self.now, priority=ask.priority, lora_request=adapter,
-            block_hasher=oracle.block_hasher(self.scheduler, BLOCK), resumable=resumable, mm_features=images,
-        )  # fmt: skip
+            ask.id,
+            tokens,
+            params,
+            None,
+            arrival_time=self.now,
+            priority=ask.priority,
+            lora_request=adapter,
+            block_hasher=oracle.block_hasher(self.scheduler, BLOCK),
+            resumable=resumable,
+            mm_features=images,
+        )
         if request.structured_output_request is not None:
             self._grammars[ask.id] = request.structured_output_request._grammar = Future()
         return request

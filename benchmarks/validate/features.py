@@ -42,14 +42,19 @@ MIXES = {
     "sessions and grammars": Mix({}, frozenset({"turns", "grammar"})),
     "together": Mix(
         {
-            "enable_prefix_caching": True, "policy": "priority", "pool": slow_loads.CONFIG,
-            "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": DRAFTS,
+            "enable_prefix_caching": True,
+            "policy": "priority",
+            "pool": slow_loads.CONFIG,
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": 8,
+            "speculative_config": DRAFTS,
             "long_prefill_token_threshold": 100,
         },
         # No sessions: with drafts stock itself fails on some of them (assert num_new_tokens > 0).
         frozenset({"shared", "adapter", "load", "grammar"}),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,11 @@ def draw(mix: Mix, rng: np.random.Generator) -> Workload:
     steps = np.cumsum(rng.integers(0, 4, count)).tolist()
     asks = [_ask(f"r{i}", step, mix.uses, rng) for i, step in enumerate(steps)]
     options = {
-        "max_running": running, "slots": running, "blocks": int(rng.integers(60, 160)),
+        "max_running": running,
+        "slots": running,
+        "blocks": int(rng.integers(60, 160)),
         "max_batched_tokens": int(rng.choice((64, 200, 512))),
-    }  # fmt: skip
+    }
     return Workload(asks, options | dict(mix.options))
 
 
@@ -86,7 +93,11 @@ def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> 
     prompt, output = int(rng.integers(1, 200)), int(rng.integers(1, 40))
     place = int(rng.integers(0, prompt))
     return Ask(
-        id, step, prompt, output, int(rng.integers(3)),
+        id,
+        step,
+        prompt,
+        output,
+        int(rng.integers(3)),
         adapter=maybe("adapter", int(rng.integers(1, 4)), 0.7),
         load=maybe("load", 16 * int(rng.integers(1, 8))),
         grammar=maybe("grammar", int(rng.integers(1, 12))),
@@ -96,7 +107,7 @@ def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> 
         fails=maybe("load", True, 0.2),
         shared=maybe("shared", 16 * int(rng.integers(1, 6)), 0.7),
         slo=_SLOS[rng.integers(len(_SLOS))],
-    )  # fmt: skip
+    )
 
 
 def compare(workload: Workload) -> Tally:

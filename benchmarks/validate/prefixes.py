@@ -22,9 +22,7 @@ from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
 from headway.prefix import Prefix
 
-PAIRS = (
-    ("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK),
-)  # fmt: skip
+PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK))
 _SHARED = 0.8  # share of drawn requests that have something in common with others
 _PINNED = 0.05  # share of the steps before which a chain is pinned or given back
 _SALT = 1000  # tokens below it stand for nothing
@@ -45,9 +43,7 @@ def draw(rng: np.random.Generator) -> Case:
     return replace(case, tasks=tasks, blocks=blocks)
 
 
-def _with_prefix(
-    task: Task, systems: list[Prefix], said: dict[str, int], most: int, rng: np.random.Generator
-) -> Task:
+def _with_prefix(task: Task, systems: list[Prefix], said: dict[str, int], most: int, rng: np.random.Generator) -> Task:
     """Return a task that begins with a system prompt, or that is the next turn of a conversation.
 
     said: tokens of each conversation so far. most: tokens of one.
@@ -155,9 +151,12 @@ def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
 
 
 def run(
-    rng: np.random.Generator, pairs: Sequence[tuple[str, str]] = PAIRS, *, steps: int,
+    rng: np.random.Generator,
+    pairs: Sequence[tuple[str, str]] = PAIRS,
+    *,
+    steps: int,
     progress: Callable[[int], None] | None = None,
-) -> dict[tuple[str, str], Tally]:  # fmt: skip
+) -> dict[tuple[str, str], Tally]:
     """Compare at least so many steps of every pair; keys as in `conformance.run`, progress gets new steps."""
     found = {}
     for recipe, host in pairs:

@@ -91,9 +91,7 @@ class Findings:
     def rows(self) -> list[Row]:
         """Return errors, both values, the error of the latency profile itself, and the conformance."""
         rows = [row for pair in self.pairs for one in compared(pair) for row in _rows(one)]
-        rows += [
-            Row("pace.bias_pct", p.replay.system, p.replay.setting, 100 * p.bias, "%") for p in self.pairs
-        ]
+        rows += [Row("pace.bias_pct", p.replay.system, p.replay.setting, 100 * p.bias, "%") for p in self.pairs]
         for run in self.runs:
             rows += _overheads(run)
         return rows + conformance.rows(self.conformance)
@@ -179,9 +177,7 @@ def _line(one: Compared) -> list[str]:
     goal, error = GOALS.get(one.setting), one.error
     mark = "" if goal is None or error is None else " ok" if error <= goal else " over"
     text = "-" if error is None else f"{error:.1f} {'points' if one.points else '%'}{mark}"
-    return [
-        f"error.{one.id}", one.system, one.setting, _show(one.real), _show(one.simulated), text, one.unit
-    ]  # fmt: skip
+    return [f"error.{one.id}", one.system, one.setting, _show(one.real), _show(one.simulated), text, one.unit]
 
 
 def _show(value: float | None) -> str:

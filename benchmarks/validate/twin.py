@@ -50,30 +50,43 @@ def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
 def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:
     """Return the requests of a replay with the lengths that they had in the real run."""
     tiers = tuple(dict.fromkeys(call.tier for call, _ in kept))
-    slo = {
-        name: np.array([getattr(c.slo, name) or np.inf for c, _ in kept]) for name in ("ttft", "tpot", "e2e")
-    }
+    slo = {name: np.array([getattr(c.slo, name) or np.inf for c, _ in kept]) for name in ("ttft", "tpot", "e2e")}
     output = np.array([record.output_tokens for _, record in kept])
     zeros = np.zeros(len(kept), np.int64)
     return Workload(
-        arrival=np.array([call.at for call, _ in kept]), output=output,
+        arrival=np.array([call.at for call, _ in kept]),
+        output=output,
         prompt=np.array([record.prompt_tokens for _, record in kept]),
         max_tokens=np.maximum([call.max_tokens for call, _ in kept], output),
         priority=np.array([call.priority for call, _ in kept]),
-        tier=np.array([tiers.index(call.tier) for call, _ in kept]), model=zeros, tenant=zeros,
-        ttft=slo["ttft"], tpot=slo["tpot"], e2e=slo["e2e"], tiers=tiers, models=(model,),
-    )  # fmt: skip
+        tier=np.array([tiers.index(call.tier) for call, _ in kept]),
+        model=zeros,
+        tenant=zeros,
+        ttft=slo["ttft"],
+        tpot=slo["tpot"],
+        e2e=slo["e2e"],
+        tiers=tiers,
+        models=(model,),
+    )
 
 
 def instance(profile: LatencyProfile, engine: Engine) -> InstanceSpec:
     """Return the simulated twin of an engine: the same blocks, request slots, budget and batch limit."""
     assert profile.kv_tokens is not None, "a measured profile has them"
     shape = Instance(
-        "e0", engine.name, engine.max_running, profile.kv_tokens // profile.block_size, profile.block_size,
+        "e0",
+        engine.name,
+        engine.max_running,
+        profile.kv_tokens // profile.block_size,
+        profile.block_size,
         engine.max_model_len,
-    )  # fmt: skip
+    )
     return InstanceSpec(
-        shape, profile.latency(), engine.slots or 2 * engine.max_running, engine.max_batched_tokens,
-        request_overhead=profile.request_overhead_s or 0.0, token_overhead=profile.token_overhead_s or 0.0,
+        shape,
+        profile.latency(),
+        engine.slots or 2 * engine.max_running,
+        engine.max_batched_tokens,
+        request_overhead=profile.request_overhead_s or 0.0,
+        token_overhead=profile.token_overhead_s or 0.0,
         interruption=profile.interruption_s or 0.0,
-    )  # fmt: skip
+    )

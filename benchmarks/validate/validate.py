@@ -53,9 +53,13 @@ def shortened(setup: Setup) -> Setup:
     """Return a setup that ends within a minute: one system, fixed rates, a few seconds of short outputs."""
     tiers = tuple(replace(t, max_tokens=min(t.max_tokens, _QUICK_TOKENS)) for t in setup.mix.tiers)
     return replace(
-        setup, mix=replace(setup.mix, tiers=tiers), systems=setup.systems[:1], quick=True,
-        rates=setup.rates or dict(_QUICK_RATES), duration=min(setup.duration, _QUICK_SECONDS),
-    )  # fmt: skip
+        setup,
+        mix=replace(setup.mix, tiers=tiers),
+        systems=setup.systems[:1],
+        quick=True,
+        rates=setup.rates or dict(_QUICK_RATES),
+        duration=min(setup.duration, _QUICK_SECONDS),
+    )
 
 
 def describe(setup: Setup, results: Results) -> str:

@@ -31,9 +31,13 @@ log = logging.getLogger("headway.client")
 
 
 def run(
-    app: str, *, base_url: str | None = None, api_key: str | None = None, deadline: float | None = None,
+    app: str,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    deadline: float | None = None,
     id: str | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Return a run of an application, for `with` or `async with`; its end is reported when the block ends.
 
     base_url: of the gateway, as the OpenAI SDK takes it (with /v1); None = $OPENAI_BASE_URL.
@@ -202,8 +206,9 @@ def _executed(answer: httpx.Response) -> Executed:
     if answer.is_error:
         raise HeadwayError(
             f"The gateway answered {answer.status_code}: {answer.text[:500]}",
-            "Its message says what to change.", status=answer.status_code,
-        )  # fmt: skip
+            "Its message says what to change.",
+            status=answer.status_code,
+        )
     body = answer.json()
     return Executed(body["output"], body["warm"], body["waited_s"], body["seconds"])
 
@@ -211,18 +216,13 @@ def _executed(answer: httpx.Response) -> Executed:
 def _unreached(url: str, error: httpx.HTTPError) -> HeadwayError:
     return HeadwayError(
         f"{url} gave no answer: {type(error).__name__} {error}",
-        "Check the gateway's address, or give the unit a longer timeout.", status=502,
-    )  # fmt: skip
+        "Check the gateway's address, or give the unit a longer timeout.",
+        status=502,
+    )
 
 
 def _named(what: str, name: str) -> str:
-    if (
-        not name
-        or len(name) > _LONGEST
-        or not name.isascii()
-        or not name.isprintable()
-        or name != name.strip()
-    ):
+    if not name or len(name) > _LONGEST or not name.isascii() or not name.isprintable() or name != name.strip():
         raise ConfigError(
             f"The {what} is {name[:80]!r}, which no header can carry.",
             f"Use 1 to {_LONGEST} ASCII characters without control characters or spaces at its ends.",

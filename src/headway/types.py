@@ -181,14 +181,38 @@ class Jobs(Table):
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "arrival": float, "first": float, "last": float, "gap": float,
-        "ttft": float, "tpot": float, "e2e": float, "line_from": float, "weight": float, "soft": float,
-        "prompt": int, "computed": int, "output_tokens": int, "drafts": int, "lookahead": int,
-        "tokens_left": float, "spread": float, "blocks": int, "shared": int, "saved": int,
-        "priority": int, "urgency": float, "running": bool, "held": bool, "resumable": bool,
-        "serial": int, "evictions": int, "lender": int,
-        "loan_start": int, "loan_blocks": int, "first_lent_block": int,
-    }  # fmt: skip
+        "arrival": float,
+        "first": float,
+        "last": float,
+        "gap": float,
+        "ttft": float,
+        "tpot": float,
+        "e2e": float,
+        "line_from": float,
+        "weight": float,
+        "soft": float,
+        "prompt": int,
+        "computed": int,
+        "output_tokens": int,
+        "drafts": int,
+        "lookahead": int,
+        "tokens_left": float,
+        "spread": float,
+        "blocks": int,
+        "shared": int,
+        "saved": int,
+        "priority": int,
+        "urgency": float,
+        "running": bool,
+        "held": bool,
+        "resumable": bool,
+        "serial": int,
+        "evictions": int,
+        "lender": int,
+        "loan_start": int,
+        "loan_blocks": int,
+        "first_lent_block": int,
+    }
     DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf}
 
 
@@ -204,10 +228,21 @@ class Backlog(Table):
     """
 
     COLUMNS: ClassVar[dict[str, type]] = {
-        "arrival": float, "due": float, "soft": float, "priority": int, "prompt": int, "tokens": float,
-        "longest": int, "places": int, "model": int, "instance": int, "tenant": int, "objective": int,
-        "sent": bool, "serial": int,
-    }  # fmt: skip
+        "arrival": float,
+        "due": float,
+        "soft": float,
+        "priority": int,
+        "prompt": int,
+        "tokens": float,
+        "longest": int,
+        "places": int,
+        "model": int,
+        "instance": int,
+        "tenant": int,
+        "objective": int,
+        "sent": bool,
+        "serial": int,
+    }
     DEFAULTS: ClassVar[dict[str, float]] = {"places": 1}
 
 

@@ -11,9 +11,16 @@ from headway.types import Request
 
 
 def request(
-    id: str, run: str = "r", arrival: float = 0.0, *, app: str = "agent", unit: str = "act",
-    tenant: str = "t", target: float | None = None, final: bool = False,
-) -> Request:  # fmt: skip
+    id: str,
+    run: str = "r",
+    arrival: float = 0.0,
+    *,
+    app: str = "agent",
+    unit: str = "act",
+    tenant: str = "t",
+    target: float | None = None,
+    final: bool = False,
+) -> Request:
     return Request(id, "m", 100, 50, arrival, tenant=tenant, stage=Stage(app, run, unit, target, final))
 
 
@@ -46,8 +53,9 @@ def test_silence_ends_a_run_and_does_not_count_as_its_time() -> None:
     assert account.expire(604.0) == []
     ended = account.expire(604.1)
     assert [(one.seconds, one.outcome, one.met) for one in ended] == [
-        (4.0, "timed_out", True), (4.0, "timed_out", False)
-    ]  # fmt: skip
+        (4.0, "timed_out", True),
+        (4.0, "timed_out", False),
+    ]
 
 
 def test_a_request_in_progress_keeps_its_run_alive_and_a_unit_outside_does_not() -> None:
@@ -61,9 +69,13 @@ def test_a_request_in_progress_keeps_its_run_alive_and_a_unit_outside_does_not()
 
 @pytest.mark.parametrize(
     ("reason", "outcome"),
-    [("engine_gone: e0", "failed"), ("dropped: late", "failed"), ("client_gone: bye", "in_time"),
-     ("cancelled", "in_time")],
-)  # fmt: skip
+    [
+        ("engine_gone: e0", "failed"),
+        ("dropped: late", "failed"),
+        ("client_gone: bye", "in_time"),
+        ("cancelled", "in_time"),
+    ],
+)
 def test_what_the_client_gave_up_is_no_failure(reason: str, outcome: str) -> None:
     account = RunAccount(600.0)
     account.note(Arrived(request("a", target=10.0)), 0.0)

@@ -32,11 +32,10 @@ UNITS, RUNS = ("plan", "act", "search"), ("r0", "r1", "r2", "")
 ACTS = ("arrive", "start", "finish", "fail", "give back", "begin unit", "end unit", "end run", "silence")
 PROGRAM = st.lists(
     st.tuples(
-        st.sampled_from(ACTS), st.integers(0, 3), st.integers(0, 2), st.booleans(),
-        st.sampled_from([0.0, 0.5, 30.0]),
+        st.sampled_from(ACTS), st.integers(0, 3), st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 30.0])
     ),
     max_size=60,
-)  # fmt: skip
+)
 
 
 class Host:

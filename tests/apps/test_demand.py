@@ -33,9 +33,14 @@ def graph_of(count: int, run: Callable[[np.random.Generator], list[Visit]], seed
 
 
 def draws(
-    graph: Graph, unit: str, *, visited: dict[str, int] | None = None, before: Visit | None = None,
-    known: Known | None = None, costs: Costs = COSTS,
-) -> Draw:  # fmt: skip
+    graph: Graph,
+    unit: str,
+    *,
+    visited: dict[str, int] | None = None,
+    before: Visit | None = None,
+    known: Known | None = None,
+    costs: Costs = COSTS,
+) -> Draw:
     """Return the draws of many seeds as one."""
     demand, parts = Demand(graph), list[Draw]()
     for seed in SEEDS:
@@ -84,8 +89,7 @@ def test_branches_count_by_their_shares() -> None:
     shares, draw = graph.units["a"].next_units, draws(graph, "a")
     assert near(draw.total, 1 + 10 * shares["b"] + 2 * shares["c"])
     for index, name in ((-1, END), (1, "b"), (2, "c")):
-        assert near((draw.after == list(graph.units).index(name) if name else draw.after == index) * 1.0,
-                    shares[name])  # fmt: skip
+        assert near((draw.after == list(graph.units).index(name) if name else draw.after == index) * 1.0, shares[name])
 
 
 def test_a_loop_that_is_left_by_chance_takes_the_geometric_mean_number_of_rounds() -> None:
@@ -253,9 +257,7 @@ def test_records_that_fit_are_equally_likely() -> None:
     masks = correlation_of(list(graph.units["a"].records)).masks
     assert masks == (True, True, True, True, False)
     bucket_of_19 = [
-        i
-        for i, one in enumerate(demand._tables.buckets.tolist())
-        if one == demand._tables.buckets[19].tolist()
+        i for i, one in enumerate(demand._tables.buckets.tolist()) if one == demand._tables.buckets[19].tolist()
     ]
     assert bucket_of_19 == [18, 19]
     draw = draws(graph, "a", visited={"a": 30}, before=llm("a", 18.0, 1018), known=Known(1, 19.0))

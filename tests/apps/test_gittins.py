@@ -229,9 +229,7 @@ def test_mean_remaining_is_the_mean_minus_what_was_attained_even_below_zero() ->
 
 def starts(due: float, now: float, attained: float = 0.0) -> float:
     rows = np.arange(1)
-    return float(
-        latest_start(np.array([[2.0, 3.0, 5.0]]), np.array([attained]), np.array([due]), now, rows)[0]
-    )
+    return float(latest_start(np.array([[2.0, 3.0, 5.0]]), np.array([attained]), np.array([due]), now, rows)[0])
 
 
 def test_the_latest_start_is_the_deadline_minus_the_worst_case_left() -> None:

@@ -39,9 +39,7 @@ SHARES = st.floats(0.01, 1.0)
 
 
 @given(SHARES, ENDS, st.floats(0, 1e3), SHARES)
-def test_it_is_the_latest_start_that_is_effective_enough(
-    share: float, ends: Floats, warm_s: float, k: float
-) -> None:
+def test_it_is_the_latest_start_that_is_effective_enough(share: float, ends: Floats, warm_s: float, k: float) -> None:
     after = trigger(share, ends, warm_s, k)
     if share < k:
         assert after is None
@@ -55,9 +53,7 @@ def test_it_is_the_latest_start_that_is_effective_enough(
 
 
 @given(SHARES, ENDS, st.floats(0, 1e3), SHARES, SHARES)
-def test_a_smaller_k_is_never_earlier(
-    share: float, ends: Floats, warm_s: float, one: float, two: float
-) -> None:
+def test_a_smaller_k_is_never_earlier(share: float, ends: Floats, warm_s: float, one: float, two: float) -> None:
     """It wants less certainty: of two that are triggered, the more certain one begins first."""
     small, large = (trigger(share, ends, warm_s, k) for k in sorted((one, two)))
     assert large is None or small is not None
@@ -65,9 +61,7 @@ def test_a_smaller_k_is_never_earlier(
 
 
 @given(SHARES, ENDS, st.floats(0, 1e3), SHARES)
-def test_a_warm_up_that_takes_longer_begins_earlier(
-    share: float, ends: Floats, warm_s: float, k: float
-) -> None:
+def test_a_warm_up_that_takes_longer_begins_earlier(share: float, ends: Floats, warm_s: float, k: float) -> None:
     short, long = trigger(share, ends, warm_s, k), trigger(share, ends, warm_s + 1, k)
     assert (short is None) == (long is None)
     assert short is None or long is None or max(short - 1, 0) == pytest.approx(long)

@@ -359,9 +359,7 @@ def test_many_runs_live_side_by_side() -> None:
 def test_a_graph_may_be_replaced_while_runs_draw_from_it() -> None:
     """What comes after a visit is an index into the units of the graph that it was drawn from."""
     graph = Graph("app")
-    graph.learn(
-        [Visit("a", LLM, 10, 10, 1), Visit("b", LLM, 10, 10, 1), Visit("tool", "python", seconds=9.0)]
-    )
+    graph.learn([Visit("a", LLM, 10, 10, 1), Visit("b", LLM, 10, 10, 1), Visit("tool", "python", seconds=9.0)])
     runs = Runs(Knowledge(), RankOptions())
     runs.knowledge.put("t", graph)
     runs.arrived(ask("r", "b"), 1.0, 0.0)

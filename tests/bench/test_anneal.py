@@ -85,11 +85,13 @@ def test_it_prints_rows_with_the_paper_s_figures(monkeypatch: pytest.MonkeyPatch
 
 
 def test_figures_of_another_unit_than_their_column_s_name_it() -> None:
-    lines = bench._grid([
-        bench._row("g", "anneal", "a", 5.0, "req/ks"),
-        bench._row("g", "anneal", "10 requests, batch 1, over vllm", 50.0, "%"),
-        bench._row("attainment", "anneal", "b, over vllm", 5.0, "points"),
-    ]).cells()  # fmt: skip
+    lines = bench._grid(
+        [
+            bench._row("g", "anneal", "a", 5.0, "req/ks"),
+            bench._row("g", "anneal", "10 requests, batch 1, over vllm", 50.0, "%"),
+            bench._row("attainment", "anneal", "b, over vllm", 5.0, "points"),
+        ]
+    ).cells()
     assert [line[2:4] for line in lines] == [["5", ""], ["50 %", ""], ["", "5 points"]]
     assert lines[1][-1] == "g 46.5"
 

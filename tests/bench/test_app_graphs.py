@@ -14,14 +14,18 @@ from headway.errors import ConfigError
 from headway.gateway.control.graph_files import GraphFiles, read
 
 RUNS = [
-    {"app": "agent", "run": i, "units": [
-        {"unit": "think", "type": "llm", "requests": [{"prompt_tokens": 100 + i, "completion_tokens": 20}]},
-        {"unit": "act", "type": "env", "exec_time_s": 0.5},
-        {"unit": "think", "type": "llm", "requests": [{"prompt_tokens": 200, "completion_tokens": 20}] * 2},
-        *([{"unit": "act", "type": "env", "exec_time_s": 1.5}] if i % 4 == 0 else []),
-    ]}
+    {
+        "app": "agent",
+        "run": i,
+        "units": [
+            {"unit": "think", "type": "llm", "requests": [{"prompt_tokens": 100 + i, "completion_tokens": 20}]},
+            {"unit": "act", "type": "env", "exec_time_s": 0.5},
+            {"unit": "think", "type": "llm", "requests": [{"prompt_tokens": 200, "completion_tokens": 20}] * 2},
+            *([{"unit": "act", "type": "env", "exec_time_s": 1.5}] if i % 4 == 0 else []),
+        ],
+    }
     for i in range(8)
-]  # fmt: skip
+]
 LINES = "\n".join(json.dumps(run) for run in [*RUNS, {**RUNS[0], "app": "other"}]) + "\n"
 
 
@@ -46,30 +50,23 @@ def graphs(tmp_path: Path) -> Path:
 
 
 def test_recorded_runs_are_imported_and_listed(graphs: Path, tmp_path: Path) -> None:
-    assert {key: graph.runs for key, graph in GraphFiles(graphs).load().items()} == {
-        ("", "agent"): 8, ("", "other"): 1
-    }  # fmt: skip
+    assert {key: graph.runs for key, graph in GraphFiles(graphs).load().items()} == {("", "agent"): 8, ("", "other"): 1}
     plain = tmp_path / "runs.jsonl"
     plain.write_text(LINES)
     assert apps("import", str(plain), "--tenant", "alpha", folder=graphs).exit_code == 0
     listed = apps("list", folder=graphs).output
     assert [line.split()[1:4:2] for line in listed.splitlines() if "│" in line] == [
-        ["(shared)", "agent"], ["(shared)", "other"], ["alpha", "agent"], ["alpha", "other"]
-    ]  # fmt: skip
+        ["(shared)", "agent"],
+        ["(shared)", "other"],
+        ["alpha", "agent"],
+        ["alpha", "other"],
+    ]
 
 
 def test_a_graph_is_shown_and_drawn(graphs: Path, tmp_path: Path) -> None:
     picture = tmp_path / "graph.png"
     shown = apps("show", "agent", "--out", str(picture), folder=graphs).output
-    for part in (
-        "think 80%",
-        "end 20%",
-        "act 62%",
-        "end 38%",
-        "seconds 0.5 / 1.5",
-        "parallel 1.5 / 2",
-        "8 runs",
-    ):
+    for part in ("think 80%", "end 20%", "act 62%", "end 38%", "seconds 0.5 / 1.5", "parallel 1.5 / 2", "8 runs"):
         assert part in shown, part
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -90,9 +87,7 @@ def test_what_cannot_be_found_or_read(graphs: Path, tmp_path: Path) -> None:
     apps("import", str(tmp_path / "runs.jsonl.gz"), "--tenant", "alpha", folder=graphs)
     assert "'', 'alpha'" in error("show", "agent", folder=graphs).hint
     assert apps("show", "agent", "--tenant", "", folder=graphs).exit_code == 0
-    assert (
-        "cannot be written" in error("export", "agent", "/no/such/x", "--tenant", "", folder=graphs).message
-    )
+    assert "cannot be written" in error("export", "agent", "/no/such/x", "--tenant", "", folder=graphs).message
     assert "cannot be read" in error("import", str(tmp_path / "no.json"), folder=graphs).message
     assert "cannot be read" in error("import", str(tmp_path / "no.jsonl"), folder=graphs).message
     bad = tmp_path / "bad.jsonl"

@@ -100,17 +100,17 @@ def ran(app: str, act: float) -> Ran:
 
 def chat(first: float | None) -> Record:
     last, error = (None, "HTTP 500: no") if first is None else (first + 1.0, None)
-    return Record(
-        "chat", 0.0, 0.0, first, last, 5, 9, np.empty(0, np.float32), None, error, Slo(ttft=1.5, tpot=0.15)
-    )
+    return Record("chat", 0.0, 0.0, first, last, 5, 9, np.empty(0, np.float32), None, error, Slo(ttft=1.5, tpot=0.15))
 
 
 def test_figures() -> None:
     stock = Served([ran("CC", 4.0), ran("CC", 8.0), ran("CG", math.nan)], [chat(1.0), chat(2.0), chat(None)])
     counts = {
-        ("headway_runs_total", "CC", "finished"): 2.0, ("headway_runs_total", "CG", "failed"): 1.0,
-        ("headway_run_seconds_sum", "CC"): 5.0, ("headway_run_seconds_count", "CC"): 2.0,
-    }  # fmt: skip
+        ("headway_runs_total", "CC", "finished"): 2.0,
+        ("headway_runs_total", "CG", "failed"): 1.0,
+        ("headway_run_seconds_sum", "CC"): 5.0,
+        ("headway_run_seconds_count", "CC"): 2.0,
+    }
     hermes = Served([ran("CC", 2.0), ran("CC", 4.0), ran("CG", 3.0)], [chat(1.0)], counts, refused=1)
     trial = Trial(ENGINE, ("vllm-fcfs", "hermes"), load=1.2)
     report = main.report(result(trial, Outcome({"vllm-fcfs": stock, "hermes": hermes}, 0.5, 0.4)))
@@ -170,9 +170,8 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
 
     @asynccontextmanager
     async def running(
-        name: str, engine: Any, logs: Path, classes: Sequence[str], *, keys: tuple[Key, ...],
-        graphs: Sequence[Graph],
-    ) -> AsyncIterator[str]:  # fmt: skip
+        name: str, engine: Any, logs: Path, classes: Sequence[str], *, keys: tuple[Key, ...], graphs: Sequence[Graph]
+    ) -> AsyncIterator[str]:
         async with serving(fake(2, split=False, on_request=found.setdefault(name, []).append)) as url:
             if name in systems.STOCK:
                 yield url
@@ -181,9 +180,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
             broker = Broker(sqlite=Sqlite(str(folder / "queue.sqlite"), "normal"))
             tiers = {one: Tier() for one in ("default", *classes)}
             attached = replace(ENGINE, url=url, served_name="smollm2")
-            config = Config(
-                name, Server(port=8000, operator_only=False), (attached,), broker, classes=tiers, keys=keys
-            )
+            config = Config(name, Server(port=8000, operator_only=False), (attached,), broker, classes=tiers, keys=keys)
             assert config.apps_dir is not None
             for graph in graphs:
                 GraphFiles(config.apps_dir).save(SHARED, graph)

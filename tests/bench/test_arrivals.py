@@ -155,11 +155,7 @@ HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        (
-            "t.csv",
-            "time,prompt_tokens,output_tokens\n1,2,3\n",
-            "line 2 has no timestamp_s .* Name that column",
-        ),
+        ("t.csv", "time,prompt_tokens,output_tokens\n1,2,3\n", "line 2 has no timestamp_s .* Name that column"),
         ("t.csv", HEAD + "1,2,3\n2,3\n", "line 3 has no output_tokens"),
         ("t.csv", HEAD + "1,-2,3\n", "line 2 has prompt_tokens = '-2'. Give a number"),
         ("t.csv", HEAD + "nan,2,3\n", "line 2 has timestamp_s = 'nan'"),
@@ -171,16 +167,8 @@ HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
         ("t.jsonl", '{"timestamp_ms": 1}\n', "line 1 has no input_length"),
         ("t.jsonl", JSONL + "{", "line 4 is not a JSON object"),
         ("t.jsonl", "[1]\n", "line 1 is not a JSON object"),
-        (
-            "t.jsonl",
-            '{"timestamp_ms": NaN, "input_length": 1, "output_length": 1}\n',
-            "line 1 has timestamp_ms",
-        ),
-        (
-            "t.jsonl",
-            '{"timestamp_ms": [], "input_length": 1, "output_length": 1}\n',
-            "line 1 has timestamp_ms",
-        ),
+        ("t.jsonl", '{"timestamp_ms": NaN, "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
+        ("t.jsonl", '{"timestamp_ms": [], "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
         ("t.txt", CSV, "not a trace by its name"),
     ],
 )

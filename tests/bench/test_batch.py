@@ -17,10 +17,18 @@ TRIAL = Trial(Engine(), lines=4, rate=2.0, seconds=5.0)
 def record(ttft: float | None) -> Record:
     """Return an interactive request with that ttft, None = it failed."""
     return Record(
-        tier="interactive", at=0.0, sent=0.0, first=ttft, last=9.0, prompt_tokens=1, output_tokens=2,
-        itl=np.array([0.1], np.float32), status=200, error=None if ttft else "HTTP 500: x",
+        tier="interactive",
+        at=0.0,
+        sent=0.0,
+        first=ttft,
+        last=9.0,
+        prompt_tokens=1,
+        output_tokens=2,
+        itl=np.array([0.1], np.float32),
+        status=200,
+        error=None if ttft else "HTTP 500: x",
         slo=Slo(ttft=1.5),
-    )  # fmt: skip
+    )
 
 
 def outcome(answered: list[str], refused: list[str]) -> Outcome:

@@ -32,15 +32,18 @@ def test_the_default_recipe_keeps_both_promises() -> None:
     assert ("batch.in_time", "headway", ALONE) not in at
 
 
-def test_report_and_plot(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_report_and_plot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(beside, "_JOBS", 2)
     beside.main(Ask(True, True, out=tmp_path))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "sim")
     assert {row["id"] for row in printed["rows"]} == {
-        "ttft.p99", "attainment.interactive", "ttft.p99_ratio", "batch.in_time", "plain.ttft.p99",
-        "plain.ttft.p99_ratio", "gap.max",
-    }  # fmt: skip
+        "ttft.p99",
+        "attainment.interactive",
+        "ttft.p99_ratio",
+        "batch.in_time",
+        "plain.ttft.p99",
+        "plain.ttft.p99_ratio",
+        "gap.max",
+    }
     assert (tmp_path / "beside.png").stat().st_size > 1000

@@ -11,15 +11,7 @@ import pytest
 
 from benchmarks.simulated import default, default_plots
 from benchmarks.simulated.default import ABLATIONS, OTHERS, compute, rows_of
-from benchmarks.simulated.default_figures import (
-    BOUND,
-    DEFAULT,
-    HINDSIGHT,
-    STOCK,
-    TRUE,
-    Cell,
-    Figures,
-)
+from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE, Cell, Figures
 from benchmarks.simulated.grounds import GROUNDS, LOADS, Ground, capacity
 from benchmarks.simulated.held_grounds import HELD
 from headway.policy.recipes.baselines import BASELINES
@@ -156,10 +148,7 @@ def test_with_true_lengths_it_has_a_share_of_the_bound_of_its_own_and_is_not_ano
 
 
 def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the_bound() -> None:
-    few = {
-        cell: compute(cell)
-        for cell in (Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack"))
-    }
+    few = {cell: compute(cell) for cell in (Cell(SMALL, 2.0, 0, system) for system in (BOUND, DEFAULT, TRUE, "slack"))}
     promised = replace(few[Cell(SMALL, 2.0, 0, DEFAULT)], kept=1)
     low = few | {Cell(SMALL, 2.0, 0, DEFAULT): promised}
     assert default.hindsight_cells(low, 5) == [Cell(SMALL, 2.0, 0, HINDSIGHT, trials=5)]
@@ -170,8 +159,9 @@ def test_a_search_with_hindsight_keeps_more_than_the_recipe_and_no_more_than_the
     assert found[2] > max(found[0], few[Cell(SMALL, 2.0, 0, TRUE)].kept)
     rows = rows_of(low | {Cell(SMALL, 2.0, 0, HINDSIGHT): replace(promised, kept=90, service=None)})
     assert [row.id for row in rows if row.system == HINDSIGHT and row.setting != "all"] == [
-        "attainment.promised", "share_of_bound",
-    ]  # fmt: skip
+        "attainment.promised",
+        "share_of_bound",
+    ]
     assert {row.ours for row in rows if row.id == "cells.behind"} == {1}, "hindsight is not another recipe"
 
 
@@ -185,9 +175,7 @@ def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None
     assert len({compute(Cell(SMALL, 2.0, 0, one)) for one in ABLATIONS}) > 1
 
 
-def test_report_and_plots(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_report_and_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ground = replace(SMALL, name="bursty")
     few = [Cell(ground, 1.3, 0, system) for system in (BOUND, DEFAULT, "slack", STOCK)]
     few += [replace(cell, length_error=f) for cell in few[1:3] for f in (1.0, 2.0)]
@@ -198,14 +186,24 @@ def test_report_and_plots(
     assert (result["bench"], result["host"]) == ("default", "sim")
     settings = {row["setting"] for row in result["rows"] if row["id"] == "attainment.promised"}
     assert settings == {
-        "bursty, 1.3x", "bursty, 1.3x, lengths off by 1x", "bursty, 1.3x, lengths off by 2x",
+        "bursty, 1.3x",
+        "bursty, 1.3x, lengths off by 1x",
+        "bursty, 1.3x, lengths off by 2x",
         "bursty, 1.3x, latency learned x0.8",
-    }  # fmt: skip
+    }
     ids = {row["id"] for row in result["rows"] if row["setting"] == "bursty, 1.3x"}
     assert ids >= {
-        "tardiness.p99", "gap.p99", "gap.over_1s", "unpromised.e2el.p99", "unpromised.e2el.mean",
-        "tokens_per_s", "mean_wait.weighted", "worst_wait", "attainment.weighted", "bound.tokens_per_s",
-    }  # fmt: skip
+        "tardiness.p99",
+        "gap.p99",
+        "gap.over_1s",
+        "unpromised.e2el.p99",
+        "unpromised.e2el.mean",
+        "tokens_per_s",
+        "mean_wait.weighted",
+        "worst_wait",
+        "attainment.weighted",
+        "bound.tokens_per_s",
+    }
     made = {"matrix.png", "measures.png", "spread.png", "errors.png", "report.html"}
     assert made <= {path.name for path in tmp_path.iterdir()}
     assert default_plots.errors([]) is None

@@ -133,10 +133,7 @@ def cells(ground: Ground, load: float, ours: Service, promised: int = 100) -> di
     """Return a bound, ours and stock's figures at one place."""
     stock = service(iteration=0.045)
     seen = ((BOUND, 95, None), (DEFAULT, 80, ours), (STOCK, 60, stock))
-    return {
-        Cell(ground, load, 0, name): Figures(min(kept, promised), promised, 1.0, one)
-        for name, kept, one in seen
-    }
+    return {Cell(ground, load, 0, name): Figures(min(kept, promised), promised, 1.0, one) for name, kept, one in seen}
 
 
 def at(rows: list[Row], setting: str, system: str = DEFAULT) -> dict[str, float | None]:
@@ -146,9 +143,7 @@ def at(rows: list[Row], setting: str, system: str = DEFAULT) -> dict[str, float 
 def test_rows_are_seconds_shares_and_ratios_to_stock() -> None:
     base = service()
     assert base.unpromised_p99 is not None
-    ours = service(
-        tokens_per_s=base.tokens_per_s / 2, unpromised_p99=3 * base.unpromised_p99, worst_wait=15.0
-    )
+    ours = service(tokens_per_s=base.tokens_per_s / 2, unpromised_p99=3 * base.unpromised_p99, worst_wait=15.0)
     rows = rows_of(cells(TIGHT, 1.0, ours), ())
     seen = at(rows, "tight-tpot, 1x")
     assert seen["tokens_per_s"] == 0.5
@@ -182,9 +177,11 @@ def test_the_sums_count_what_is_outside_and_name_it() -> None:
     rows, places = rows_of(found, ()), places_of(found)
     names = outside(rows, places)
     assert names == {
-        "tokens_per_s": ["tight-tpot, 0.7x"], "mean_wait.weighted": ["tight-tpot, 0.7x"],
-        "unpromised.e2el.p99": [], "gap.over_1s": ["tight-tpot, 0.7x"],
-    }  # fmt: skip
+        "tokens_per_s": ["tight-tpot, 0.7x"],
+        "mean_wait.weighted": ["tight-tpot, 0.7x"],
+        "unpromised.e2el.p99": [],
+        "gap.over_1s": ["tight-tpot, 0.7x"],
+    }
     seen = at(rows, ALL)
     assert (seen["outside.tokens_per_s"], seen["outside.unpromised.e2el.p99"]) == (1, 0)
     assert (seen["tokens_per_s.mean"], seen["tokens_per_s.least"]) == (0.75, 0.5)
@@ -194,9 +191,7 @@ def test_the_sums_count_what_is_outside_and_name_it() -> None:
     assert said[0].endswith("in 1 of 2 cells: tight-tpot, 0.7x.")
 
 
-@pytest.mark.parametrize(
-    ("load", "times", "is_out"), [(0.7, 1.3, 1), (0.9, 1.3, 0), (1.0, 2.1, 1), (1.3, 9.0, 0)]
-)
+@pytest.mark.parametrize(("load", "times", "is_out"), [(0.7, 1.3, 1), (0.9, 1.3, 0), (1.0, 2.1, 1), (1.3, 9.0, 0)])
 def test_what_best_effort_may_pay_depends_on_the_load(load: float, times: float, is_out: int) -> None:
     base = service().unpromised_p99
     assert base is not None

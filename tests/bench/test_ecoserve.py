@@ -17,23 +17,46 @@ from benchmarks.papers.trial import trial
 from headway.whatif.output.results import Ask
 
 MEASURED = {
-    "jct.mean", "jct.p99", "normalized_latency", "tbt.mean", "ssr", "throughput.req_per_s",
-    "kv.utilization", "compute.utilization", "kv.alloc_failures_pct", "sched.share_pct", "sched.kept_pct",
-}  # fmt: skip
+    "jct.mean",
+    "jct.p99",
+    "normalized_latency",
+    "tbt.mean",
+    "ssr",
+    "throughput.req_per_s",
+    "kv.utilization",
+    "compute.utilization",
+    "kv.alloc_failures_pct",
+    "sched.share_pct",
+    "sched.kept_pct",
+}
 CLAIMED = {
-    "rate_sustained", "rate_sustained.times", "rate_sustained.more", "jct.mean.change", "tbt.mean.change",
-    "ssr.change", "throughput.req_per_s.change", "throughput.bound", "throughput.bound.gain",
-    "forecast.accuracy_pct", "forecast.over_pct", "forecast.under_pct",
-    "sweet_spot.padding", "sweet_spot.reserve", "sweet_spot.buffer",
-}  # fmt: skip
+    "rate_sustained",
+    "rate_sustained.times",
+    "rate_sustained.more",
+    "jct.mean.change",
+    "tbt.mean.change",
+    "ssr.change",
+    "throughput.req_per_s.change",
+    "throughput.bound",
+    "throughput.bound.gain",
+    "forecast.accuracy_pct",
+    "forecast.over_pct",
+    "forecast.under_pct",
+    "sweet_spot.padding",
+    "sweet_spot.reserve",
+    "sweet_spot.buffer",
+}
 TINY = Plan(
     (
         Experiment("rates", (Case(),), ("ecoserve", "ecoserve-oracle", "vllm-v0-swap")),
         Experiment("copies", (Case(copies=5.0),), ("vllm-v0-swap",)),
     ),
-    {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)}, 0.05, 1, 2,
+    {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)},
+    0.05,
+    1,
+    2,
     False,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -53,9 +76,7 @@ def test_it_tells_every_figure_and_the_papers(told: dict[str, object]) -> None:
     assert isinstance(rows, list)
     assert (told["bench"], told["host"]) == ("ecoserve", "sim")
     assert {row["id"] for row in rows} == MEASURED | CLAIMED
-    assert {row["id"] for row in rows if row["paper"] is not None} == CLAIMED - {
-        "rate_sustained", "throughput.bound",
-    }  # fmt: skip
+    assert {row["id"] for row in rows if row["paper"] is not None} == CLAIMED - {"rate_sustained", "throughput.bound"}
     assert all(row["paper"] is None for row in rows if "copies x5" in row["setting"])
     assert len({(row["id"], row["system"], row["setting"]) for row in rows}) == len(rows)
     shares = [row["ours"] for row in rows if row["id"] in ("kv.utilization", "compute.utilization")]

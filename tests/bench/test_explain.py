@@ -58,9 +58,13 @@ def test_the_worst_are_in_order_and_none_of_them_was_on_time(late: Run) -> None:
 
 
 _WORDS = {
-    "queued outside": "outside", "for admission": "waiting", "lost its KV": "lost", "was paused": "paused",
-    "were being generated": "running", "own prompt": "prefill",
-}  # fmt: skip
+    "queued outside": "outside",
+    "for admission": "waiting",
+    "lost its KV": "lost",
+    "was paused": "paused",
+    "were being generated": "running",
+    "own prompt": "prefill",
+}
 
 
 def reasons(run: Run) -> set[str]:
@@ -102,9 +106,7 @@ def test_json_is_whole_and_adds_up(late: Run) -> None:
     for i in range(len(late.workload)):
         data = json.loads(json.dumps(explain.describe(late, reader.timeline(i)), allow_nan=False))
         assert math.fsum(data["seconds"].values()) == pytest.approx(data["latency"], abs=1e-9)
-        assert math.fsum(span["seconds"] for span in data["timeline"]) == pytest.approx(
-            data["latency"], abs=1e-9
-        )
+        assert math.fsum(span["seconds"] for span in data["timeline"]) == pytest.approx(data["latency"], abs=1e-9)
         assert data["simulated"] is True
 
 
@@ -138,9 +140,7 @@ def test_a_request_that_never_ended(late: Run) -> None:
     cut.first[4] = cut.end[4] = np.nan
     run = replace(late, outcome=cut)
     story = Reader(run).timeline(4)
-    assert explain.verdict(run, story).startswith(
-        f"r4 ({late.workload.request(4).tier}) never finished: for "
-    )
+    assert explain.verdict(run, story).startswith(f"r4 ({late.workload.request(4).tier}) never finished: for ")
     assert json.dumps(explain.describe(run, story), allow_nan=False)
     assert "forever" in text_of(run, 4) or "no SLO" in text_of(run, 4)
 
@@ -156,12 +156,7 @@ def test_an_unknown_request_is_answered_with_near_ones(late: Run, wrong: str) ->
 
 
 def test_a_request_may_be_written_with_or_without_r(late: Run) -> None:
-    assert (
-        slo_violations.find(late, "r7")
-        == slo_violations.find(late, "7")
-        == slo_violations.find(late, " r07 ")
-        == 7
-    )
+    assert slo_violations.find(late, "r7") == slo_violations.find(late, "7") == slo_violations.find(late, " r07 ") == 7
 
 
 # ---- the command
@@ -188,8 +183,7 @@ def test_the_commands_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
-    [(1e6, "Every request met its SLO."), (np.inf, "No request of this run has an SLO.")],
+    ("limit", "said"), [(1e6, "Every request met its SLO."), (np.inf, "No request of this run has an SLO.")]
 )
 def test_a_run_without_late_requests_says_so(late: Run, tmp_path: Path, limit: float, said: str) -> None:
     long = np.full(len(late.workload), limit)

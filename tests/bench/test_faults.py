@@ -46,9 +46,7 @@ def test_nothing_is_lost_or_answered_twice(outcome: Outcome) -> None:
 
 def test_it_is_written_with_each_fault(outcome: Outcome, journal: io.StringIO, tmp_path: Path) -> None:
     save(main.main.report(main.result(outcome)), tmp_path, {"faults": main.plot(outcome)})
-    found = {
-        (row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]
-    }
+    found = {(row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     assert {("faults.recover_s.p99", kind) for kind in (main.ALL, *FEW)} <= found
     assert ("faults.lost", "4 faults, RabbitMQ of 1") in found
     assert NAME in (tmp_path / "report.html").read_text()

@@ -36,9 +36,16 @@ MIX = mix.Mix(
     ),
 )
 FIGURES = {
-    "attainment", "e2el.p99", "throughput.req_per_s", "swaps", "swap.seconds", "swaps.failed",
-    "swaps.taken_back", "lost", "answered_twice",
-}  # fmt: skip
+    "attainment",
+    "e2el.p99",
+    "throughput.req_per_s",
+    "swaps",
+    "swap.seconds",
+    "swaps.failed",
+    "swaps.taken_back",
+    "lost",
+    "answered_twice",
+}
 KILLED = {"replanned", "replanned.seconds", "back.seconds"}
 
 
@@ -47,8 +54,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     """Return a trial whose systems are gateways of this process."""
     use_fake_engines(monkeypatch)
     models = tuple(
-        Model(str(make_model(tmp_path, name, layers=layers)), name)
-        for name, layers in (("a", 1), ("b", 1), ("c", 2))
+        Model(str(make_model(tmp_path, name, layers=layers)), name) for name, layers in (("a", 1), ("b", 1), ("c", 2))
     )
 
     @asynccontextmanager
@@ -106,8 +112,14 @@ def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.
     rows = printed(capsys)
     assert {system for _, system, _ in rows} == {"qlm"}
     assert {setting.partition(",")[0] for _, _, setting in rows} == {
-        "fast", "batch", "all", "a", "b", "in_place", "restart",
-    }  # fmt: skip
+        "fast",
+        "batch",
+        "all",
+        "a",
+        "b",
+        "in_place",
+        "restart",
+    }
     assert next(ours for (id, _, setting), ours in rows.items() if (id, setting[:3]) == ("swaps", "res")) == 0
 
 
@@ -130,8 +142,7 @@ def test_engines_serve_the_frequent_models_first(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize(
-    ("systems", "hint"),
-    [(("vllm",), "shepherd"), (("edf", "qlm"), "qlm"), ((), "Name some"), (("qml",), "qlm")],
+    ("systems", "hint"), [(("vllm",), "shepherd"), (("edf", "qlm"), "qlm"), ((), "Name some"), (("qml",), "qlm")]
 )
 def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: str) -> None:
     models = (Model("a"), Model("b"), Model("c"))
@@ -144,9 +155,7 @@ def test_standard_systems_swap() -> None:
     assert set(fleet.SYSTEMS) <= set(fleet.swapping())
 
 
-def test_a_simulated_fleet_has_the_same_classes_and_models(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_simulated_fleet_has_the_same_classes_and_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trial = virtual.Trial(("edf-model-swap", "qlm"), duration=60.0, tail=0.3, seeds=3)
     virtual.main(Ask(True, True, out=tmp_path), trial)
     result = json.loads(capsys.readouterr().out)
@@ -158,9 +167,7 @@ def test_a_simulated_fleet_has_the_same_classes_and_models(
         assert rows["swaps", system, "restart"] > 0
     assert (tmp_path / "attainment.png").stat().st_size > 1000
     told = [SimulatedInstance(spec, find("qlm")).instance() for spec in trial.instances()]
-    ways = {
-        (one.model, model): load_seconds(one, model, one.model) for one in told for model in virtual.MODELS
-    }
+    ways = {(one.model, model): load_seconds(one, model, one.model) for one in told for model in virtual.MODELS}
     assert ways["smollm2", "smollm2-near"] < 1 < ways["smollm2", "smollm2-short"]
     with pytest.raises(ConfigError, match="never swaps"):
         virtual.check_swaps(("vllm",))
@@ -171,9 +178,7 @@ def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[st
 
 
 def test_figures_from_counters() -> None:
-    swaps, loads, requeued = (
-        "headway_model_swaps_total", "headway_model_swap_seconds", "headway_requeue_seconds",
-    )  # fmt: skip
+    swaps, loads, requeued = ("headway_model_swaps_total", "headway_model_swap_seconds", "headway_requeue_seconds")
     counts: dict[tuple[str, ...], float] = {
         (swaps, "e0", "in_place", "a", "loaded"): 3,
         (swaps, "e1", "restart", "c", "loaded"): 1,

@@ -39,24 +39,38 @@ def journal_of(run: Run) -> Journal:
         inside = [span for span in story.spans if span.instance >= 0]
         finished = bool(np.isfinite(out.end[i]))
         sent = BEGAN + inside[0].start if inside else None
-        journal.requests.append(request(
-            one.id, tier=one.tier, model=one.model, arrival=BEGAN + one.arrival, queued=BEGAN + one.arrival,
-            sent=sent, resent=sent, first=BEGAN + story.first if finished else None, ended=BEGAN + story.end,
-            prompt_tokens=one.prompt_tokens, max_tokens=one.max_tokens, output_tokens=int(work.output[i]),
-            ttft=one.slo.ttft, tpot=one.slo.tpot, e2e=one.slo.e2e, instance=f"e{out.instance[i]}",
-            outcome="finished" if finished else "refused", met=None,
-            reason=None if finished else "infeasible",
-        ))  # fmt: skip
+        journal.requests.append(
+            request(
+                one.id,
+                tier=one.tier,
+                model=one.model,
+                arrival=BEGAN + one.arrival,
+                queued=BEGAN + one.arrival,
+                sent=sent,
+                resent=sent,
+                first=BEGAN + story.first if finished else None,
+                ended=BEGAN + story.end,
+                prompt_tokens=one.prompt_tokens,
+                max_tokens=one.max_tokens,
+                output_tokens=int(work.output[i]),
+                ttft=one.slo.ttft,
+                tpot=one.slo.tpot,
+                e2e=one.slo.e2e,
+                instance=f"e{out.instance[i]}",
+                outcome="finished" if finished else "refused",
+                met=None,
+                reason=None if finished else "infeasible",
+            )
+        )
         if finished:
             journal.stays.append(_stay(one.id, story, f"e{out.instance[i]}"))
     lines = run.recording.iterations
     for number, machine in enumerate(run.header.fleet):
         mine = lines[lines["instance"] == number]
         rows = [
-            [BEGAN + row["start"], row["seconds"], row["decodes"], 0, row["prefill"], 0, row["blocks"],
-             row["waiting"]]
+            [BEGAN + row["start"], row["seconds"], row["decodes"], 0, row["prefill"], 0, row["blocks"], row["waiting"]]
             for row in mine
-        ]  # fmt: skip
+        ]
         journal.iterations[machine.id] = np.array(rows)
         journal.engines[machine.id] = EngineRow(
             machine.id, BEGAN, "default", run.header.recipe, 16, 2048, 512, machine.blocks, 16
@@ -76,9 +90,14 @@ def _stay(id: str, story: Any, instance: str) -> StayRow:
         if span.state in ("paused", "evicted", "saved")
     ]
     return StayRow(
-        id, instance, BEGAN + entered, BEGAN + admitted, BEGAN + story.first, BEGAN + story.end,
+        id,
+        instance,
+        BEGAN + entered,
+        BEGAN + admitted,
+        BEGAN + story.first,
+        BEGAN + story.end,
         stops_text(entered, stops),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +168,11 @@ def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
     row = request("a", sent=1000.2, resent=1000.2, first=1000.7, ended=1005.0)
     past_ = Past.of(Journal([row], stays=[StayRow("a", "e0", 1000.5, 1000.5, 1000.6, 1001.0, "")]), "")
     assert past_.timeline(0).seconds() == {
-        "outside": pytest.approx(0.2), "prefill": pytest.approx(0.1), "running": pytest.approx(0.4),
+        "outside": pytest.approx(0.2),
+        "prefill": pytest.approx(0.1),
+        "running": pytest.approx(0.4),
         "transit": pytest.approx(0.3 + 4.0),
-    }  # fmt: skip
+    }
     slow = replace(past_, run=Past.of(replace(past_.journal, requests=[replace(row, e2e=1.0)]), "").run)
     assert "its answer was on the way to its client" in explain.verdict(slow.run, slow.timeline(0))
     early = replace(row, sent=1000.1, resent=1000.1, first=1001.0, ended=1001.0, e2e=0.5, ttft=None)
@@ -184,10 +205,12 @@ def test_an_engine_that_gave_a_request_back_is_not_the_one_that_finished_it() ->
 
 def test_a_report_counts_what_came_of_requests() -> None:
     rows = [
-        request("a"), request("b", ended=1009.0, e2e=1.0, ttft=None, tpot=None, tenant="other"),
-        request("c", outcome="refused", reason="infeasible", first=None), request("d", outcome="cancelled"),
+        request("a"),
+        request("b", ended=1009.0, e2e=1.0, ttft=None, tpot=None, tenant="other"),
+        request("c", outcome="refused", reason="infeasible", first=None),
+        request("d", outcome="cancelled"),
         request("e", tier="batch", ttft=None, tpot=None, prompt_tokens=64),
-    ]  # fmt: skip
+    ]
     found = {(row.id, row.setting): row.ours for row in of_requests(Journal(rows))}
     assert found["requests", "all"] == 4
     assert found["failed", "chat"] == 1
@@ -344,10 +367,16 @@ def test_the_commands_on_a_journal(tmp_path: Path, measured: Journal) -> None:
 
 def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, measured: Journal) -> None:
     slow = [
-        replace(row, first=row.arrival + 400, ended=row.arrival + 400, requeues=int(i == 0),
-                ttft=row.ttft and 60.0, tpot=row.tpot and 5.0)
+        replace(
+            row,
+            first=row.arrival + 400,
+            ended=row.arrival + 400,
+            requeues=int(i == 0),
+            ttft=row.ttft and 60.0,
+            tpot=row.tpot and 5.0,
+        )
         for i, row in enumerate(measured.requests)
-    ]  # fmt: skip
+    ]
     folder = written(replace(measured, requests=slow), tmp_path / "journal")
     argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01"]
     done = CliRunner().invoke(app, [*argv, "--journal", str(folder), "--json"])
@@ -372,13 +401,7 @@ def test_what_a_simulation_cannot_reproduce_is_seen_in_the_journal(measured: Jou
     rows = [request(f"r{i}", outcome="cancelled" if i % 2 else "finished") for i in range(10)]
     table = np.array([[0.0, 1.0, 500, 0, 9, 0, 50, 1]])
     seen = "; ".join(trust.suspects(Journal(rows, iterations={"e0": table}, damaged={"f": "why"}), bad))
-    for word in (
-        "iterations of e0 by 40%",
-        "120 ms",
-        "5 of 10 requests have no complete",
-        "parts",
-        "1 of its files",
-    ):
+    for word in ("iterations of e0 by 40%", "120 ms", "5 of 10 requests have no complete", "parts", "1 of its files"):
         assert word in seen
     seen = "; ".join(trust.suspects(Journal(rows[::2], iterations={"e0": table}), known))
     assert "e0 generated 500 tokens, 80 of them for this journal's requests" in seen
@@ -394,8 +417,7 @@ def test_a_few_requests_may_differ_by_chance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "why"),
-    [(["--busiest", "1s"], "raise --busiest"), ([], "several recipes"), (None, "--instance")],
+    ("option", "why"), [(["--busiest", "1s"], "raise --busiest"), ([], "several recipes"), (None, "--instance")]
 )
 def test_advice_says_why_its_own_error_is_not_known(
     tmp_path: Path, measured: Journal, option: list[str] | None, why: str
@@ -406,9 +428,7 @@ def test_advice_says_why_its_own_error_is_not_known(
     elif not option:
         other = replace(measured.engines["e0"], instance="e1", recipe="vllm")
         measured = replace(measured, engines={**measured.engines, "e1": other})
-        measured = replace(
-            measured, iterations={"e0": measured.iterations["e0"], "e1": measured.iterations["e0"]}
-        )
+        measured = replace(measured, iterations={"e0": measured.iterations["e0"], "e1": measured.iterations["e0"]})
     folder = written(measured, tmp_path / "journal")
     argv = ["advise", "--recipes", "edf", "--loads", "1", "--most", "1", "--since", "2000-01-01", *option]
     done = CliRunner().invoke(app, [*argv, "--journal", str(folder)])
@@ -432,9 +452,7 @@ def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
     rows = {(row["id"], row["setting"]): row["ours"] for row in json.loads(done.stdout)["rows"]}
     assert rows["requests", "code"] == rows["requests", "chat"] == 30
     assert rows["attainment.code", "code"] is not None
-    done = CliRunner().invoke(
-        app, ["advise", *common, "--loads", "1", "--recipes", "vllm", "--slo", "ttft:900"]
-    )
+    done = CliRunner().invoke(app, ["advise", *common, "--loads", "1", "--recipes", "vllm", "--slo", "ttft:900"])
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["advise", "--trace", str(trace), "--json"])
     assert "--instance" in done.exception.hint  # type: ignore[union-attr]

@@ -150,14 +150,7 @@ def screen(argv: list[str], width: int) -> str:
 
 def test_an_error_in_a_pipe_is_in_one_piece(tmp_path: Path) -> None:
     folder = tmp_path / "a folder whose name would not fit into one line of a terminal" / ("x" * 60)
-    argv = [
-        sys.executable,
-        "-c",
-        "from headway.cli.main import main; main()",
-        "report",
-        "--journal",
-        str(folder),
-    ]
+    argv = [sys.executable, "-c", "from headway.cli.main import main; main()", "report", "--journal", str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert str(folder) in done.stderr

@@ -59,11 +59,16 @@ async def test_a_chat_body_and_its_headers():
     )
     assert [request["body"] for request in seen] == [
         {
-            "model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8,
-            "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
-            "ignore_eos": True, "priority": 10,
+            "model": "m",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 8,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "priority": 10,
         }
-    ]  # fmt: skip
+    ]
     sent = seen[0]["headers"]
     assert sent["x-slo-ttft-ms"] == "1500"
     assert sent["x-slo-tpot-ms"] == "12.5"
@@ -152,9 +157,7 @@ async def test_many_at_once_share_no_socket():
 async def test_failures_do_not_stop_the_others():
     prompts = ["", "429", "cut", "", "garbage", ""]
     async with serving(fake(script=lambda prompt: prompt)) as url:
-        records = await generator.run(
-            url, "m", [call(i / 100, p) for i, p in enumerate(prompts)], progress=False
-        )
+        records = await generator.run(url, "m", [call(i / 100, p) for i, p in enumerate(prompts)], progress=False)
     assert [record.ok for record in records] == [not prompt for prompt in prompts]
 
 

@@ -193,9 +193,7 @@ def test_a_mix_from_a_file(tmp_path):
     found = mix.load(file)
     code, bulk = found.tiers
     assert found.name == "mine"
-    assert code == mix.Tier(
-        "code", 3, Slo(ttft=0.5, e2e=9.0), max_tokens=64, priority=1, prompt_tokens=(10, 20)
-    )
+    assert code == mix.Tier("code", 3, Slo(ttft=0.5, e2e=9.0), max_tokens=64, priority=1, prompt_tokens=(10, 20))
     assert bulk.ignore_eos
     assert list(found.shares) == [0.75, 0.25]
 

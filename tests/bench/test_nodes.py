@@ -29,9 +29,7 @@ from tests.gateway.gateway import Fake, configuration, serving
 MODELS = (Model("/m/smollm2", "a"), Model("/m/near", "b"), Model("/m/short", "c"))
 TRIAL = Trial(MODELS, ("headway",), rate=1.0, duration=30.0)
 CALL = Call(0.0, "fast", "Say something.", 8, slo=Slo(e2e=20.0))
-GONE = Record(
-    "fast", 1.0, 1.0, None, None, 0, 0, np.array([], np.float32), None, "disconnected: x", Slo(e2e=20.0)
-)
+GONE = Record("fast", 1.0, 1.0, None, None, 0, 0, np.array([], np.float32), None, "disconnected: x", Slo(e2e=20.0))
 GOOD = replace(GONE, first=2.0, last=2.0, status=200, error=None, output_tokens=8)
 
 
@@ -59,11 +57,7 @@ def test_what_is_lost_and_what_is_answered_twice() -> None:
 
 def test_it_is_written(tmp_path: Path) -> None:
     seen = nodes.Seen([GOOD], kills=[(5.0, "agent")])
-    save(
-        nodes_report.main.report(nodes_report.result(TRIAL, seen)),
-        tmp_path,
-        {"nodes": nodes_report.plot(seen)},
-    )
+    save(nodes_report.main.report(nodes_report.result(TRIAL, seen)), tmp_path, {"nodes": nodes_report.plot(seen)})
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "nodes"
     assert "agent after 5 s" in (tmp_path / "report.html").read_text()
 

@@ -39,35 +39,57 @@ def test_figures_by_hand() -> None:
     tokens.steady[:] = [10, 9, 1, 0, 10, 10]
     tokens.ahead[:] = [10, 0, 5, 0, 10, 10]
     found = judge(work, run, tokens, 10.0, [0.001, 0.002, 0.003])
-    assert found == pytest.approx({
-        "rt.normalized_latency": (1.3 + 2.0 + 4.4) / 33, "rt.ttft_attainment": 50.0,
-        "rt.tpot_attainment": 50.0, "rt.token_attainment": 50.0, "rt.token_due_attainment": 37.5,
-        "rt.req_per_s": 0.3, "be.req_per_s": 0.1, "kv.preemptions": 6 / 5,
-        "sched.share_pct": 100 * 0.002 * 10 / 2.0,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "rt.normalized_latency": (1.3 + 2.0 + 4.4) / 33,
+            "rt.ttft_attainment": 50.0,
+            "rt.tpot_attainment": 50.0,
+            "rt.token_attainment": 50.0,
+            "rt.token_due_attainment": 37.5,
+            "rt.req_per_s": 0.3,
+            "be.req_per_s": 0.1,
+            "kv.preemptions": 6 / 5,
+            "sched.share_pct": 100 * 0.002 * 10 / 2.0,
+        }
+    )
 
 
 CASE = Case(bros.OPT_13B, 1.0, "sharegpt", (1.0, 2.0))
 
 
 def point(
-    system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0,
-    case: Case = CASE,
-) -> Point:  # fmt: skip
-    return Point(system, case, rate, seed, {
-        "rt.normalized_latency": latency, "rt.ttft_attainment": ttft, "rt.tpot_attainment": 100.0,
-        "rt.token_attainment": 90.0, "rt.token_due_attainment": 90.0, "rt.req_per_s": rate,
-        "be.req_per_s": batch, "kv.preemptions": 0.0, "sched.share_pct": 1.0,
-    })  # fmt: skip
+    system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0, case: Case = CASE
+) -> Point:
+    return Point(
+        system,
+        case,
+        rate,
+        seed,
+        {
+            "rt.normalized_latency": latency,
+            "rt.ttft_attainment": ttft,
+            "rt.tpot_attainment": 100.0,
+            "rt.token_attainment": 90.0,
+            "rt.token_due_attainment": 90.0,
+            "rt.req_per_s": rate,
+            "be.req_per_s": batch,
+            "kv.preemptions": 0.0,
+            "sched.share_pct": 1.0,
+        },
+    )
 
 
 def test_claims_are_averages_over_rates_with_the_extremes_of_the_seeds() -> None:
     points = [
-        point("bros", 1, 0.1, 100, 0.9), point("vllm-v0", 1, 0.2, 5, 1.0),
-        point("bros", 2, 0.1, 80, 0.5), point("vllm-v0", 2, 0.4, 0, 1.0),
-        point("bros", 1, 0.1, 90, 1.0, 1), point("vllm-v0", 1, 0.1, 9, 1.0, 1),
-        point("bros", 2, None, 90, 1.0, 1), point("vllm-v0", 2, 0.4, 9, 1.0, 1),
-    ]  # fmt: skip
+        point("bros", 1, 0.1, 100, 0.9),
+        point("vllm-v0", 1, 0.2, 5, 1.0),
+        point("bros", 2, 0.1, 80, 0.5),
+        point("vllm-v0", 2, 0.4, 0, 1.0),
+        point("bros", 1, 0.1, 90, 1.0, 1),
+        point("vllm-v0", 1, 0.1, 9, 1.0, 1),
+        point("bros", 2, None, 90, 1.0, 1),
+        point("vllm-v0", 2, 0.4, 9, 1.0, 1),
+    ]
     found = {row.id: (row.ours, row.paper) for row in claims(points)}
     assert found["rt.normalized_latency.change"] == (pytest.approx((-62.5 + 0) / 2), -74.2)
     assert found["rt.normalized_latency.change.least"] == (pytest.approx(-62.5), None)
@@ -86,11 +108,7 @@ def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
         for case, ours, theirs in ((CASE, 0.1, 0.2), (other, 0.1, 0.8), (slower, 0.3, 0.4))
         for name, latency in (("bros", ours), ("vllm-v0", theirs))
     ]
-    found = {
-        row.setting: (row.ours, row.paper)
-        for row in claims(points)
-        if row.id == "rt.normalized_latency.change"
-    }
+    found = {row.setting: (row.ours, row.paper) for row in claims(points) if row.id == "rt.normalized_latency.change"}
     assert found == {
         "opt-13b-a100 + opt-30b-a100-40g-tp4 x1, sharegpt": (pytest.approx((-50 - 87.5) / 2), -74.2),
         "opt-13b-a100 x1, sharegpt": (pytest.approx(-50), None),
@@ -101,8 +119,9 @@ def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
 
 def test_the_ablation_is_compared_only_where_the_paper_has_it() -> None:
     shared = Case(bros.OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")
-    points = [point(name, 10, 0.1, 50, 1.0, case=case) for case in (CASE, shared)
-              for name in ("bros", "bros-recompute")]  # fmt: skip
+    points = [
+        point(name, 10, 0.1, 50, 1.0, case=case) for case in (CASE, shared) for name in ("bros", "bros-recompute")
+    ]
     found = {(row.id, row.setting, row.paper) for row in claims(points) if row.system.endswith("recompute")}
     assert found == {
         (f"rt.{name}_attainment.{how}", shared.setting, paper)
@@ -127,9 +146,7 @@ def test_the_choices_are_all_by_which_the_text_differs() -> None:
 def test_every_figure_of_the_evaluation_has_a_part() -> None:
     cases = [case for one in bros.full().experiments for case in one.settings]
     assert {(case.profile, case.lengths) for case in cases if case.kind == "hybrid"} == {
-        (model, data)
-        for model in (bros.OPT_13B, bros.OPT_30B, bros.LLAMA_3)
-        for data in ("sharegpt", "lmsys")
+        (model, data) for model in (bros.OPT_13B, bros.OPT_30B, bros.LLAMA_3) for data in ("sharegpt", "lmsys")
     }
     assert {case.kind for case in cases} == {"hybrid", "real-time only", "shared blocks", "choices"}
     assert len({(case.setting, rate) for case in cases for rate in case.rates}) == sum(
@@ -162,16 +179,20 @@ def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
     chat = single(np.array([0.5]), 10, 5, slo=bros.SLO, tier="rt")
     work = concat(chat, single(np.zeros(4), 600, 20, priority=10, tier="be"))
     ended = closed_loop.run(
-        inside(find("vllm-v0"), []), bros.instance(CASE), work, open=1, batch=2, stop=1.0, until=60.0,
+        inside(find("vllm-v0"), []),
+        bros.instance(CASE),
+        work,
+        open=1,
+        batch=2,
+        stop=1.0,
+        until=60.0,
         observer=Observer(),
-    )  # fmt: skip
+    )
     assert ended.end[0] > 0.5
     assert ended.first[3:].min() > ended.end[1:3].max()
 
 
-def test_the_command_prints_one_object_and_writes_pages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_prints_one_object_and_writes_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = Experiment("opt-13b", (Case(bros.OPT_13B, 1.0, "sharegpt", (2.0,)),), ("bros", "vllm-v0"))
     monkeypatch.setattr(bros, "quick_plan", lambda: bros.Plan((one,), 30.0, 1))
     ended = CliRunner().invoke(bench_app, ["papers", "bros", "--quick", "--json", "--out", str(tmp_path)])

@@ -35,9 +35,7 @@ def test_enough_for_one_request_is_enough(length: int, size: int) -> None:
         assert str(fewest) in error.value.hint
 
 
-@pytest.mark.parametrize(
-    "words", [("--block-size", "32"), ("--block-size=32",), ("-x", "--block-size", "32")]
-)
+@pytest.mark.parametrize("words", [("--block-size", "32"), ("--block-size=32",), ("-x", "--block-size", "32")])
 def test_a_block_is_what_the_command_line_says(words: tuple[str, ...]) -> None:
     assert block_size(replace(ENGINE, args=words)) == 32
     assert block_size(replace(ENGINE, args=("--block-size",))) == block_size(ENGINE) >= 16

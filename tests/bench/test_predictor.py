@@ -42,9 +42,7 @@ def made_up(n: int = 240) -> DataSet:
         [rng.integers(15, 25) if text[0] == "a" else rng.integers(150, 250) for text in texts], float
     )
     looks = np.array([features(text, 8, Letters()(text)) for text in texts])
-    return DataSet(
-        "made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, output_tokens
-    )
+    return DataSet("made-up", texts, tuple(predictor._request(f"m{i}", 8) for i in range(n)), looks, output_tokens)
 
 
 def figures(seen: Forecasts) -> dict[str, float | None]:
@@ -96,9 +94,7 @@ def test_online_nothing_is_known_before_it_was_answered() -> None:
 
 def test_the_papers_figures_stand_beside_the_predictor_on_alpaca_only() -> None:
     seen = Forecasts(np.ones(2), np.ones(2), np.ones(2), None, 0.1, 5.0)
-    rows = list(
-        predictor.rows_of({"alpaca": {"predictor": seen, "constant": seen}, "all": {"predictor": seen}})
-    )
+    rows = list(predictor.rows_of({"alpaca": {"predictor": seen, "constant": seen}, "all": {"predictor": seen}}))
     assert {(row.id, row.system, row.setting): row.paper for row in rows if row.paper is not None} == {
         ("accuracy_pct", "predictor", "alpaca"): 77.5,
         ("covered_pct", "predictor", "alpaca"): 77.5,

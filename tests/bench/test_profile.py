@@ -127,9 +127,12 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
 def model(folder: Path) -> Path:
     shape: dict[str, Any] = {
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
         "torch_dtype": "bfloat16",
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
     return folder

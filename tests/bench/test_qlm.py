@@ -25,10 +25,17 @@ from headway.types import Slo
 
 MULTI = Setting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))
 IDS = {
-    "attainment", "attainment.interactive", "throughput.req_per_s", "swaps", "estimator.r2",
-    "plan.us_per_request", "plan.arrival_us", "attainment.points", "throughput.req_per_s.times",
+    "attainment",
+    "attainment.interactive",
+    "throughput.req_per_s",
+    "swaps",
+    "estimator.r2",
+    "plan.us_per_request",
+    "plan.arrival_us",
+    "attainment.points",
+    "throughput.req_per_s.times",
     "slo_scale.all_met",
-}  # fmt: skip
+}
 
 
 def test_every_system_is_a_recipe() -> None:
@@ -99,9 +106,7 @@ def test_figures_by_hand() -> None:
     none = np.zeros(5, np.int64)
     end = np.array([20.0, 4.0, 6.0, 51.0, np.nan])
     found = judge(work, Outcome(end - 1, end, none, none, np.zeros(5), swaps=3), 80.0)
-    assert found == {
-        "attainment": 50.0, "attainment.interactive": 50.0, "throughput.req_per_s": 4 / 80.0, "swaps": 3.0,
-    }  # fmt: skip
+    assert found == {"attainment": 50.0, "attainment.interactive": 50.0, "throughput.req_per_s": 4 / 80.0, "swaps": 3.0}
     end[4] = 60.0
     found = judge(work, Outcome(end - 1, end, none, none, np.zeros(5)), 80.0)
     assert found["throughput.req_per_s"] == 5 / 60.0
@@ -115,14 +120,18 @@ def point(system: str, attainment: float, throughput: float, **changes: float) -
 def test_claims_are_taken_where_they_show_most() -> None:
     trials = {
         "multi": [
-            point("qlm", 90, 8), point("shepherd", 60, 4),
-            point("qlm", 70, 9, interactive=0.5), point("shepherd", 65, 3, interactive=0.5),
+            point("qlm", 90, 8),
+            point("shepherd", 60, 4),
+            point("qlm", 70, 9, interactive=0.5),
+            point("shepherd", 65, 3, interactive=0.5),
         ],
         "slo": [
-            point("qlm", 99.5, 8), point("vllm-model-swap", 10, 1),
-            point("qlm", 100, 8, slo_scale=3.0), point("vllm-model-swap", 40, 1, slo_scale=3.0),
+            point("qlm", 99.5, 8),
+            point("vllm-model-swap", 10, 1),
+            point("qlm", 100, 8, slo_scale=3.0),
+            point("vllm-model-swap", 40, 1, slo_scale=3.0),
         ],
-    }  # fmt: skip
+    }
     found = {(row.id, row.system): row for row in claims(Results(trials, {}, (), ()))}
     gain = found["attainment.points", "qlm vs shepherd"]
     assert (gain.ours, gain.paper, gain.setting) == (30, 90.0, MULTI.describe())
@@ -153,18 +162,20 @@ def tiny() -> Plan:
     multi, one = replace(MULTI, load=0.5, seconds=15.0), Setting("W_B", (("a100", 1),), ONE, 0.5, 15.0)
     return Plan(
         (
-            Experiment("multi", (multi,), qlm.MULTI), Experiment("single", (one,), ("qlm", "vllm")),
+            Experiment("multi", (multi,), qlm.MULTI),
+            Experiment("single", (one,), ("qlm", "vllm")),
             Experiment("slo", (multi, replace(multi, slo_scale=3.0)), ("qlm", "shepherd")),
             Experiment("mix", (qlm._mixed(4.0, 5),), ("qlm", "qlm-random")),
             Experiment("multi-ablation", (multi,), ("qlm", "qlm-no-warm")),
         ),
-        (200,), 300, (1, 4), multi,
-    )  # fmt: skip
+        (200,),
+        300,
+        (1, 4),
+        multi,
+    )
 
 
-def test_the_command_prints_every_row_and_writes_pages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_prints_every_row_and_writes_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(qlm, "quick", tiny)
     ended = CliRunner().invoke(bench_app, ["papers", "qlm", "--quick", "--json", "--out", str(tmp_path)])
     assert ended.exit_code == 0, ended.output

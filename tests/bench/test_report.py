@@ -25,9 +25,19 @@ def record(at=0.0, first=1.0, last=2.0, *, tier="chat", out=11, error=None, slo=
     status = 200 if error is None else 429
     gaps = np.array(more.get("itl", []), np.float32)
     return Record(
-        tier, at, more.get("sent", at), first, last, more.get("prompt", 5), out, gaps, status, error, slo,
+        tier,
+        at,
+        more.get("sent", at),
+        first,
+        last,
+        more.get("prompt", 5),
+        out,
+        gaps,
+        status,
+        error,
+        slo,
         more.get("counted", False),
-    )  # fmt: skip
+    )
 
 
 # Chat: on time; first token late; tokens slow; refused. Batch: two completed, no promise.
@@ -74,9 +84,13 @@ def test_figures_against_a_sheet_of_paper():
 
 def test_the_variant_of_the_load_is_in_every_row_but_not_in_the_table():
     built = report.build(
-        {"a": (HAND, {}), "b": (HAND, {})}, bench="compare", host="vllm", seconds=1.0, about=About(),
+        {"a": (HAND, {}), "b": (HAND, {})},
+        bench="compare",
+        host="vllm",
+        seconds=1.0,
+        about=About(),
         variant="deadlines",
-    )  # fmt: skip
+    )
     assert {row.setting for row in built.rows} == {"chat, deadlines", "batch, deadlines", "all, deadlines"}
     assert not any("deadlines" in cell for line in built.grid.cells() for cell in line)
 
@@ -91,9 +105,15 @@ def test_one_token_keeps_any_tpot():
 
 
 COUNTED = {
-    "preemptions": 3.0, "preempted": 3.0, "alloc_failures": 9.0, "recomputed": 120.0, "busy_seconds": 8.0,
-    "kv_seconds": 6.0, "loans": 4.0, "step_seconds": 7.5,
-}  # fmt: skip
+    "preemptions": 3.0,
+    "preempted": 3.0,
+    "alloc_failures": 9.0,
+    "recomputed": 120.0,
+    "busy_seconds": 8.0,
+    "kv_seconds": 6.0,
+    "loans": 4.0,
+    "step_seconds": 7.5,
+}
 
 
 def test_what_the_engine_counted():
@@ -104,8 +124,9 @@ def test_what_the_engine_counted():
     assert seen["kv.utilization", "all"] == 75.0
     assert seen["be.tokens_per_s", "all"] == pytest.approx((22 + 10) / 10)  # batch alone, over 10 s
     assert {id: ours for (id, _), ours in seen.items() if id.startswith("engine.")} == {
-        "engine.loans": 4.0, "engine.step_seconds": 7.5
-    }  # fmt: skip
+        "engine.loans": 4.0,
+        "engine.step_seconds": 7.5,
+    }
 
 
 def test_an_engine_that_does_not_count_has_no_figures_of_memory():
@@ -121,9 +142,7 @@ def test_memory_is_drawn_when_somebody_counted():
 def test_what_never_completed_has_no_figures():
     seen = by_id({"s": ([record(1.0, None, 2.0, error="x", out=0)], {})})
     assert seen["attainment.chat", "chat"] == 0.0
-    assert {seen[name, "all"] for name in ("goodput.req_per_s", "ttft.p50", "e2el.p99", "preemptions")} == {
-        None
-    }
+    assert {seen[name, "all"] for name in ("goodput.req_per_s", "ttft.p50", "e2el.p99", "preemptions")} == {None}
     empty = by_id({"s": ([], {})})
     assert empty["attainment.all", "all"] is None
     assert empty["requests", "all"] == 0
@@ -138,8 +157,10 @@ def test_notes_say_what_one_must_know():
     first, *rest = report.warnings({"a": (HAND, {}), "b": (late, {})})
     assert first == "a: not completed: 1 HTTP 429."
     assert [line.partition(": ")[2][:20] for line in rest] == [
-        "the generator sent r", "the generator sent r", "1 responses had no u"
-    ]  # fmt: skip
+        "the generator sent r",
+        "the generator sent r",
+        "1 responses had no u",
+    ]
 
 
 def test_running_attainment_looks_back_a_window():
@@ -175,11 +196,7 @@ def test_one_system_is_a_column_per_class():
 
 def test_several_systems_have_ratios_to_the_first():
     faster = [record(10.0, 10.5, 11.5)]
-    systems = {
-        "fcfs": (HAND, {"preemptions": 0.0}),
-        "head[way]": (faster, {"preemptions": 2.0}),
-        "none": ([], {}),
-    }
+    systems = {"fcfs": (HAND, {"preemptions": 0.0}), "head[way]": (faster, {"preemptions": 2.0}), "none": ([], {})}
     text = printed(built(systems).table())
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in text.splitlines() if "│" in line}
     assert [cell.strip() for cell in lines["chat: attainment %"]] == ["25.0", "100.0 (×4.00)", "-"]
@@ -196,8 +213,13 @@ def test_json_keeps_the_contract():
     data = built({"s": (HAND, {})}).to_json()
     assert list(data) == ["bench", "host", "rows", "seconds"]
     assert data["rows"][2] == {
-        "id": "attainment.chat", "system": "s", "setting": "chat", "paper": None, "ours": 25.0, "unit": "%"
-    }  # fmt: skip
+        "id": "attainment.chat",
+        "system": "s",
+        "setting": "chat",
+        "paper": None,
+        "ours": 25.0,
+        "unit": "%",
+    }
     ids = [(row["id"], row["system"], row["setting"]) for row in data["rows"]]
     assert len(set(ids)) == len(ids)
 
@@ -237,13 +259,7 @@ def test_everything_is_written(tmp_path, systems):
 
 @pytest.mark.parametrize(
     "records",
-    [
-        [],
-        [record(error="x", first=None)],
-        [record(slo=Slo())],
-        [record(out=1)],
-        [record(), record(slo=Slo(ttft=3.0))],
-    ],
+    [[], [record(error="x", first=None)], [record(slo=Slo())], [record(out=1)], [record(), record(slo=Slo(ttft=3.0))]],
 )
 def test_odd_records_can_be_drawn(tmp_path, records):
     results = {"s": (records, {})}
@@ -270,9 +286,17 @@ def any_record(draw) -> Record:
     slo = Slo(draw(limit), draw(limit), draw(limit))
     gaps = draw(st.lists(st.floats(0, 100), max_size=3))
     return record(
-        at, first, last, tier=draw(st.sampled_from("abc")), out=draw(st.integers(0, 5)), error=error, slo=slo,
-        itl=gaps, sent=at + draw(st.floats(0, 1)), prompt=draw(st.integers(0, 5)),
-    )  # fmt: skip
+        at,
+        first,
+        last,
+        tier=draw(st.sampled_from("abc")),
+        out=draw(st.integers(0, 5)),
+        error=error,
+        slo=slo,
+        itl=gaps,
+        sent=at + draw(st.floats(0, 1)),
+        prompt=draw(st.integers(0, 5)),
+    )
 
 
 NAMES = ["preemptions", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds", "swapped_tokens"]
@@ -318,9 +342,7 @@ WORDS = output.Grid(
 @pytest.mark.parametrize("width", [30, 50, 80, 100, 160])
 @pytest.mark.parametrize("grid", [WIDE, WORDS])
 def test_no_terminal_is_too_narrow_for_a_name_or_a_figure(grid: output.Grid, width: int) -> None:
-    console = Console(
-        width=max(width, 40) if grid is WORDS else width, force_terminal=True, color_system=None
-    )
+    console = Console(width=max(width, 40) if grid is WORDS else width, force_terminal=True, color_system=None)
     with console.capture() as shown:
         console.print(grid.table("title [1]", "caption [2]"))
     text = shown.get()

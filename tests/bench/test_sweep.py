@@ -96,10 +96,15 @@ def test_cells_are_every_combination_once() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"recipe": "slack"}, {"rate": 4.5}, {"seed": 7}, {"duration": 5.0}, {"slo": "ttft:500"},
-        {"fleet": Fleet("opt-66b-a100-tp4")}, {"fleet": Fleet("opt-13b-a100", kv_tokens=9000)},
+        {"recipe": "slack"},
+        {"rate": 4.5},
+        {"seed": 7},
+        {"duration": 5.0},
+        {"slo": "ttft:500"},
+        {"fleet": Fleet("opt-66b-a100-tp4")},
+        {"fleet": Fleet("opt-13b-a100", kv_tokens=9000)},
     ],
-)  # fmt: skip
+)
 def test_any_change_of_the_setting_is_another_cell(change: dict[str, Any], swept: Path) -> None:
     cell = SMALL.cells()[0]
     other = replace(cell, **change)
@@ -184,9 +189,13 @@ def headway(*arguments: str) -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, ".") if path)}
     argv = [sys.executable, "-c", "from headway.cli.main import main; main()", "sweep", *arguments]
     return subprocess.Popen(
-        argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        argv,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # deaf where tests run in background
-    )  # fmt: skip
+    )
 
 
 def options(out: Path, recipes: str, **more: Any) -> list[str]:
@@ -204,9 +213,7 @@ def test_a_failing_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None
     data = json.loads(out)
     assert (data["bench"], data["host"]) == ("sweep", "sim")
     assert {row["system"] for row in data["rows"]} == {"vllm", "edf"}
-    assert {row["setting"] for row in data["rows"] if row["system"] == "edf"} >= {
-        "chat at 8 req/s", "all at 8 req/s"
-    }  # fmt: skip
+    assert {row["setting"] for row in data["rows"] if row["system"] == "edf"} >= {"chat at 8 req/s", "all at 8 req/s"}
     page = (tmp_path / "report.html").read_text()
     assert "SIMULATED" in page
     assert "nothing to pack by" in page
@@ -241,9 +248,7 @@ def test_ctrl_c_leaves_what_is_done_and_no_process(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
-def test_ctrl_c_between_two_cells_leaves_no_process_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_between_two_cells_leaves_no_process_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may come while the parent draws its progress, where the workers' keeper does not hear it."""
 
     def pressed(*_: Any) -> None:
@@ -263,9 +268,7 @@ def test_ctrl_c_between_two_cells_leaves_no_process_either(
 
 def test_a_file_and_options_that_replace_it(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
-    file.write_text(
-        'recipes = ["edf"]\nrates = [1, 2.5]\nseeds = 4\n[fleet]\nprofile = "opt-66b-a100"\ncount = 2\n'
-    )
+    file.write_text('recipes = ["edf"]\nrates = [1, 2.5]\nseeds = 4\n[fleet]\nprofile = "opt-66b-a100"\ncount = 2\n')
     assert sweeps.read(file, {}, {}) == Sweep(("edf",), (1.0, 2.5), 4, fleet=Fleet("opt-66b-a100", 2))
     mixed = sweeps.read(file, {"recipes": ["slack"], "seed": 9}, {"count": 3})
     assert mixed == Sweep(("slack",), (1.0, 2.5), 4, 9, fleet=Fleet("opt-66b-a100", 3))

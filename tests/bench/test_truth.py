@@ -29,9 +29,7 @@ from headway.whatif.measured.systems import standard_engine
 from headway.whatif.output.results import save
 
 ENGINE = standard_engine("smollm2", max_running=8, blocks=None)
-PROFILE = replace(
-    load("smollm2-135m-cpu2"), request_overhead_s=0.008, token_overhead_s=0.004, interruption_s=0.003
-)
+PROFILE = replace(load("smollm2-135m-cpu2"), request_overhead_s=0.008, token_overhead_s=0.004, interruption_s=0.003)
 IDS = {
     *(f"error.{metric}.{kind}" for metric in ("ttft", "tpot", "e2e") for kind in ("mean", "p50", "p99")),
     "error.tokens_per_s",
@@ -48,16 +46,23 @@ def answered(calls: list[Call]) -> list[Record]:
     rng = np.random.default_rng(1)
     return [
         Record(
-            call.tier, call.at, call.at, call.at + 0.1, call.at + 1.0, int(rng.integers(20, 400)),
-            int(rng.integers(1, call.max_tokens)), np.empty(0, np.float32), 200, None, call.slo,
+            call.tier,
+            call.at,
+            call.at,
+            call.at + 0.1,
+            call.at + 1.0,
+            int(rng.integers(20, 400)),
+            int(rng.integers(1, call.max_tokens)),
+            np.empty(0, np.float32),
+            200,
+            None,
+            call.slo,
         )
         for call in calls
-    ]  # fmt: skip
+    ]
 
 
-def replay(
-    recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PROFILE
-) -> Replay:
+def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PROFILE) -> Replay:
     """A 'real' run that the simulator itself made, with a pace of its own."""
     calls = planned(rate)
     work = twin.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
@@ -68,9 +73,7 @@ def replay(
 
 def run_of(replays: list[Replay]) -> Run:
     rows = [row for one in replays for row in one.rows]
-    measured = Measured(
-        Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)]
-    )
+    measured = Measured(Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)])
     return Run(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PROFILE)
 
 

@@ -31,9 +31,7 @@ class Second:
         """Know it already."""
 
 
-def run(
-    load: Workload, observer: TokenDeadlines | Gauges, clock: list[float], until: float = np.inf
-) -> Outcome:
+def run(load: Workload, observer: TokenDeadlines | Gauges, clock: list[float], until: float = np.inf) -> Outcome:
     place = InstanceSpec(Instance("e0", "default", 8, 64, 16, 512), Second(), 16, 512)
     simulation = Simulation(inside(find("vllm"), clock), [place], load, Oracle(load), until=until)
     return simulation.run(observer=observer)
@@ -75,13 +73,7 @@ def test_a_run_ends_when_it_is_told_to() -> None:
         ("vllm-v0-swap", 1000, HostPoolEngine, False, "plain KV blocks, 1,000 tokens of host room"),
         ("bros", 0, None, None, "plain KV blocks, no host room"),
         ("bros", None, None, None, "plain KV blocks, no host room"),
-        (
-            "ecoserve",
-            1000,
-            None,
-            None,
-            "plain KV blocks, unbounded host room, learned lengths, padded",
-        ),
+        ("ecoserve", 1000, None, None, "plain KV blocks, unbounded host room, learned lengths, padded"),
         ("slack", 1000, None, None, ""),
     ],
 )

@@ -26,26 +26,55 @@ class Table:
         self._used = 0
 
     def waits(
-        self, name: str, prompt: int, *, arrival: float = NOW, ttft: float = _NEVER, tpot: float = _NEVER,
-        e2e: float = _NEVER, left: float = 50.0,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        prompt: int,
+        *,
+        arrival: float = NOW,
+        ttft: float = _NEVER,
+        tpot: float = _NEVER,
+        e2e: float = _NEVER,
+        left: float = 50.0,
+    ) -> None:
         """Add a request of which nothing is computed."""
         self.jobs.add(
-            name, prompt=prompt, arrival=arrival, ttft=ttft, tpot=tpot, e2e=e2e, tokens_left=left,
+            name,
+            prompt=prompt,
+            arrival=arrival,
+            ttft=ttft,
+            tpot=tpot,
+            e2e=e2e,
+            tokens_left=left,
             serial=len(self.jobs) + 1,
-        )  # fmt: skip
+        )
 
     def answers(
-        self, name: str, *, tpot: float = _NEVER, first: float = NOW - 1.0, made: int = 20,
-        left: float = 50.0, ttft: float = 1.0, prompt: int = 100,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *,
+        tpot: float = _NEVER,
+        first: float = NOW - 1.0,
+        made: int = 20,
+        left: float = 50.0,
+        ttft: float = 1.0,
+        prompt: int = 100,
+    ) -> None:
         """Add an answer in progress: `made` tokens are out since `first`."""
         blocks = -(-(prompt + made) // SPEC.block_size) + 1
         row = self.jobs.add(
-            name, prompt=prompt, arrival=first - ttft, ttft=ttft, tpot=tpot, e2e=_NEVER, first=first,
-            output_tokens=made, computed=prompt + made - 1, tokens_left=left, blocks=blocks,
+            name,
+            prompt=prompt,
+            arrival=first - ttft,
+            ttft=ttft,
+            tpot=tpot,
+            e2e=_NEVER,
+            first=first,
+            output_tokens=made,
+            computed=prompt + made - 1,
+            tokens_left=left,
+            blocks=blocks,
             serial=len(self.jobs) + 1,
-        )  # fmt: skip
+        )
         self.jobs.running[row] = True
         self._used += blocks
 

@@ -13,13 +13,7 @@ from headway.ports import Packer
 from headway.types import Slo
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
-VARIANTS = (
-    "slos-serve edf_sim",
-    "slos-serve retries",
-    "fairbatching line",
-    "qoserve line",
-    "edf, 256 tokens",
-)
+VARIANTS = ("slos-serve edf_sim", "slos-serve retries", "fairbatching line", "qoserve line", "edf, 256 tokens")
 every = pytest.mark.parametrize("name", [*RIVALS, *VARIANTS])
 WHOLE = Slo(e2e=3.0)  # seconds; some of these are lost from the start, as CHAT's are
 
@@ -31,9 +25,7 @@ def packer(name: str, limits: Limits) -> Packer:
 @every
 @given(loads(), limits)
 @settings(max_examples=25)
-def test_every_request_is_served_and_no_iteration_is_wasted(
-    name: str, asks: list[Ask], limits: Limits
-) -> None:
+def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: list[Ask], limits: Limits) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     asks = [Ask(a.prompt, a.output, a.after, WHOLE if i % 3 == 2 else a.slo) for i, a in enumerate(asks)]
     made: dict[str, int] = {}

@@ -36,12 +36,7 @@ def test_what_an_idle_engine_does_is_fitted_and_scales_the_promises() -> None:
 
 def test_figures_by_mean_pace_and_by_line() -> None:
     pace = Slo(ttft=1.0, tpot=0.1)
-    seen = [
-        record(pace, 0.5, 1.5),
-        record(pace, 0.2, 1.9),
-        record(pace, 1.5, 1.9),
-        record(Slo(e2e=2.0), 1.0, 5.0),
-    ]
+    seen = [record(pace, 0.5, 1.5), record(pace, 0.2, 1.9), record(pace, 1.5, 1.9), record(Slo(e2e=2.0), 1.0, 5.0)]
     rows = {row.id: row.ours for row in real.rows_of({("headway", "G"): seen})}
     assert rows["attainment.promised"] == 25.0
     assert rows["attainment.line"] == 75.0

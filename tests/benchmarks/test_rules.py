@@ -123,9 +123,7 @@ ROOM = 1e6
 @pytest.mark.parametrize("plan", [edf, edf_sim])
 def test_a_plan_admits_what_fits_before_the_deadlines_of_those_before(plan: object) -> None:
     assert callable(plan)
-    three = candidates(
-        (1.0, 0.5, 0.1, 20.0, False), (1.2, 0.3, 0.1, 20.0, True), (1.3, 0.9, 0.1, 20.0, True)
-    )  # fmt: skip
+    three = candidates((1.0, 0.5, 0.1, 20.0, False), (1.2, 0.3, 0.1, 20.0, True), (1.3, 0.9, 0.1, 20.0, True))
     assert plan(three, NOBODY, ROOM, 0.0, THETA, 1.0).tolist() == [True, True, False]
     assert plan(three, NOBODY, 250.0, 0.0, THETA, 1.0).tolist() == [True, False, False], "no KV for two"
 

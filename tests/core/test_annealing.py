@@ -92,9 +92,7 @@ def test_after_any_moves_all_columns_are_those_of_a_full_evaluation(
     maps.set_sizes(cost, again, now.places["request"], np.array(sizes(now)))
     count = len(sizes(now))
     for name in ("start", "seconds", "spent"):
-        np.testing.assert_allclose(
-            now.batches[name][:count], again.batches[name][:count], rtol=1e-9, atol=1e-9
-        )
+        np.testing.assert_allclose(now.batches[name][:count], again.batches[name][:count], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(now.slack, again.slack, rtol=1e-9, atol=1e-6)
     assert now.sums["latency"][0] == pytest.approx(float(again.sums["latency"][0]))
     if np.abs(again.slack).min() > 1e-6:
@@ -111,10 +109,7 @@ def test_the_costs_are_the_papers_equations() -> None:
     prefill = law.prefill_alpha * size * prompt + law.prefill_beta * size
     prefill += law.prefill_gamma * prompt + law.prefill_delta
     decode = sum(
-        law.decode_alpha * size * length
-        + law.decode_beta * size
-        + law.decode_gamma * length
-        + law.decode_delta
+        law.decode_alpha * size * length + law.decode_beta * size + law.decode_gamma * length + law.decode_delta
         for length in range(prompt + 1, prompt + output + 1)
     )
     assert maps.execution(cost, 0, size) == pytest.approx(prefill + decode)
@@ -135,9 +130,7 @@ def test_what_was_promised_nothing_meets_nothing() -> None:
 
 @given(requests, st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=100)
-def test_the_result_is_a_mapping_and_never_worse_than_both_starts(
-    asks: list[Drawn], limit: int, seed: int
-) -> None:
+def test_the_result_is_a_mapping_and_never_worse_than_both_starts(asks: list[Drawn], limit: int, seed: int) -> None:
     cost, arrived = costs(asks), np.arange(len(asks))
     order, batches = anneal(cost, arrived, limit, Schedule.of(len(asks), limit), seed)
     assert sorted(order.tolist()) == arrived.tolist()
@@ -244,7 +237,11 @@ def test_a_sampled_law_is_near_its_model() -> None:
 def test_the_published_law_takes_three_seconds_for_a_request_of_code() -> None:
     """The paper's own figure for an average request (5.1); 180 tokens as the benchmark assumes."""
     cost = costs_of(
-        PUBLISHED, np.array([40]), np.array([40]), np.array([180.0]),
-        Targets(*(np.array([math.inf]) for _ in range(3))), np.zeros(1),
-    )  # fmt: skip
+        PUBLISHED,
+        np.array([40]),
+        np.array([40]),
+        np.array([180.0]),
+        Targets(*(np.array([math.inf]) for _ in range(3))),
+        np.zeros(1),
+    )
     assert 2.7 < maps.execution(cost, 0, 1) < 3.3

@@ -74,9 +74,7 @@ def test_the_first_compilation_is_logged_and_a_load_is_not(tmp_path: Path) -> No
     code += "seconds_of._machine_code(OnlineLatency().theta, 3, 1.0, 0.0, 0.0)"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     first, second = (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-        ).stderr
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stderr
         for _ in range(2)
     )
     assert first.count("compiling Headway's loops") == 1

@@ -43,9 +43,7 @@ def test_waiting_is_the_tokens_ahead_over_the_throughput() -> None:
 
 @pytest.mark.parametrize("requests", [1, 8, 64])
 @pytest.mark.parametrize("probability", [0.5, 0.9])
-def test_a_group_is_complete_within_the_time_given_as_often_as_said(
-    requests: int, probability: float
-) -> None:
+def test_a_group_is_complete_within_the_time_given_as_often_as_said(requests: int, probability: float) -> None:
     """Equation 5: the last of a group's requests to end is not always the last to start."""
     rng, one = np.random.default_rng(1), pace()
     within = 0

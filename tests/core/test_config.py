@@ -238,25 +238,44 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.aliases == {"claude-*": "some"}
     assert config.server == Server(
         "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 7.5, 100, 0
-    )  # fmt: skip
+    )
     assert config.engines == (
         Engine(
-            model="org/some-model", served_name="some", url="http://10.0.0.1:8000", port=8001, max_running=4,
-            slots=9, max_gap_s=0.5, max_model_len=1024, max_batched_tokens=512, kv_gib=2, host_kv_gib=2.0,
+            model="org/some-model",
+            served_name="some",
+            url="http://10.0.0.1:8000",
+            port=8001,
+            max_running=4,
+            slots=9,
+            max_gap_s=0.5,
+            max_model_len=1024,
+            max_batched_tokens=512,
+            kv_gib=2,
+            host_kv_gib=2.0,
             blocks=96,
             models=("org/other-model", Model("/models/third", "third")),
-            adapters={"terse": "/adapters/terse"}, host_weights_gib=1.5, api_key=SECRET,
-            sleep_mode=True, drain_timeout_s=90.0, dtype="float32",
-            cores="0-1", eager=False, async_scheduling=True, args=("--gpu-memory-utilization", "0.5"),
+            adapters={"terse": "/adapters/terse"},
+            host_weights_gib=1.5,
+            api_key=SECRET,
+            sleep_mode=True,
+            drain_timeout_s=90.0,
+            dtype="float32",
+            cores="0-1",
+            eager=False,
+            async_scheduling=True,
+            args=("--gpu-memory-utilization", "0.5"),
             resources={"gpus": 2.0, "a100": 0.5},
-            tool_parser="hermes", reasoning_parser="none",
-            start_timeout_s=60.0, health_timeout_s=5.0, silence_timeout_s=50.0, request_timeout_s=500.0,
+            tool_parser="hermes",
+            reasoning_parser="none",
+            start_timeout_s=60.0,
+            health_timeout_s=5.0,
+            silence_timeout_s=50.0,
+            request_timeout_s=500.0,
         ),
-    )  # fmt: skip
+    )
     assert config.broker == Broker(
-        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"),
-        Postgres(SECRET, "queue_2", 2.0),
-    )  # fmt: skip
+        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"), Postgres(SECRET, "queue_2", 2.0)
+    )
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
@@ -266,13 +285,25 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
     assert config.up == Up("10.0.0.9:6379", 3, 1, 0.5, 2.0)
     assert config.backends["python"] == Backend(
-        "sandbox", "module:function", {"token": SECRET, "size": 3}, "docker",
-        "python:3.13-slim", ("numpy",),
-        ("HF_TOKEN",), 2, 8, 9.0, 5.5, 60.0, 512, 8, 64,
-    )  # fmt: skip
+        "sandbox",
+        "module:function",
+        {"token": SECRET, "size": 3},
+        "docker",
+        "python:3.13-slim",
+        ("numpy",),
+        ("HF_TOKEN",),
+        2,
+        8,
+        9.0,
+        5.5,
+        60.0,
+        512,
+        8,
+        64,
+    )
     assert config.classes["gold"] == Tier(
         300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25, weight=2.5, measured=True, pace="line"
-    )  # fmt: skip
+    )
     assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000),)
 
@@ -375,9 +406,7 @@ def test_the_model_name_is_the_served_name_or_the_last_part_of_the_path() -> Non
         ({"server": {"zzz": 4}}, "'server.zzz'", "Remove it; `headway config show`"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
-    data: dict[str, Any], key: str, hint: str
-) -> None:
+def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(data: dict[str, Any], key: str, hint: str) -> None:
     said = refused(data)
     assert f"Unknown key {key} in headway.toml" in said
     assert hint in said
@@ -421,9 +450,7 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(
         ({"server": {"class_share": 1.5}}, "server.class_share", "1.5"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place_and_what_it_is(
-    data: dict[str, Any], path: str, seen: str
-) -> None:
+def test_a_wrong_value_is_named_with_its_place_and_what_it_is(data: dict[str, Any], path: str, seen: str) -> None:
     said = refused(data)
     assert said.startswith(f"{path} in headway.toml: ")
     assert f"(it is {seen})" in said
@@ -470,26 +497,39 @@ def test_a_missing_part_is_named() -> None:
 
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse({
-            "recipe": 3, "server": {"prot": 1, "max_queued": 0}, "keys": [{"key": SECRET}],
-            "engines": [{"models": [3, {"model": "a", "served": "b"}]}],
-        })  # fmt: skip
+        parse(
+            {
+                "recipe": 3,
+                "server": {"prot": 1, "max_queued": 0},
+                "keys": [{"key": SECRET}],
+                "engines": [{"models": [3, {"model": "a", "served": "b"}]}],
+            }
+        )
     told = [part.message.split(" in ")[0] for part in caught.value.parts]
     assert sorted(told) == [
-        "Unknown key 'engines.0.models.1.Model.served'", "Unknown key 'server.prot'",
+        "Unknown key 'engines.0.models.1.Model.served'",
+        "Unknown key 'server.prot'",
         "engines.0.models.0.str",
-        "keys.0.tenant is missing", "recipe", "server.max_queued",
-    ]  # fmt: skip
+        "keys.0.tenant is missing",
+        "recipe",
+        "server.max_queued",
+    ]
     assert all(part.hint and part.message in caught.value.message for part in caught.value.parts)
     with pytest.raises(ConfigError) as caught:
-        parse({
-            "server": {"operator_only": True}, "broker": {"kind": "postgres"},
-            "classes": {"x": {"drop": True, "measured": True}, "y": {"drop": True}},
-        })  # fmt: skip
+        parse(
+            {
+                "server": {"operator_only": True},
+                "broker": {"kind": "postgres"},
+                "classes": {"x": {"drop": True, "measured": True}, "y": {"drop": True}},
+            }
+        )
     assert [part.param for part in caught.value.parts] == [
-        "server.operator_key", "broker.postgres.url", "classes.x.drop", "classes.x.measured",
+        "server.operator_key",
+        "broker.postgres.url",
+        "classes.x.drop",
+        "classes.x.measured",
         "classes.y.drop",
-    ]  # fmt: skip
+    ]
 
 
 def test_no_engines_is_refused() -> None:
@@ -538,9 +578,7 @@ def test_what_show_prints_is_read_back_the_same_but_for_masked_keys() -> None:
 # ---- recipes are named in the configuration
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of headway,")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("slak", "Did you mean 'slack'?"), ("zzz", "Use one of headway,")])
 def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find(name)
@@ -550,12 +588,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(name: str, hint: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "no.such.module:x",
-        "headway.policy.recipes.registry:nothing",
-        "headway.policy.recipes.registry:find",
-        ":x",
-    ],
+    ["no.such.module:x", "headway.policy.recipes.registry:nothing", "headway.policy.recipes.registry:find", ":x"],
 )
 def test_an_outside_attribute_that_is_not_a_recipe_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded|must be a headway"):

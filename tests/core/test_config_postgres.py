@@ -48,8 +48,7 @@ def test_the_url_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "postgres",
-    [{"url": 3}, {"url": URL, "schema": "no-dash"}, {"urk": URL}, {"timeout_s": 0}, URL, {"url": "short"}],
+    "postgres", [{"url": 3}, {"url": URL, "schema": "no-dash"}, {"urk": URL}, {"timeout_s": 0}, URL, {"url": "short"}]
 )
 def test_what_is_wrong_is_told_without_the_url(postgres: Any) -> None:
     with pytest.raises(ConfigError, match=r"broker\.postgres") as caught:
@@ -67,15 +66,11 @@ def test_a_schema_is_a_plain_name(schema: str) -> None:
 def test_a_secret_that_is_not_there_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_URL", raising=False)
     attached = ({"url": "http://127.0.0.1:9"},)
-    with pytest.raises(
-        ConfigError, match=r"broker\.postgres\.url is in the environment variable NO_SUCH_URL"
-    ):
+    with pytest.raises(ConfigError, match=r"broker\.postgres\.url is in the environment variable NO_SUCH_URL"):
         preflight(config(postgres={"url": "env:NO_SUCH_URL"}, engines=attached))
 
 
-def test_a_gateways_own_files_are_in_the_state_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateways_own_files_are_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     made = config(postgres={"url": URL, "schema": "two"})
     assert made.journal_dir == tmp_path / "headway" / "postgres-two.journal"

@@ -45,9 +45,7 @@ def world(recipe: str, *up: str) -> World:
 @every_recipe
 @EXAMPLES
 @given(program=PROGRAMS)
-def test_every_accepted_request_is_queued_or_inside_exactly_one_instance(
-    recipe: str, program: list[int]
-) -> None:
+def test_every_accepted_request_is_queued_or_inside_exactly_one_instance(recipe: str, program: list[int]) -> None:
     """`World.notify` fails on a second send, one to a dead or wrong instance, and one of an ended request."""
     around = world(recipe)
     for choice in program:
@@ -321,11 +319,7 @@ def test_requests_inside_engines_do_not_fill_the_queue() -> None:
     assert around.core.admit(request("r"), around.now) is None
 
 
-@given(
-    gaps=st.lists(st.floats(0, 1e4), max_size=8),
-    wait=st.floats(-10, 1e5),
-    queued=st.integers(1, 4),
-)
+@given(gaps=st.lists(st.floats(0, 1e4), max_size=8), wait=st.floats(-10, 1e5), queued=st.integers(1, 4))
 def test_retry_after_is_within_a_second_and_a_minute(gaps: list[float], wait: float, queued: int) -> None:
     around = full(queued)
     for i, gap in enumerate(gaps):

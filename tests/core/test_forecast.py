@@ -50,9 +50,7 @@ def test_an_empty_answer_is_not_learned() -> None:
 
 
 @given(st.lists(st.integers(0, 2000), max_size=50), st.integers(1, 2000), st.integers(1, 20))
-def test_a_forecast_is_sorted_within_limits_and_the_last_answers(
-    answers: list[int], limit: int, window: int
-) -> None:
+def test_a_forecast_is_sorted_within_limits_and_the_last_answers(answers: list[int], limit: int, window: int) -> None:
     lengths = TaskLengths(window)
     for output_tokens in answers:
         lengths.forecast(request())  # a forecast in between changes nothing
@@ -91,8 +89,7 @@ def seconds(batch: Batch, law: Floats = LAW) -> float:
 def worst(latency: OnlineLatency, law: Floats = LAW, seed: int = 99) -> float:
     """Return the largest relative error over unseen batches."""
     return max(
-        abs(latency.seconds(batch) / seconds(batch, law) - 1)
-        for batch in shapes(np.random.default_rng(seed), 300)
+        abs(latency.seconds(batch) / seconds(batch, law) - 1) for batch in shapes(np.random.default_rng(seed), 300)
     )
 
 
@@ -165,13 +162,7 @@ def test_hours_of_equal_batches_do_not_spoil_what_was_learned_of_others() -> Non
     assert abs(latency.seconds(mixed) / seconds(mixed) - 1) < 0.15
 
 
-BATCH = st.builds(
-    Batch,
-    st.integers(0, 512),
-    st.integers(0, 10**6),
-    st.integers(0, 8192),
-    st.integers(0, 10**8),
-)
+BATCH = st.builds(Batch, st.integers(0, 512), st.integers(0, 10**6), st.integers(0, 8192), st.integers(0, 10**8))
 
 
 @settings(max_examples=100)

@@ -33,10 +33,7 @@ from tests.helpers.stepping import MAX_MODEL_LEN, Iteration, Stepper, Task
 GOLDEN = Path(__file__).parent / "golden"
 BUDGET = 256
 # e1 has no slots for paused requests: one that is displaced there is evicted.
-FLEET = {
-    "e0": (Instance("e0", "m", 4, 60, 16, 1024), 6),
-    "e1": (Instance("e1", "m", 2, 44, 16, 1024, lead=1), 2),
-}
+FLEET = {"e0": (Instance("e0", "m", 4, 60, 16, 1024), 6), "e1": (Instance("e1", "m", 2, 44, 16, 1024, lead=1), 2)}
 # task, SLO, priority, prompt tokens from..to, output tokens from..to, share
 MIX = (
     ("chat", Slo(ttft=0.8, tpot=0.1), 0, (20, 260), (5, 30), 0.4),
@@ -112,9 +109,8 @@ class Replay:
     def _receive(self, request: Request, instance: str, now: float) -> None:
         left = self.core.lengths.forecast(request).mean
         task = Task(
-            request.id, request.prompt_tokens, self.targets[request.id], request.arrival, request.slo,
-            request.priority,
-        )  # fmt: skip
+            request.id, request.prompt_tokens, self.targets[request.id], request.arrival, request.slo, request.priority
+        )
         self.engines[instance].add(task, left)
         if instance not in self.busy:
             self.busy.add(instance)
@@ -133,9 +129,13 @@ def decisions(recipe: str) -> list[str]:
     for name, (instance, slots) in FLEET.items():
         spec = EngineSpec(instance.max_running, BUDGET, instance.block_size, latency=latency)
         engine = SimulatedEngine(
-            policy.packer(spec), blocks=instance.blocks_total, size=instance.block_size, slots=slots,
-            budget=BUDGET, max_model_len=MAX_MODEL_LEN,
-        )  # fmt: skip
+            policy.packer(spec),
+            blocks=instance.blocks_total,
+            size=instance.block_size,
+            slots=slots,
+            budget=BUDGET,
+            max_model_len=MAX_MODEL_LEN,
+        )
         engines[name] = Stepper(engine, latency)
     requests = workload()
     order = policy.planner()

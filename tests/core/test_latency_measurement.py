@@ -138,9 +138,7 @@ def busy(delays: Floats, rng: np.random.Generator) -> tuple[Rows, list[Seen]]:
     sent = rng.uniform(starts[0], starts[-40], delays.size)
     entered = starts[np.searchsorted(starts, sent + delays)]
     first = entered + 0.05
-    return output_tokens, [
-        Seen(*map(float, s)) for s in zip(sent, entered, first, first + 0.004, strict=True)
-    ]
+    return output_tokens, [Seen(*map(float, s)) for s in zip(sent, entered, first, first + 0.004, strict=True)]
 
 
 @pytest.mark.parametrize("delay", [0.002, 0.011])

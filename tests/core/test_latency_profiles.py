@@ -28,15 +28,7 @@ from headway.policy.forecast.latency.laws import (
     fit,
     nonnegative,
 )
-from headway.policy.forecast.latency.profiles import (
-    BUILTIN,
-    VERSION,
-    FixedLatency,
-    LatencyProfile,
-    load,
-    names,
-    parse,
-)
+from headway.policy.forecast.latency.profiles import BUILTIN, VERSION, FixedLatency, LatencyProfile, load, names, parse
 from headway.types import Batch, Floats
 
 ADDITIVE = Additive(0.01, 5e-4, 1.4e-6, 3e-4, 1e-7)
@@ -315,8 +307,7 @@ def test_the_script_needs_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.skipif(
-    not os.environ.get("HEADWAY_DATA"),
-    reason="HEADWAY_DATA is not set; the profiles are not in the repository",
+    not os.environ.get("HEADWAY_DATA"), reason="HEADWAY_DATA is not set; the profiles are not in the repository"
 )
 def test_the_script_makes_the_committed_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build.main(["--out", str(tmp_path)])

@@ -47,9 +47,7 @@ def alone(tasks: list[Task], chunk: int) -> int:
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=100)
 @given(rows=st.lists(_BITS, min_size=1, max_size=12), limits=_BITS, seconds=st.sampled_from([0.0, 0.05, 1.0]))
-def test_every_request_that_fits_alone_finishes(
-    recipe: str, rows: list[int], limits: int, seconds: float
-) -> None:
+def test_every_request_that_fits_alone_finishes(recipe: str, rows: list[int], limits: int, seconds: float) -> None:
     bits = Bits(limits)
     blocks, running = 4 + bits.take(30), 1 + bits.take(4)
     slots, budget = running + bits.take(4), running + 7 + bits.take(40)
@@ -77,9 +75,7 @@ def test_the_engine_never_preempts_for_memory(recipe: str, rows: list[int], limi
     """A step names only what fits, so vLLM's own preemption never happens."""
     bits = Bits(limits)
     blocks, running = 4 + bits.take(30), 1 + bits.take(4)
-    stepper = engine(
-        recipe, blocks=blocks, running=running, slots=running + bits.take(4), budget=running + 12
-    )
+    stepper = engine(recipe, blocks=blocks, running=running, slots=running + bits.take(4), budget=running + 12)
     for i, row in enumerate(rows):
         stepper.add(task(i, Bits(row), blocks))
     stepper.run(10_000)

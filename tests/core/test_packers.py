@@ -128,18 +128,14 @@ def test_nobody_is_displaced_for_a_prompt_that_gets_no_tokens() -> None:
 
 def test_a_prompt_in_progress_keeps_room_for_its_rest() -> None:
     """Else a later prompt takes the blocks and one of the two is computed for nothing."""
-    table = (
-        Table().running("big", 320, output_tokens=0, computed=32, priority=0).waiting("next", 64, priority=1)
-    )
+    table = Table().running("big", 320, output_tokens=0, computed=32, priority=0).waiting("next", 64, priority=1)
     assert table.pack(ranked(2, budget=64), free=20).order == ["big"]
     assert table.pack(ranked(2, budget=512), free=23).order == ["big"]
     assert table.pack(ranked(2, budget=512), free=24).order == ["big", "next"]
 
 
 def test_a_prompt_in_progress_evicts_only_for_what_this_step_computes() -> None:
-    table = (
-        Table().running("big", 320, output_tokens=0, computed=32, priority=0).running("bulk", 160, priority=5)
-    )
+    table = Table().running("big", 320, output_tokens=0, computed=32, priority=0).running("bulk", 160, priority=5)
     assert table.pack(ranked(2, budget=65), free=10).evict == []
     assert table.pack(ranked(2, budget=305), free=10).evict == ["bulk"]
 
@@ -153,20 +149,12 @@ def test_small_prompts_do_not_overtake_a_large_one_that_waits_for_memory() -> No
 
 
 def test_small_prompts_do_not_overtake_a_large_one_in_progress_that_pauses_for_memory() -> None:
-    table = (
-        Table()
-        .running("runs", 30, priority=0)
-        .running("large", 320, output_tokens=0, computed=32, priority=1)
-    )
+    table = Table().running("runs", 30, priority=0).running("large", 320, output_tokens=0, computed=32, priority=1)
     assert table.waiting("small", 16, priority=2).pack(ranked(4), free=12).order == ["runs"]
 
 
 def test_running_rows_that_need_no_more_memory_go_on_beside_one_that_pauses_for_it() -> None:
-    table = (
-        Table()
-        .running("runs", 30, priority=0)
-        .running("large", 320, output_tokens=0, computed=32, priority=1)
-    )
+    table = Table().running("runs", 30, priority=0).running("large", 320, output_tokens=0, computed=32, priority=1)
     step = table.running("small", 10, priority=2).pack(ranked(4), free=5)
     assert step.order == ["runs", "small"]
     assert step.evict == []
@@ -181,11 +169,7 @@ def test_of_several_the_least_urgent_is_evicted_first() -> None:
 
 def test_a_newcomer_takes_a_slot_from_the_least_urgent() -> None:
     """`large` pauses for memory and keeps its slot, so there is none left for `least`."""
-    table = (
-        Table()
-        .running("large", 320, output_tokens=0, computed=32, priority=1)
-        .running("least", 10, priority=2)
-    )
+    table = Table().running("large", 320, output_tokens=0, computed=32, priority=1).running("least", 10, priority=2)
     step = table.waiting("alarm", 15, priority=0).pack(ranked(2), free=5, slots=2)
     assert step.order == ["alarm"]
     assert step.evict == ["least"]
@@ -200,13 +184,7 @@ def test_whoever_fits_runs_when_held_rows_have_the_memory() -> None:
 
 
 def test_edf_orders_by_first_token_or_whole_answer_whichever_is_promised() -> None:
-    table = (
-        Table()
-        .waiting("chat", ttft=3.0)
-        .waiting("job", e2e=2.0)
-        .waiting("bulk")
-        .waiting("both", ttft=4.0, e2e=1.0)
-    )
+    table = Table().waiting("chat", ttft=3.0).waiting("job", e2e=2.0).waiting("bulk").waiting("both", ttft=4.0, e2e=1.0)
     assert table.pack(Ranked(by_due, 8, 512)).order == ["both", "job", "chat", "bulk"]
 
 
@@ -240,11 +218,7 @@ def test_a_late_one_still_goes_before_best_effort() -> None:
 
 
 def test_an_answer_in_progress_that_is_behind_goes_first() -> None:
-    table = (
-        Table()
-        .waiting("new", ttft=0.5)
-        .running("behind", output_tokens=20, first=NOW - 3, ttft=1.0, tpot=0.1)
-    )
+    table = Table().waiting("new", ttft=0.5).running("behind", output_tokens=20, first=NOW - 3, ttft=1.0, tpot=0.1)
     assert table.pack(slack()).order == ["behind", "new"]
 
 
@@ -351,9 +325,7 @@ def test_prompts_without_a_promise_do_not_spend_the_slack_of_answers() -> None:
     """It is there when somebody with a promise arrives."""
     output_tokens, first = 10, NOW + 0.4
     table = (
-        Table()
-        .running("answer", output_tokens=output_tokens, first=first, ttft=1.0, tpot=0.1)
-        .waiting("prompt", 4000)
+        Table().running("answer", output_tokens=output_tokens, first=first, ttft=1.0, tpot=0.1).waiting("prompt", 4000)
     )
     n = chunk(table)
     assert OnlineLatency().seconds(Batch(1, 41, n, n * n // 2)) <= 0.1

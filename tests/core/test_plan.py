@@ -55,10 +55,15 @@ def clusters(draw: st.DrawFn) -> Cluster:
         model, inside = MODELS[bits.take(2)], bits.take(3) == 0
         homes = [name for name, instance in FLEET.items() if instance.model == model]
         add(
-            place, f"r{i}", model=model, at=homes[bits.take(len(homes))] if inside else None,
-            arrival=NOW - bits.take(9), due=[math.inf, NOW - 5 + bits.take(10)][bits.take(2)],
-            priority=bits.take(3), tokens=float(1 + bits.take(600)),
-        )  # fmt: skip
+            place,
+            f"r{i}",
+            model=model,
+            at=homes[bits.take(len(homes))] if inside else None,
+            arrival=NOW - bits.take(9),
+            due=[math.inf, NOW - 5 + bits.take(10)][bits.take(2)],
+            priority=bits.take(3),
+            tokens=float(1 + bits.take(600)),
+        )
     return place
 
 
@@ -79,9 +84,7 @@ def test_a_line_holds_what_is_inside_and_all_that_may_still_come(place: Cluster,
 
 @settings(max_examples=200)
 @given(clusters(), PLANNERS)
-def test_sends_are_distinct_rows_that_are_ours_from_the_head_of_their_line(
-    place: Cluster, planner: Ordered
-) -> None:
+def test_sends_are_distinct_rows_that_are_ours_from_the_head_of_their_line(place: Cluster, planner: Ordered) -> None:
     queues, backlog = Reference(planner.kind, planner.displaces).queues(place, NOW), place.backlog
     out = planner.plan(place, NOW).send
     assert len({send.id for send in out}) == len(out)
@@ -113,9 +116,11 @@ def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
         "priority": lambda b, r: (b.priority[r], b.arrival[r]),
         "due": lambda b, r: (b.due[r], b.arrival[r]),
         "attainable": lambda b, r: (
-            2 if math.isinf(b.due[r]) else int(b.due[r] < NOW and not b.sent[r]), b.due[r], b.arrival[r],
+            2 if math.isinf(b.due[r]) else int(b.due[r] < NOW and not b.sent[r]),
+            b.due[r],
+            b.arrival[r],
         ),
-    }  # fmt: skip
+    }
     rule, backlog = rules[name], place.backlog
     for displaces in (True, False):
         for rows in Reference(RANKS[name], displaces).queues(place, NOW).values():

@@ -97,9 +97,7 @@ def test_uninformative_features_are_ignored() -> None:
 def test_the_task_is_told_apart_when_the_prompts_look_alike() -> None:
     features = np.tile(world(1)[0], (200, 1))
     output_tokens = np.where(np.arange(200) % 2, 300.0, 10.0)
-    model = fit(
-        History(features, tuple(("long" if m > 100 else "short") for m in output_tokens), output_tokens)
-    )
+    model = fit(History(features, tuple(("long" if m > 100 else "short") for m in output_tokens), output_tokens))
     long, short, other = model.samples(features[:3], ("long", "short", "unknown")).mean(1)
     assert long > 200
     assert short < 50
@@ -108,9 +106,7 @@ def test_the_task_is_told_apart_when_the_prompts_look_alike() -> None:
 
 @given(st.integers(2, 60), st.integers(0, 10**6), st.booleans(), st.booleans())
 @settings(max_examples=40)
-def test_forecasts_are_sorted_finite_and_at_least_one_token(
-    n: int, seed: int, alike: bool, same: bool
-) -> None:
+def test_forecasts_are_sorted_finite_and_at_least_one_token(n: int, seed: int, alike: bool, same: bool) -> None:
     """Also when all prompts are the same, or all lengths."""
     rng = np.random.default_rng(seed)
     features = rng.normal(0, 3, (n, PLAIN + 2)).astype(np.float32)
@@ -129,9 +125,7 @@ def test_forecasts_are_sorted_finite_and_at_least_one_token(
 def test_fitting_is_deterministic_and_leaves_the_history_as_it_was() -> None:
     features, output_tokens = world(80)
     before = features.copy()
-    both = [
-        fit(History(features, ("a",) * 80, output_tokens)).samples(features[:9], ("a",) * 9) for _ in range(2)
-    ]
+    both = [fit(History(features, ("a",) * 80, output_tokens)).samples(features[:9], ("a",) * 9) for _ in range(2)]
     np.testing.assert_array_equal(*both)
     np.testing.assert_array_equal(features, before)
 
@@ -257,9 +251,7 @@ def test_the_sums_are_those_of_the_last_answers(answers: list[tuple[int, int]]) 
     for length, output_tokens in answers:
         tuner.learn(Forecast(np.array([length / 2, length])), output_tokens)
     lengths = [np.ceil(np.quantile([n / 2, n], tuner._quantiles)) for n, _ in answers]
-    costs = [
-        tuner.costs.of(one, output_tokens) for one, (_, output_tokens) in zip(lengths, answers, strict=True)
-    ]
+    costs = [tuner.costs.of(one, output_tokens) for one, (_, output_tokens) in zip(lengths, answers, strict=True)]
     np.testing.assert_allclose(tuner._sum, np.sum(costs[-16:], 0), atol=1e-6)
 
 

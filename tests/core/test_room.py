@@ -164,9 +164,7 @@ def test_something_runs_if_any_row_fits_in_free_memory(moment: Moment) -> None:
     grows = kv_budget.blocks_for(jobs.computed[moment.ranked] + want) - jobs.blocks[moment.ranked]
     whole = kv_budget.blocks_for(jobs.prompt[moment.ranked] + jobs.output_tokens[moment.ranked] + 1) + 1
     seats = kv_budget.slots - int(jobs.running.sum())
-    could = np.where(
-        jobs.running[moment.ranked], grows <= kv_budget.free, (whole <= kv_budget.free) & (seats > 0)
-    )
+    could = np.where(jobs.running[moment.ranked], grows <= kv_budget.free, (whole <= kv_budget.free) & (seats > 0))
     assert granted(step).sum() > 0 or not could.any()
 
 

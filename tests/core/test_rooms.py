@@ -17,9 +17,7 @@ ROOT = Path(headway.__file__).parent
 WORDS = {"types", "stages", "prefix", "events", "tables", "ports", "errors"}
 GROUND = WORDS | {"config", "compiled", "plugins", "private", "addresses", "policy.forecast", "policy.memory"}
 PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
-POLICY = WORDS | {
-    f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")
-}
+POLICY = WORDS | {f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")}
 SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
 STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
@@ -28,10 +26,24 @@ BELOW_GATEWAY = GROUND | POLICY | CLOCK | STORE | {"cluster.backends", "cluster.
 GATEWAY = tuple(
     f"gateway.{name}"
     for name in (
-        "tasks", "files", "offload", "budget", "errors", "http", "parsing", "in_flight", "watch", "control",
-        "requests", "gateway", "apis", "app", "reload", "main",
+        "tasks",
+        "files",
+        "offload",
+        "budget",
+        "errors",
+        "http",
+        "parsing",
+        "in_flight",
+        "watch",
+        "control",
+        "requests",
+        "gateway",
+        "apis",
+        "app",
+        "reload",
+        "main",
     )
-)  # fmt: skip
+)
 TOP = {*GATEWAY, "whatif", "simulate", "cli"}
 # What each room may import of ours beside itself; a room that is not named here fails the test.
 ALLOWED = {
@@ -180,9 +192,7 @@ def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
     assert rooms_of(iter(imported(path))) <= ALLOWED[here] | {here}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if room(path.relative_to(ROOT).parts) in POLICY], ids=name_of
-)
+@pytest.mark.parametrize("path", [path for path in FILES if room(path.relative_to(ROOT).parts) in POLICY], ids=name_of)
 def test_the_core_has_no_clock_no_randomness_and_no_io(path: Path) -> None:
     assert not {name.split(".")[0] for name in imported(path)} & HOSTS
     assert "default_rng" not in path.read_text(), "a generator is an argument"
@@ -205,10 +215,7 @@ def test_the_product_does_not_import_benchmarks_or_tests(path: Path) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = {module(path): path for path in FILES}
-    graph = {
-        name: {other for other in imported(path) if other in modules} - {name}
-        for name, path in modules.items()
-    }
+    graph = {name: {other for other in imported(path) if other in modules} - {name} for name, path in modules.items()}
     assert circles(graph) == []
 
 

@@ -164,9 +164,7 @@ def test_due_is_the_first_token_or_the_answer_whichever_is_owed_first(
 
 
 @given(limits=st.tuples(*[st.none() | SECONDS] * 3), seen=st.tuples(*[SECONDS] * 3))
-def test_an_slo_is_met_when_every_target_is(
-    limits: tuple[float | None, ...], seen: tuple[float, float, float]
-) -> None:
+def test_an_slo_is_met_when_every_target_is(limits: tuple[float | None, ...], seen: tuple[float, float, float]) -> None:
     broken = [limit is not None and s > limit for limit, s in zip(limits, seen, strict=True)]
     assert Slo(*limits).met(*seen) is not any(broken)
 

@@ -8,17 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.events import (
-    Arrived,
-    Event,
-    Failed,
-    Finished,
-    InstanceDown,
-    InstanceUp,
-    Returned,
-    Started,
-    Tick,
-)
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Started, Tick
 from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.registry import find
@@ -162,7 +152,13 @@ class World:
         late = bits.take(3) * 0.5  # a later event may be of an earlier arrival
         slo = Slo(ttft=[None, 0.5, 2.0][bits.take(3)], e2e=[None, 5.0][bits.take(2)])
         return Request(
-            f"r{self.serial}", MODELS[bits.take(2)], 1 + bits.take(500), 1 + bits.take(200), self.now - late,
-            slo, bits.take(3) - 1, task=f"t{bits.take(2)}",
+            f"r{self.serial}",
+            MODELS[bits.take(2)],
+            1 + bits.take(500),
+            1 + bits.take(200),
+            self.now - late,
+            slo,
+            bits.take(3) - 1,
+            task=f"t{bits.take(2)}",
             drop=self.drops and self.serial % 2 == 0,
-        )  # fmt: skip
+        )

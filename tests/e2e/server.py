@@ -46,9 +46,7 @@ class Headway:
 
     def start(self) -> None:
         parser = "hermes" if self.runner == "generate" else None  # SmolLM2 has none of its own
-        engine = Engine(
-            max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser
-        )
+        engine = Engine(max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser)
         config = Config(
             recipe=self.recipe,
             server=Server(port=self.port, operator_key="sk-operator-1"),

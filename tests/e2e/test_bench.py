@@ -11,13 +11,24 @@ from typing import Any
 import pytest
 
 COMPARE = {
-    "attainment.chat", "attainment.all", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p99",
-    "tpot.p99", "e2el.p99", "preemptions",
-}  # fmt: skip
+    "attainment.chat",
+    "attainment.all",
+    "goodput.req_per_s",
+    "throughput.tokens_per_s",
+    "ttft.p99",
+    "tpot.p99",
+    "e2el.p99",
+    "preemptions",
+}
 OVERHEAD = {
-    "gateway.added_ms.p50", "gateway.added_ms.p99", "gateway.req_per_s", "gateway.tokens_per_s", "hook.ratio",
-    "hook.iteration_ratio", "hook.update_us",
-}  # fmt: skip
+    "gateway.added_ms.p50",
+    "gateway.added_ms.p99",
+    "gateway.req_per_s",
+    "gateway.tokens_per_s",
+    "hook.ratio",
+    "hook.iteration_ratio",
+    "hook.update_us",
+}
 
 
 def bench(*words: str) -> tuple[int, str, str]:

@@ -21,15 +21,23 @@ PYTHON = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "bin"
 CALLS = Path(__file__).parent / "clients" / "calls.py"
 CLIENTS = {
     "openai": {
-        "chat", "completions", "models", "stream", "structured output", "responses", "responses stream",
-        "background", "files and batches", "tools",
+        "chat",
+        "completions",
+        "models",
+        "stream",
+        "structured output",
+        "responses",
+        "responses stream",
+        "background",
+        "files and batches",
+        "tools",
     },
     "anthropic": {"messages", "stream", "count tokens"},
     "langchain": {"invoke", "stream"},
     "litellm": {"completion", "stream"},
     "guidellm": {"requests"},
     "vllm bench serve": {"completed"},
-}  # fmt: skip
+}
 POOLING = {"openai, pooling model": {"embeddings", "scores"}}
 TEXTS = {"chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
 needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="make clients has not installed them")

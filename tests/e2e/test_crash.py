@@ -62,9 +62,7 @@ async def ask(
     # Streams have an SLO: they go first, so the strike finds them in flight.
     headers = {"x-slo-ttft-ms": "60000"} if stream else {}
     try:
-        async with session.post(
-            f"{url}/v1/completions", json=body(i, stream=stream), headers=headers
-        ) as answer:
+        async with session.post(f"{url}/v1/completions", json=body(i, stream=stream), headers=headers) as answer:
             async for chunk in answer.content.iter_any():
                 seen += chunk
                 if streaming is not None and b"data:" in seen:
@@ -78,9 +76,7 @@ async def load_and(url: str, strike: Any, count: int = 16) -> list[tuple[int | N
     """Send `count` requests, half of them streaming; strike once a stream has begun; return all answers."""
     streaming = asyncio.Event()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
-        tasks = [
-            asyncio.create_task(ask(session, url, i, None if i % 2 else streaming)) for i in range(count)
-        ]
+        tasks = [asyncio.create_task(ask(session, url, i, None if i % 2 else streaming)) for i in range(count)]
         await asyncio.wait_for(streaming.wait(), ANSWER_S)
         await asyncio.to_thread(strike)
         return await asyncio.gather(*tasks)

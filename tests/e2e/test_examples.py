@@ -111,9 +111,7 @@ def test_the_gateway_knows_the_runs_by_their_units(server: Headway, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def ran(
-    server: Headway, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, subprocess.CompletedProcess[str]]:
+def ran(server: Headway, tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
     """Run each example from the command line."""
     folder = tmp_path_factory.mktemp("texts")
     text = folder / "river.txt"
@@ -146,9 +144,7 @@ def test_their_graphs_have_loops_and_parallel_requests(server: Headway, ran: obj
     graphs = GraphFiles(server.queue.with_suffix(".apps")).load()
     assert graphs["default", "facts"].runs == 2
     assert graphs["default", "facts"].units["search"].next_units == {"verify": 1.0}
-    mapped, code, react = (
-        graphs["default", name].units for name in ("map-reduce-summary", "code-check", "react")
-    )
+    mapped, code, react = (graphs["default", name].units for name in ("map-reduce-summary", "code-check", "react"))
     # Requests that begin after another of their unit has ended are a visit of their own.
     assert max(record.visit.parallel for record in mapped["summarize"].records) > 1
     assert "merge" in mapped["summarize"].next_units

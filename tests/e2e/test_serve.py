@@ -25,9 +25,13 @@ def client(headway: Headway) -> Iterator[openai.OpenAI]:
 
 def test_streams_a_chat_with_slos(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="smollm2", messages=QUESTION, max_tokens=20, temperature=0, stream=True,
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
         extra_headers={"x-slo-ttft-ms": "5000", "x-slo-tpot-ms": "1000"},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text
@@ -47,9 +51,15 @@ def test_stream_and_whole_answer_agree(client: openai.OpenAI) -> None:
 
 def test_parameters_reach_the_engine(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model="smollm2", prompt="One two three four", max_tokens=12, n=2, logprobs=3, temperature=0.9,
-        stop=["zzzz"], extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model="smollm2",
+        prompt="One two three four",
+        max_tokens=12,
+        n=2,
+        logprobs=3,
+        temperature=0.9,
+        stop=["zzzz"],
+        extra_body={"ignore_eos": True},
+    )
     assert len(answer.choices) == 2
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.top_logprobs is not None
@@ -97,9 +107,7 @@ def test_metrics_join_both_sides(headway: Headway, client: openai.OpenAI) -> Non
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
 
 
-def test_the_built_in_chat_is_measured_before_requests_are_taken(
-    headway: Headway, client: openai.OpenAI
-) -> None:
+def test_the_built_in_chat_is_measured_before_requests_are_taken(headway: Headway, client: openai.OpenAI) -> None:
     """Its promise is one that this machine keeps while it has nothing else to do, however slow it is."""
     log = (headway.folder / "gateway.log").read_text()
     assert log.index("engine e0: measured in") < log.index("engine e0 is up")
@@ -108,8 +116,8 @@ def test_the_built_in_chat_is_measured_before_requests_are_taken(
     before = _total(headway, "headway_slo_met_total"), _total(headway, "headway_slo_owed_total")
     for _ in range(3):
         chat = client.chat.completions.create(
-            model="smollm2", messages=QUESTION, max_tokens=16, stream=True, service_tier="priority",
-        )  # fmt: skip
+            model="smollm2", messages=QUESTION, max_tokens=16, stream=True, service_tier="priority"
+        )
         assert list(chat)
     deadline = time.monotonic() + ANSWER_S
     while (owed := _total(headway, "headway_slo_owed_total")) < before[1] + 3:  # counted after the answer
@@ -151,9 +159,13 @@ def test_control_reaches_the_running_scheduler(headway: Headway) -> None:
 
 def test_why_a_request_was_late_is_told_from_the_journal(headway: Headway, client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model="smollm2", messages=QUESTION, max_tokens=12, extra_headers={"x-slo-e2e-ms": "1"},
-        extra_body={"ignore_eos": True}, stream=False,
-    )  # fmt: skip
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=12,
+        extra_headers={"x-slo-e2e-ms": "1"},
+        extra_body={"ignore_eos": True},
+        stream=False,
+    )
     folder = str(headway.queue.with_suffix(".journal"))
     deadline = time.monotonic() + ANSWER_S
     seen: dict[str, float] = {}

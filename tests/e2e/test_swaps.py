@@ -46,9 +46,8 @@ def cached(gateway: Swapping) -> float:
 
 def streamed(gateway: Swapping, model: str, began: Any) -> str:
     stream = gateway.client(timeout=300).completions.create(
-        model=model, prompt=PROMPTS[1], max_tokens=120, temperature=0, stream=True,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        model=model, prompt=PROMPTS[1], max_tokens=120, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
     text = ""
     for chunk in stream:
         text += chunk.choices[0].text if chunk.choices else ""
@@ -56,18 +55,20 @@ def streamed(gateway: Swapping, model: str, began: Any) -> str:
     return text
 
 
-def test_answers_after_a_swap_are_those_of_a_fresh_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_after_a_swap_are_those_of_a_fresh_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *_path()]))
     monkeypatch.setattr(models, "RETRY_AFTER", (2.0, 2.0))
     events = note_events(monkeypatch)
     near = vary("smollm2", tmp_path / "near", seed=1, scale=0.1)
     short = vary("smollm2", tmp_path / "short", layers=12)
     engine = Engine(
-        models=(str(near), str(short)), dtype="float32", max_model_len=1024, max_running=8,
-        start_timeout_s=1200, host_weights_gib=1,
-    )  # fmt: skip
+        models=(str(near), str(short)),
+        dtype="float32",
+        max_model_len=1024,
+        max_running=8,
+        start_timeout_s=1200,
+        host_weights_gib=1,
+    )
     queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     config = Config("tests.gateway.swapping:RECIPE", Server(port=8000), (engine,), queue, classes=CLASSES)
     with serving(config, ready=False) as inner, ThreadPoolExecutor() as pool:

@@ -38,26 +38,24 @@ class Engine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
-    def add(
-        self, name: str, prompt: list[int], tokens: int, seed: int | None = None, **metadata: float
-    ) -> None:
+    def add(self, name: str, prompt: list[int], tokens: int, seed: int | None = None, **metadata: float) -> None:
         """Add a request; without a seed it is greedy."""
         from vllm import SamplingParams
 
         extra = {f"headway_{key}": value for key, value in metadata.items()} | {"headway_id": name}
         params = SamplingParams(
-            temperature=float(seed is not None), seed=seed, max_tokens=tokens, ignore_eos=True,
-            detokenize=False, extra_args=extra,
-        )  # fmt: skip
+            temperature=float(seed is not None),
+            seed=seed,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+        )
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> dict[str, list[int]]:
         """Do one iteration; return the tokens of each request that it has finished."""
-        return {
-            out.request_id: list(out.outputs[0].token_ids)
-            for out in self.llm.llm_engine.step()
-            if out.finished
-        }
+        return {out.request_id: list(out.outputs[0].token_ids) for out in self.llm.llm_engine.step() if out.finished}
 
     def counters(self) -> dict[str, float]:
         """Return what the hook has counted so far."""
@@ -88,12 +86,21 @@ def engine(few_layers: str) -> Iterator[Engine]:
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     llm = LLM(
-        few_layers, dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=True,
-        enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
-        max_num_batched_tokens=512, async_scheduling=False, scheduler_cls=HeadwayScheduler,
+        few_layers,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=16,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=512,
+        async_scheduling=False,
+        scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "slack", "max_running": 8}},
-        kv_transfer_config=host_pool(HOST_GIB), worker_extension_cls=WORKER_EXTENSION,
-    )  # fmt: skip
+        kv_transfer_config=host_pool(HOST_GIB),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
 

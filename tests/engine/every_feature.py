@@ -68,14 +68,28 @@ def start(recipe: str) -> Any:
     options = {"headway": {"recipe": recipe, "max_running": 4}}  # so that its batches are not stock's
     hook: dict[str, Any] = {"scheduler_cls": HeadwayScheduler, "additional_config": options}
     return LLM(
-        str(resolve.fetch()), dtype="float32", max_model_len=1024, max_num_seqs=8, enforce_eager=True,
-        enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=64, max_num_batched_tokens=256,
-        async_scheduling=False, scheduling_policy="priority",
-        enable_lora=True, max_loras=1, max_lora_rank=8,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
-                            "prompt_lookup_min": 1},
+        str(resolve.fetch()),
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=8,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        block_size=32,
+        num_gpu_blocks_override=64,
+        max_num_batched_tokens=256,
+        async_scheduling=False,
+        scheduling_policy="priority",
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=8,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
         **({} if recipe == "stock" else hook),
-    )  # fmt: skip
+    )
 
 
 def pinned(llm: Any, scheduler: Any) -> list[int]:
@@ -116,9 +130,7 @@ def params(tokens: int, name: str = "", **more: Any) -> Any:
     from vllm import SamplingParams
 
     promise = {"headway_ttft": 0.5, "headway_tpot": 0.05} if name.endswith(("1", "4")) else {}
-    return SamplingParams(
-        temperature=0, max_tokens=tokens, extra_args={"headway_id": name, **promise}, **more
-    )
+    return SamplingParams(temperature=0, max_tokens=tokens, extra_args={"headway_id": name, **promise}, **more)
 
 
 def repetitions(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -139,11 +151,10 @@ def constrained(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     asks = {}
     for i, (name, schema) in enumerate([("s0", SCHEMA), ("t1", calls), ("s2", SCHEMA), ("t3", calls)]):
         text = f"Answer in JSON. Question {i}: who is there, and what is the weather?"
-        prompt = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                                         add_generation_prompt=True)  # fmt: skip
-        asks[name] = (
-            {"prompt": prompt}, params(80, name, structured_outputs=StructuredOutputsParams(json=schema)),
-        )  # fmt: skip
+        prompt = llm.get_tokenizer().apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        asks[name] = ({"prompt": prompt}, params(80, name, structured_outputs=StructuredOutputsParams(json=schema)))
     return asks
 
 
@@ -160,12 +171,7 @@ def adapters(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     asks = {}
     for i in range(6):
         lora = LoRARequest("ab"[i % 2], 1 + i % 2, str(folder / "ab"[i % 2])) if i % 3 else None
-        asks[f"l{i}"] = (
-            {"prompt": f"The capital of country {i} is"},
-            params(12, f"l{i}", ignore_eos=True),
-            None,
-            lora,
-        )
+        asks[f"l{i}"] = ({"prompt": f"The capital of country {i} is"}, params(12, f"l{i}", ignore_eos=True), None, lora)
     return asks
 
 
@@ -174,14 +180,7 @@ def shared_prefixes(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     asks = {}
     for i in range(8):
         text = COMMON + f"Item {i}: " + "word " * (60 * (i % 3))
-        asks[f"p{i}"] = (
-            {"prompt": text},
-            params(24, f"p{i}", ignore_eos=True),
-            None,
-            None,
-            None,
-            (5 * i) % 3,
-        )
+        asks[f"p{i}"] = ({"prompt": text}, params(24, f"p{i}", ignore_eos=True), None, None, None, (5 * i) % 3)
     return asks
 
 

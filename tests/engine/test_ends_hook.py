@@ -23,18 +23,21 @@ BLOCKS = 12
 
 def build(recipe: str = "bros", *, size: int = 32, pool: dict[str, Any] | None = None) -> SchedulerOracle:
     setup = oracle.config(
-        max_running=8, max_batched_tokens=256, max_model_len=256, block_size=size, recipe=recipe, slots=16,
+        max_running=8,
+        max_batched_tokens=256,
+        max_model_len=256,
+        block_size=size,
+        recipe=recipe,
+        slots=16,
         pool=pool if pool is not None else two_ended_pool(0, host_tokens=100, copy_seconds=1e-5),
-    )  # fmt: skip
+    )
     return SchedulerOracle(oracle.scheduler(setup, BLOCKS + 1, size, HeadwayScheduler))
 
 
 def fill(engine: SchedulerOracle, count: int = 6) -> None:
     for i in range(count):
         promise = {"headway_ttft": 5.0, "headway_tpot": 1.0} if i % 2 else {}
-        engine.add(
-            f"r{i}", 40 + 7 * i, 20 + i, metadata={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise}
-        )
+        engine.add(f"r{i}", 40 + 7 * i, 20 + i, metadata={"headway_id": f"r{i}", "headway_arrival": 0.0, **promise})
 
 
 def check_empty(engine: SchedulerOracle) -> None:

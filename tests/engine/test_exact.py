@@ -47,9 +47,7 @@ class Chaos(Packer):
         keep, saved = ~np.isin(step.order, struck), rng.random(struck.size) < 0.5
         assert step.tokens is not None
         evict = np.concatenate([step.evict, struck[~saved]])
-        return replace(
-            step, order=step.order[keep], tokens=step.tokens[keep], evict=evict, save=struck[saved]
-        )
+        return replace(step, order=step.order[keep], tokens=step.tokens[keep], evict=evict, save=struck[saved])
 
 
 def add_all(engine: Engine) -> None:
@@ -79,9 +77,7 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
 
 @pytest.mark.parametrize("recipe", ["headway", "vllm", "priority", "edf", "slack"])
 def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe: str) -> None:
-    engine.scheduler.packer = find(recipe).packer(
-        replace(engine.scheduler.spec, max_running=4, token_budget=128)
-    )
+    engine.scheduler.packer = find(recipe).packer(replace(engine.scheduler.spec, max_running=4, token_budget=128))
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
     assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
@@ -104,9 +100,7 @@ def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(engine: Engine) 
 
 def test_reranks_change_no_token(engine: Engine, alone: list[list[int]]) -> None:
     rng, before = np.random.default_rng(1), engine.counters()
-    engine.scheduler.packer = find("slack").packer(
-        replace(engine.scheduler.spec, max_running=3, token_budget=128)
-    )
+    engine.scheduler.packer = find("slack").packer(replace(engine.scheduler.spec, max_running=3, token_budget=128))
     add_all(engine)
     done: dict[str, list[int]] = {}
     while engine.llm.llm_engine.has_unfinished_requests():
@@ -183,13 +177,7 @@ def plain(engine: Engine) -> list[list[int]]:
     return run_long(engine)
 
 
-@pytest.mark.parametrize(
-    ("copy_seconds", "options"),
-    [
-        (1e-6, Options(reserve=0.03)),
-        (np.inf, Options(reserve=0.25)),
-    ],
-)
+@pytest.mark.parametrize(("copy_seconds", "options"), [(1e-6, Options(reserve=0.03)), (np.inf, Options(reserve=0.25))])
 def test_reserved_and_lent_kv_changes_no_token(
     plain: list[list[int]], reserving: Engine, copy_seconds: float, options: Options
 ) -> None:

@@ -41,35 +41,70 @@ APIS: dict[str, tuple[Any, Any, Any, Kind, Translate, Fields]] = {
     "chat": (Chat, ChatCompletionRequest, ChatCompletionRequest, "chat", dict, {"messages": SAYS}),
     "completions": (Completions, CompletionRequest, CompletionRequest, "completions", dict, {"prompt": "a"}),
     "embeddings": (
-        Embeddings, EmbeddingCompletionRequest, EmbeddingCompletionRequest, "embeddings", dict,
+        Embeddings,
+        EmbeddingCompletionRequest,
+        EmbeddingCompletionRequest,
+        "embeddings",
+        dict,
         {"input": "a"},
     ),
     "responses": (
-        Responses, ResponsesRequest, ChatCompletionRequest, "chat", responses.chat_of,
+        Responses,
+        ResponsesRequest,
+        ChatCompletionRequest,
+        "chat",
+        responses.chat_of,
         {"input": "Hi.", "tools": [{"type": "function", **TOOL}]},
     ),
     "messages": (
-        Messages, AnthropicMessagesRequest, ChatCompletionRequest, "chat", anthropic.chat_of,
+        Messages,
+        AnthropicMessagesRequest,
+        ChatCompletionRequest,
+        "chat",
+        anthropic.chat_of,
         {"messages": SAYS, "max_tokens": 8, "tools": [TOOL]},
     ),
-}  # fmt: skip
+}
 # Values that have an effect, where a text would be no value of the field.
 SAMPLES: Fields = {
-    "background": True, "best_of": 2, "dimensions": 3, "echo": True, "encoding_format": "base64",
-    "max_completion_tokens": 3, "max_output_tokens": 3, "max_tokens": 3, "max_tool_calls": 1, "n": 2,
-    "messages": [{"role": "user", "content": "Ho."}], "metadata": {"user_id": "u"}, "modalities": ["audio"],
-    "output_config": {"effort": "low"}, "priority": 3, "prompt": "b", "reasoning": {"effort": "low"},
-    "stop_sequences": ["x"], "stream": True, "stream_options": {"include_usage": True},
-    "system": "Be brief.", "text": {"format": {"type": "json_object"}}, "thinking": {"type": "enabled"},
-    "tool_choice": {"type": "function", "name": "f"}, "tools": [], "truncate_prompt_tokens": 3,
-    "truncation": "auto", "service_tier": "priority", "include": ["reasoning.encrypted_content"],
-    "input": "b", "vllm_xargs": {"a": "b"},
-}  # fmt: skip
+    "background": True,
+    "best_of": 2,
+    "dimensions": 3,
+    "echo": True,
+    "encoding_format": "base64",
+    "max_completion_tokens": 3,
+    "max_output_tokens": 3,
+    "max_tokens": 3,
+    "max_tool_calls": 1,
+    "n": 2,
+    "messages": [{"role": "user", "content": "Ho."}],
+    "metadata": {"user_id": "u"},
+    "modalities": ["audio"],
+    "output_config": {"effort": "low"},
+    "priority": 3,
+    "prompt": "b",
+    "reasoning": {"effort": "low"},
+    "stop_sequences": ["x"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "system": "Be brief.",
+    "text": {"format": {"type": "json_object"}},
+    "thinking": {"type": "enabled"},
+    "tool_choice": {"type": "function", "name": "f"},
+    "tools": [],
+    "truncate_prompt_tokens": 3,
+    "truncation": "auto",
+    "service_tier": "priority",
+    "include": ["reasoning.encrypted_content"],
+    "input": "b",
+    "vllm_xargs": {"a": "b"},
+}
 BESIDE: dict[str, Fields] = {"stream_options": {"stream": True}}  # what a field has an effect with
 OWN: dict[tuple[str, str], Any] = {  # where APIs differ
-    ("messages", "tool_choice"): {"type": "any"}, ("messages", "service_tier"): "batch",
+    ("messages", "tool_choice"): {"type": "any"},
+    ("messages", "service_tier"): "batch",
     ("responses", "prompt"): {"id": "p"},
-}  # fmt: skip
+}
 
 
 def documented() -> set[str]:
@@ -98,9 +133,7 @@ def fate(api: str, beside: Fields, name: str, value: Any) -> str:
 
 def fields() -> Iterable[tuple[str, str]]:
     for api, (package, theirs, *_) in APIS.items():
-        yield from (
-            (api, name) for name in sorted({*get_type_hints(package), *theirs.model_fields} - {"model"})
-        )
+        yield from ((api, name) for name in sorted({*get_type_hints(package), *theirs.model_fields} - {"model"}))
 
 
 @pytest.mark.parametrize(("api", "name"), list(fields()))

@@ -29,9 +29,13 @@ def make() -> Make:
         recipe: str, running: int = 2, budget: int = 256, blocks: int = BLOCKS, slots: int = 8
     ) -> SchedulerOracle:
         setup = oracle.config(
-            max_running=running, max_batched_tokens=budget, max_model_len=1024, block_size=16,
-            recipe=recipe, slots=slots,
-        )  # fmt: skip
+            max_running=running,
+            max_batched_tokens=budget,
+            max_model_len=1024,
+            block_size=16,
+            recipe=recipe,
+            slots=slots,
+        )
         return SchedulerOracle(oracle.scheduler(setup, blocks, 16, HeadwayScheduler))
 
     return build

@@ -64,9 +64,7 @@ def test_an_answer_of_one_token_begins_when_it_ends() -> None:
     made.add("a", 10, 1, metadata={"headway_id": "x"})
     made.step(0.05)
     made.step(0.05)
-    assert asked(made, requests=9)["requests"] == [
-        ["x", 0.0, pytest.approx(0.05), pytest.approx(0.05), 0.0, []]
-    ]
+    assert asked(made, requests=9)["requests"] == [["x", 0.0, pytest.approx(0.05), pytest.approx(0.05), 0.0, []]]
 
 
 def test_the_diary_forgets_its_oldest_rows() -> None:

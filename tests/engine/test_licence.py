@@ -30,10 +30,16 @@ promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), 
 def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[Case]:
     """Return workloads whose requests come with these urgencies, which change unless all are 0."""
     tasks = st.builds(
-        Task, st.floats(0, 3), st.integers(1, 300), st.integers(1, 60), promises, st.integers(0, 3),
-        tokens_left=st.none() | st.integers(1, 120).map(float), urgency=urgencies,
+        Task,
+        st.floats(0, 3),
+        st.integers(1, 300),
+        st.integers(1, 60),
+        promises,
+        st.integers(0, 3),
+        tokens_left=st.none() | st.integers(1, 120).map(float),
+        urgency=urgencies,
         spread=st.sampled_from([0.0, 0.3, 1.0]),
-    )  # fmt: skip
+    )
     return st.builds(
         Case,
         tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
@@ -64,8 +70,7 @@ def test_stock_order_returns_by_arrival_when_ranks_from_outside_have_gone() -> N
     brief = (0.0, 1, 1)
     sizes = [brief, (0.0, 97, 1), (1.375, 1, 4), brief, brief, brief, (0.0, 256, 28)]
     tasks = tuple(
-        Task(at, prompt, output, Slo(), 0, urgency=late if prompt == 97 else urgent)
-        for at, prompt, output in sizes
+        Task(at, prompt, output, Slo(), 0, urgency=late if prompt == 97 else urgent) for at, prompt, output in sizes
     )
     case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
     assert compare(case, "vtc", HOOK).difference is None
@@ -74,13 +79,7 @@ def test_stock_order_returns_by_arrival_when_ranks_from_outside_have_gone() -> N
 def test_stock_order_returns_also_where_the_earlier_request_waits_as_the_ranks_go() -> None:
     """Stock admits r1 behind r2, which came later and runs already; from the next step on r1 is first."""
     urgent = -math.inf
-    sizes = [
-        (0.0, 1, 1, urgent),
-        (0.0, 1, 2, 2.0),
-        (1.0, 1, 3, urgent),
-        (0.0, 1, 1, urgent),
-        (0.0, 1, 17, -1.0),
-    ]
+    sizes = [(0.0, 1, 1, urgent), (0.0, 1, 2, 2.0), (1.0, 1, 3, urgent), (0.0, 1, 1, urgent), (0.0, 1, 17, -1.0)]
     sizes += [(0.0, 192, 30, urgent), (1.0, 1, 13, urgent)]
     tasks = tuple(Task(at, prompt, output, Slo(), 0, urgency=rank) for at, prompt, output, rank in sizes)
     case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
@@ -133,9 +132,7 @@ def test_loans_and_their_emergencies_are_licensed(recipe: str, copy_seconds: flo
 def test_a_crowd_of_prompts_that_finds_no_blocks_stops_nobody(seed: int) -> None:
     """Best-effort rows whose KV is on the host cost more than any new prompt, but they have blocks."""
     case = draw(np.random.default_rng(seed))
-    plain = dataclasses.replace(
-        case, tasks=tuple(dataclasses.replace(task, urgency=0.0) for task in case.tasks)
-    )
+    plain = dataclasses.replace(case, tasks=tuple(dataclasses.replace(task, urgency=0.0) for task in case.tasks))
     tally = compare(plain, "bros", POOL)
     assert tally.difference is None
     assert tally.identical == tally.steps

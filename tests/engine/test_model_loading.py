@@ -71,9 +71,7 @@ def test_models_that_differ_in_values_and_names_alone_are_exchangeable(tmp_path:
         (lambda path: save_file({"w": np.zeros(3)}, path / "model.safetensors"), "names, shapes or types"),
     ],
 )
-def test_any_other_difference_needs_a_restart(
-    tmp_path: Path, change: Callable[[Path], Any], why: str
-) -> None:
+def test_any_other_difference_needs_a_restart(tmp_path: Path, change: Callable[[Path], Any], why: str) -> None:
     one, other = model(tmp_path, "one"), model(tmp_path, "other")
     change(other)
     for pair in ((one, other), (other, one)):
@@ -199,12 +197,13 @@ def test_what_a_load_takes_is_told_by_the_model_before(tmp_path: Path) -> None:
         models.times.loaded(name, "in_place", False, 0, 0.5)
     told = models.announce(Instance("e0", "a", 8, 100, 16, 1024))
     assert {one.model: set(one.in_place_of) for one in (*told.loadable, told.loaded) if one} == {
-        "a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c"},
-    }  # fmt: skip
+        "a": {"b"},
+        "b": {"a"},
+        "c": {"d"},
+        "d": {"c"},
+    }
     seconds = {(m, before): load_seconds(told, m, before) for m in "abcd" for before in "abcd" if m != before}
-    assert {pair for pair, each in seconds.items() if each < 1} == {
-        ("a", "b"), ("b", "a"), ("c", "d"), ("d", "c"),
-    }  # fmt: skip
+    assert {pair for pair, each in seconds.items() if each < 1} == {("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")}
     assert all(each < 1 or each >= 45.0 for each in seconds.values())
     assert load_seconds(told, "e", "a") == math.inf
     assert EngineModels(Engine(model=paths[0])).announce(told).loaded is None
@@ -320,10 +319,7 @@ async def _slept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int) -
 
 @pytest.mark.parametrize(
     ("budget", "started", "told"),
-    [
-        (10 * MIB, ["a", "b"], [["sleep", "wake"], ["sleep"]]),
-        (0, ["a", "b", "a"], [["sleep"], ["sleep"], []]),
-    ],
+    [(10 * MIB, ["a", "b"], [["sleep", "wake"], ["sleep"]]), (0, ["a", "b", "a"], [["sleep"], ["sleep"], []])],
 )
 def test_with_sleep_mode_a_model_waits_in_a_sleeping_process_if_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, started: list[str], told: list[list[str]]

@@ -14,15 +14,7 @@ from headway.engines.vllm.plugin import hook
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCES = [
     Path(hook.__file__).with_name(name).read_text()
-    for name in (
-        "hook.py",
-        "view.py",
-        "blocked.py",
-        "columns.py",
-        "recording.py",
-        "token_caps.py",
-        "prefix_cache.py",
-    )
+    for name in ("hook.py", "view.py", "blocked.py", "columns.py", "recording.py", "token_caps.py", "prefix_cache.py")
 ]
 
 
@@ -46,13 +38,7 @@ def test_version_is_one_that_this_was_written_for() -> None:
         ("_reserve_prefill_lookahead", ["self", "request", "num_computed_tokens", "num_new_tokens"]),
         (
             "_mamba_block_aligned_split",
-            [
-                "self",
-                "request",
-                "num_new_tokens",
-                "num_new_local_computed_tokens",
-                "num_external_computed_tokens",
-            ],
+            ["self", "request", "num_new_tokens", "num_new_local_computed_tokens", "num_external_computed_tokens"],
         ),
         (
             "_try_schedule_encoder_inputs",
@@ -236,10 +222,15 @@ def test_no_other_private_name_is_touched() -> None:
     """Every private name of stock's scheduler that the hook calls is one that the tests above pin."""
     called = {name for source in SOURCES for name in re.findall(r"(?:stock|scheduler)\.(_\w+)", source)}
     assert called == {
-        "_ec_transfer_pending", "_handle_blocked_waiting_request", "_holds_kv_blocks",
-        "_mamba_block_aligned_split", "_preempt_request", "_request_blocks_can_be_freed",
-        "_reserve_prefill_lookahead", "_try_schedule_encoder_inputs",
-    }  # fmt: skip
+        "_ec_transfer_pending",
+        "_handle_blocked_waiting_request",
+        "_holds_kv_blocks",
+        "_mamba_block_aligned_split",
+        "_preempt_request",
+        "_request_blocks_can_be_freed",
+        "_reserve_prefill_lookahead",
+        "_try_schedule_encoder_inputs",
+    }
 
 
 def test_fields_still_crash_this_release() -> None:

@@ -62,7 +62,5 @@ def test_vllm_has_all_of_them() -> None:
 
 def test_vllm_says_what_is_told_in_our_words() -> None:
     folder = Path(find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
-    said = [
-        (folder / name).read_text() for name in ("multimodal/registry.py", "renderers/online_renderer.py")
-    ]
+    said = [(folder / name).read_text() for name in ("multimodal/registry.py", "renderers/online_renderer.py")]
     assert all(any(words.decode() in text for text in said) for words in OWN_WORDS)

@@ -45,15 +45,25 @@ def workloads(draw: Any) -> Case:
                 prefix = Prefix(name, prompt, answer=True, parent=system)
         tasks.append(
             Task(
-                draw(st.floats(0, 3)), prompt, output, draw(PROMISES), draw(st.integers(0, 3)),
+                draw(st.floats(0, 3)),
+                prompt,
+                output,
+                draw(PROMISES),
+                draw(st.integers(0, 3)),
                 tokens_left=draw(st.none() | st.integers(1, 120).map(float)),
-                urgency=draw(st.sampled_from([0.0, 0.0, -1.0, 2.0])), spread=0.3, prefix=prefix,
+                urgency=draw(st.sampled_from([0.0, 0.0, -1.0, 2.0])),
+                spread=0.3,
+                prefix=prefix,
             )
-        )  # fmt: skip
+        )
     return Case(
-        tuple(tasks), draw(st.integers(1, 8)), draw(st.sampled_from([64, 200, 512])),
-        draw(st.integers(23, 60)), LONGEST, draw(st.integers(0, 9)),
-    )  # fmt: skip
+        tuple(tasks),
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from([64, 200, 512])),
+        draw(st.integers(23, 60)),
+        LONGEST,
+        draw(st.integers(0, 9)),
+    )
 
 
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
@@ -91,11 +101,7 @@ def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "careless"),
-    [
-        ("missing", lambda jobs, rows: np.ones(rows.size, np.int64)),
-        ("_AHEAD", 0),
-    ],
+    ("name", "careless"), [("missing", lambda jobs, rows: np.ones(rows.size, np.int64)), ("_AHEAD", 0)]
 )
 def test_small_differences_are_found(name: str, careless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver must not be blind: to a cap too many, to a request that is not looked up again."""
@@ -129,9 +135,13 @@ def test_a_fully_cached_prompt_computes_its_last_block() -> None:
     both = Caching(Case(tasks, 2, 512, 30, 368, 0), "vllm", STOCK)
     assert not any(both.steps())
     assert both.lean.cache_stats == {
-        "requests": 2, "queries": 128, "hits": 48,
-        "preempted_requests": 0, "preempted_queries": 0, "preempted_hits": 0,
-    }  # fmt: skip
+        "requests": 2,
+        "queries": 128,
+        "hits": 48,
+        "preempted_requests": 0,
+        "preempted_queries": 0,
+        "preempted_hits": 0,
+    }
 
 
 def test_answers_are_found_by_the_next_turn_only_if_the_chain_goes_on_with_them() -> None:

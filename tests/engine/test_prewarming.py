@@ -34,10 +34,13 @@ SYSTEM = " ".join(f"Rule {i}: be brief and kind." for i in range(20))
 async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
     """Run one engine with Headway's scheduler, a prefix cache, and memory for one adapter of two."""
     config = Engine(
-        max_running=4, max_model_len=512, blocks=40, start_timeout_s=1200,
+        max_running=4,
+        max_model_len=512,
+        blocks=40,
+        start_timeout_s=1200,
         adapters={name: str(adapter(folder / name, seed)) for seed, name in enumerate(("kind", "terse"))},
         args=("--block-size", str(BLOCK), "--max-loras", "1", "--max-cpu-loras", "1"),
-    )  # fmt: skip
+    )
     running = VllmEngine("e0", config, "hermes", folder, lambda event: None)
     await running.start()
     try:
@@ -58,8 +61,14 @@ def adapter(folder: Path, seed: int) -> Path:
             weights[f"{at}.lora_B.weight"] = rng.normal(0, 0.1, (size, RANK)).astype(np.float32)
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 16, "bias": "none",
-              "target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 16,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

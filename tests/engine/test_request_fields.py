@@ -31,9 +31,7 @@ THEIRS: dict[Kind, TypeAdapter[Any]] = {
     "rerank": TypeAdapter(RerankRequest),
 }
 TEXT = st.text(max_size=4)
-COUNTS = st.sampled_from(
-    [None, -1, 0, 0.0, 1, 2.0, 4.0, 1.5, "8", "many", True, 16, LONGEST, LONGEST + 1, 10**20]
-)
+COUNTS = st.sampled_from([None, -1, 0, 0.0, 1, 2.0, 4.0, 1.5, "8", "many", True, 16, LONGEST, LONGEST + 1, 10**20])
 PARTS = st.one_of(
     TEXT,
     st.builds(lambda text: {"type": "text", "text": text}, TEXT),
@@ -88,9 +86,19 @@ def take(kind: Kind, body: dict[str, Any], tokens: int) -> ParsedRequest:
     """Return a body as the gateway reads it. tokens: of its prompt."""
     body = {"model": "m", **body}
     return interpret(
-        kind, body, validate(kind, body, LONGEST), {}, Config(), model="m", adapter=None, tenant="default",
-        arrival=0.0, lengths=[tokens], max_model_len=LONGEST, max_running=16,
-    )  # fmt: skip
+        kind,
+        body,
+        validate(kind, body, LONGEST),
+        {},
+        Config(),
+        model="m",
+        adapter=None,
+        tenant="default",
+        arrival=0.0,
+        lengths=[tokens],
+        max_model_len=LONGEST,
+        max_running=16,
+    )
 
 
 def vllm_takes(kind: Kind, body: dict[str, Any], tokens: int) -> bool:
@@ -145,7 +153,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi."}]}
         ("score", {"queries": "a", "documents": "b", "truncate_prompt_tokens": 9}, 100, 9, 1),
         ("rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, 100, 64, 1),
     ],
-)  # fmt: skip
+)
 def test_what_is_counted(kind: Kind, body: dict[str, Any], tokens: int, kept: int, most: int) -> None:
     """The queue plans with the tokens that the engine will compute."""
     parsed = take(kind, body, tokens).request

@@ -25,9 +25,8 @@ SIZE, LONGEST = 16, 512
 
 def engine_of(recipe: str, blocks: int, host_gib: float = 0.0) -> SchedulerOracle:
     setup = oracle.config(
-        max_running=16, max_batched_tokens=256, max_model_len=LONGEST, block_size=SIZE, recipe=recipe,
-        host_gib=host_gib,
-    )  # fmt: skip
+        max_running=16, max_batched_tokens=256, max_model_len=LONGEST, block_size=SIZE, recipe=recipe, host_gib=host_gib
+    )
     engine = SchedulerOracle(oracle.scheduler(setup, blocks + 1, SIZE, HeadwayScheduler))
     audited(engine.scheduler)
     return engine
@@ -50,9 +49,7 @@ def audit(scheduler: Any, ran: dict[str, int]) -> None:
     held = [blocks for id, blocks in lists.items()]
     coming = list(scheduler.kv_policy._pending.values())
     counted = Counter(block.block_id for blocks in held + coming for block in blocks)
-    assert counted == {
-        block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null
-    }
+    assert counted == {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null}
     assert pool.get_num_free_blocks() + len(counted) == scheduler._total
     written = Counter(
         block.block_id
@@ -61,8 +58,7 @@ def audit(scheduler: Any, ran: dict[str, int]) -> None:
     )
     assert all(times == 1 for times in written.values()), "two requests have written one block"
     assert all(
-        -(-request.num_computed_tokens // SIZE) <= len(lists[request.request_id])
-        for request in scheduler.running
+        -(-request.num_computed_tokens // SIZE) <= len(lists[request.request_id]) for request in scheduler.running
     )
 
 
@@ -160,9 +156,7 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
             engine.step()
             jobs = engine.scheduler.jobs
             lending = [
-                str(jobs.keys[row])
-                for row in jobs.rows()
-                if jobs.first_lent_block[row] or jobs.loan_blocks[row]
+                str(jobs.keys[row]) for row in jobs.rows() if jobs.first_lent_block[row] or jobs.loan_blocks[row]
             ]
             if lending and rng.random() < 0.2:
                 gone = str(rng.choice(lending))
@@ -201,11 +195,7 @@ def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
     jobs, resets = engine.scheduler.jobs, 0
     while engine.busy:
         engine.step()
-        if (
-            resets < 3
-            and jobs.first_lent_block[jobs.rows()].any()
-            and not engine.scheduler.kv_policy._pending
-        ):
+        if resets < 3 and jobs.first_lent_block[jobs.rows()].any() and not engine.scheduler.kv_policy._pending:
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
     assert resets == 3
@@ -228,13 +218,10 @@ def test_no_more_is_held_than_a_request_can_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "what"),
-    [("enable_prefix_caching", "shares prefixes"), ("async_scheduling", "runs overlapped")],
+    ("setting", "what"), [("enable_prefix_caching", "shares prefixes"), ("async_scheduling", "runs overlapped")]
 )
 def test_an_engine_that_cannot_says_so_when_it_starts(setting: str, what: str) -> None:
-    setup = oracle.config(
-        max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="ecoserve"
-    )
+    setup = oracle.config(max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="ecoserve")
     part = setup.cache_config if setting == "enable_prefix_caching" else setup.scheduler_config
     setattr(part, setting, True)
     with pytest.raises(ConfigError, match=what):
@@ -272,9 +259,7 @@ def test_scheduling_is_asynchronous_where_vllm_makes_it_so(
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("module", [hook, scheduler_stats])
 def test_the_scheduler_is_that_of_the_engines_choice(module: Any, overlapped: bool) -> None:
-    setup = oracle.config(
-        max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="slack"
-    )
+    setup = oracle.config(max_running=2, max_batched_tokens=64, max_model_len=64, block_size=SIZE, recipe="slack")
     setup.scheduler_config.async_scheduling = overlapped
     assert isinstance(oracle.scheduler(setup, 20, SIZE, module.scheduler), AsyncScheduler) == overlapped
 

@@ -24,9 +24,7 @@ class Drive:
     """One engine under an EcoServe packer, with everything checked in every iteration."""
 
     def __init__(self, options: Options, blocks: int, *, copy: float = 1e-5, slots: int = 64) -> None:
-        self.packer = EcoServe(
-            EngineSpec(slots, 256, SIZE, blocks * SIZE, copy, None, reservations=True), options
-        )
+        self.packer = EcoServe(EngineSpec(slots, 256, SIZE, blocks * SIZE, copy, None, reservations=True), options)
         self.engine = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=slots, budget=256, max_model_len=blocks * SIZE
         )
@@ -59,9 +57,7 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
         prompt, output = int(rng.integers(1, 150)), int(rng.integers(1, 80))
         wanted[f"r{i}"] = output
         left = output * math.exp(noise * rng.standard_normal())
-        run.engine.add(
-            f"r{i}", prompt, output, arrival=when, tokens_left=left, slo=Slo(e2e=float(rng.uniform(1, 9)))
-        )
+        run.engine.add(f"r{i}", prompt, output, arrival=when, tokens_left=left, slo=Slo(e2e=float(rng.uniform(1, 9))))
     while run.engine.busy:
         run.iterate()
         assert run.iterations < 20_000
@@ -72,13 +68,13 @@ def drive(options: Options, seed: int, blocks: int, noise: float, copy: float) -
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(
-    st.integers(0, 10**6), st.sampled_from([16, 24, 60, 150]), st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 10**6),
+    st.sampled_from([16, 24, 60, 150]),
+    st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([1e-5, math.inf]),
-)  # fmt: skip
+)
 @settings(max_examples=25)
-def test_every_answer_comes_out_whole(
-    variant: str, seed: int, blocks: int, noise: float, copy: float
-) -> None:
+def test_every_answer_comes_out_whole(variant: str, seed: int, blocks: int, noise: float, copy: float) -> None:
     _, counts = drive(VARIANTS[variant][0], seed, blocks, noise, copy)
     assert counts.lent == 0 or VARIANTS[variant][0].lends
     assert counts.extended == counts.stalled == 0 or noise

@@ -22,9 +22,7 @@ from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsSch
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def build(
-    case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None
-) -> SchedulerOracle:
+def build(case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None) -> SchedulerOracle:
     budget, slots = max(case.budget, case.max_running), case.max_running * (1 if recipe is None else 2)
     setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, cls))
@@ -38,9 +36,7 @@ def decisions(case: Case, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
         while todo and todo[0][1].at <= engine.now:
             i, task = todo.pop(0)
             metadata = _metadata(f"r{i}", task)
-            engine.add(
-                f"r{i}", task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at
-            )
+            engine.add(f"r{i}", task.prompt, task.output, priority=task.priority, metadata=metadata, arrival=task.at)
         ran = engine.step(0.05)
         lost = {id: request.num_preemptions for id, request in engine.scheduler.requests.items()}
         steps.append((list(ran.items()), lost, pool.get_num_free_blocks(), list(engine.finished)))
@@ -63,10 +59,12 @@ def test_it_takes_exactly_stocks_steps(seed: int, policy: str) -> None:
 
 
 SYSTEMS = [
-    (StatsScheduler, None, "fcfs"), (StatsScheduler, None, "priority"),
-    (HeadwayScheduler, "vllm", "fcfs"), (HeadwayScheduler, "slack", "fcfs"),
+    (StatsScheduler, None, "fcfs"),
+    (StatsScheduler, None, "priority"),
+    (HeadwayScheduler, "vllm", "fcfs"),
+    (HeadwayScheduler, "slack", "fcfs"),
     (HeadwayScheduler, "bros", "fcfs"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("cls", "recipe", "policy"), SYSTEMS)
@@ -182,8 +180,10 @@ def test_what_it_relies_on_in_vllm() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert list(inspect.signature(KVCacheManager.allocate_slots).parameters)[:3] == [
-        "self", "request", "num_new_tokens"
-    ]  # fmt: skip
+        "self",
+        "request",
+        "num_new_tokens",
+    ]
     source = inspect.getsource(Scheduler)
     assert source.count("self.kv_cache_manager.allocate_slots(") == 2, "asked for running and for waiting"
     assert not any(hasattr(Scheduler, name) for name in ("stats", "_scheduled", "_slots_total"))

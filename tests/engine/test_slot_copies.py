@@ -108,17 +108,13 @@ def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: in
     dtype = getattr(torch, kind)
     cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
     query = torch.randn(1, heads, dim).to(dtype)
-    right_aligned_attention._write(
-        cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size)
-    )
+    right_aligned_attention._write(cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size))
     where, flat = right_aligned_attention.layout(cache, size), cache.view(4, -1)
     assert sorted(where.flatten().tolist()) == list(range(cache[0].numel()))
     backwards = torch.arange(size).flip(0)
     flat[2][where[backwards]] = flat[1][where]
     flat[3][where[backwards]] = flat[2][where]
-    first, turned, back = (
-        right_aligned_attention.attend(cache, query, [block], size, -1) for block in (1, 2, 3)
-    )
+    first, turned, back = (right_aligned_attention.attend(cache, query, [block], size, -1) for block in (1, 2, 3))
     assert first.abs().max() > 0
     near = 2e-2 if kind == "bfloat16" else 1e-5
     assert torch.allclose(turned.float(), first.float(), atol=near), "the same tokens, turned round"

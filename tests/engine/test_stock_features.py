@@ -62,11 +62,16 @@ def crowd(n: int = 12, **more: Any) -> list[Ask]:
     """Return requests of several lengths and priorities, a third of them with an SLO."""
     return [
         Ask(
-            f"r{i}", i // 2, 20 + 37 * i % 190, 3 + 11 * i % 40, priority=i % 3,
-            slo=URGENT if i % 3 == 0 else {}, **{name: value(i) for name, value in more.items()},
+            f"r{i}",
+            i // 2,
+            20 + 37 * i % 190,
+            3 + 11 * i % 40,
+            priority=i % 3,
+            slo=URGENT if i % 3 == 0 else {},
+            **{name: value(i) for name, value in more.items()},
         )
         for i in range(n)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("recipe", ALL)
@@ -105,12 +110,16 @@ def test_sessions_whose_last_token_is_on_its_way(recipe: str, seed: int) -> None
     rng = np.random.default_rng(seed)
     asks = [
         Ask(
-            f"r{i}", int(rng.integers(12)), int(rng.integers(5, 200)), int(rng.integers(1, 30)),
-            priority=i % 3, slo=URGENT if i % 2 else {},
+            f"r{i}",
+            int(rng.integers(12)),
+            int(rng.integers(5, 200)),
+            int(rng.integers(1, 30)),
+            priority=i % 3,
+            slo=URGENT if i % 2 else {},
             turns=tuple(rng.integers(5, 60, rng.integers(3)).tolist()),
         )
         for i in range(14)
-    ]  # fmt: skip
+    ]
     driver = run(recipe, asks, async_scheduling=True, blocks=60)
     assert sorted(driver.ended) == sorted(ask.id for ask in asks)
 
@@ -175,9 +184,7 @@ def test_paused_requests_come_back_beside_adapters_that_fit(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_speculation(recipe: str) -> None:
-    stock, ours = check(
-        recipe, crowd(), speculative_config=features.DRAFTS, blocks=120, max_batched_tokens=512
-    )
+    stock, ours = check(recipe, crowd(), speculative_config=features.DRAFTS, blocks=120, max_batched_tokens=512)
     assert stock.drafts > 50
     lost = 3 * ours.scheduler.counters["evictions"]
     assert stock.drafts - lost <= ours.drafts <= stock.drafts, "only an eviction loses drafts"
@@ -216,9 +223,10 @@ def test_packers_count_drafts(recipe: str, seed: int) -> None:
 @pytest.mark.parametrize("recipe", ALL)
 def test_grammars_that_compile_hold_up_nobody(recipe: str) -> None:
     asks = [
-        Ask("late", 0, 40, 10, grammar=20, slo=URGENT), *(Ask(f"r{i}", 0, 40, 30) for i in range(4)),
+        Ask("late", 0, 40, 10, grammar=20, slo=URGENT),
+        *(Ask(f"r{i}", 0, 40, 30) for i in range(4)),
         Ask("more", 1, 40, 5),
-    ]  # fmt: skip
+    ]
     _, ours = check(recipe, asks)
     began = next(i for i, step in enumerate(ours.steps) if "late" in step)
     waits = ("vllm", "bros-plain-blocks", "ecoserve", "headway")  # headway: its promise is lost by then
@@ -285,9 +293,11 @@ def test_a_paused_engine(recipe: str) -> None:
         return lambda scheduler: scheduler.set_pause_state(value)
 
     at = {
-        6: state(PauseState.PAUSED_NEW), 30: state(PauseState.UNPAUSED),
-        40: state(PauseState.PAUSED_ALL), 44: state(PauseState.UNPAUSED),
-    }  # fmt: skip
+        6: state(PauseState.PAUSED_NEW),
+        30: state(PauseState.UNPAUSED),
+        40: state(PauseState.PAUSED_ALL),
+        44: state(PauseState.UNPAUSED),
+    }
     _, ours = check(recipe, crowd(), at=at, blocks=50)
     assert not any(ours.steps[40:44])
     before = set().union(*ours.steps[:6])
@@ -548,8 +558,6 @@ def test_a_long_prompt_that_is_alone_is_not_cut(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [None, *ALL])
 @pytest.mark.parametrize(("adaptive", "chunk"), [(False, 400), (True, 450)])
-def test_short_prompts_run_beside_a_part_of_a_long_one(
-    recipe: str | None, adaptive: bool, chunk: int
-) -> None:
+def test_short_prompts_run_beside_a_part_of_a_long_one(recipe: str | None, adaptive: bool, chunk: int) -> None:
     options = {"long_prefill_token_threshold_adaptive": adaptive, "max_batched_tokens": 900}
     assert feed(recipe, 2000, 10, **options)[0] == {"r0": chunk, "r1": 10}

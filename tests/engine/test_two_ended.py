@@ -26,9 +26,16 @@ def build(
             packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4
         )
     return TwoEndedEngine(
-        packer, blocks=blocks, size=4, slots=32, budget=64, max_model_len=64, host=host, copy_seconds=1e-4,
+        packer,
+        blocks=blocks,
+        size=4,
+        slots=32,
+        budget=64,
+        max_model_len=64,
+        host=host,
+        copy_seconds=1e-4,
         decode_only=decode_only,
-    )  # fmt: skip
+    )
 
 
 def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dict[str, int]:
@@ -52,9 +59,7 @@ def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dic
             assert (engine.kv.host_tokens[ran.rows] == 0).all(), "who runs is here"
         done = engine.complete(ran, now + 0.05)
         for row, name in names.items():
-            output_tokens[str(name)] = (
-                before[row] + 1 if name in done.ids else output_tokens.get(str(name), 0)
-            )
+            output_tokens[str(name)] = before[row] + 1 if name in done.ids else output_tokens.get(str(name), 0)
         now, iteration = now + engine.seconds(ran, 0.05), iteration + 1
         assert iteration < 5000
     return output_tokens
@@ -63,12 +68,11 @@ def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dic
 @pytest.mark.parametrize(("two_ended", "decode_only"), [(True, False), (True, True), (False, False)])
 @given(
     asks=st.lists(
-        st.tuples(st.integers(1, 24), st.integers(1, 20), st.booleans(), st.integers(0, 30)), min_size=1,
-        max_size=14,
+        st.tuples(st.integers(1, 24), st.integers(1, 20), st.booleans(), st.integers(0, 30)), min_size=1, max_size=14
     ),
     blocks=st.integers(14, 40),
     host=st.sampled_from([0, 5, 40, 1000]),
-)  # fmt: skip
+)
 @settings(max_examples=60)
 def test_every_request_ends_with_its_tokens(
     two_ended: bool, decode_only: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int

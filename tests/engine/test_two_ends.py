@@ -40,12 +40,20 @@ def engine(few_layers: str) -> Iterator[Engine]:
     # Another file's engine may still be there, and vLLM would take its connector for this one's.
     other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
     llm = LLM(
-        few_layers, dtype="float32", max_model_len=320, max_num_seqs=24, enforce_eager=True,
-        enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=BLOCKS,
-        max_num_batched_tokens=320, async_scheduling=False, scheduler_cls=HeadwayScheduler,
+        few_layers,
+        dtype="float32",
+        max_model_len=320,
+        max_num_seqs=24,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        block_size=32,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=320,
+        async_scheduling=False,
+        scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "bros", "max_running": 8}},
         kv_transfer_config=two_ended_pool(0, host_tokens=HOST, copy_seconds=1e-6),
-    )  # fmt: skip
+    )
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
     one_per_process._KV_CONNECTOR_AGENT = other
@@ -134,9 +142,7 @@ def test_bros_changes_no_token(engine: Engine, alone: list[list[int]], packer: C
     scheduler = engine.scheduler
     before = scheduler.kv_policy.counters()
     scheduler.packer = packer(scheduler)
-    done = run_all(
-        engine, [*range(0, 12, 2), *range(1, 12, 2)]
-    )  # best effort has the memory when others come
+    done = run_all(engine, [*range(0, 12, 2), *range(1, 12, 2)])  # best effort has the memory when others come
     did = {name: count - before[name] for name, count in scheduler.kv_policy.counters().items()}
     print(did)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
@@ -171,9 +177,7 @@ class Everybody(Packer):
 
 
 @pytest.mark.parametrize("shared", [0, 4, 8])
-def test_what_sharing_costs_an_iteration(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, shared: int
-) -> None:
+def test_what_sharing_costs_an_iteration(engine: Engine, monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
     """Eight of each kind decode; fillers leave so few empty blocks that so many real-time ones share."""
     scheduler, attend = engine.scheduler, right_aligned_attention._call
     seconds: dict[bool, list[float]] = {True: [], False: []}

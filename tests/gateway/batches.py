@@ -30,9 +30,7 @@ def held(name: str) -> dict[str, Any]:
 
 def text(records: list[Any]) -> bytes:
     """Return lines as the content of a file; text stands for itself."""
-    return b"".join(
-        (one if isinstance(one, str) else json.dumps(one)).encode() + b"\n" for one in records
-    )  # fmt: skip
+    return b"".join((one if isinstance(one, str) else json.dumps(one)).encode() + b"\n" for one in records)
 
 
 def upload(gateway: Gateway, content: bytes, purpose: str = "batch", **more: Any) -> httpx.Response:

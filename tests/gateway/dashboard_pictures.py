@@ -53,9 +53,7 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
                             0.3 * load * chance.lognormvariate(0, 0.5),
                             0.05 * load * chance.lognormvariate(0, 0.3),
                         )
-                        history.answered(
-                            pair, ttft, tpot, chance.randrange(50, 2000), chance.randrange(20, 400)
-                        )
+                        history.answered(pair, ttft, tpot, chance.randrange(50, 2000), chance.randrange(20, 400))
                         if tier.slo.objective != "best_effort":
                             history.judged(pair, chance.random() > 0.02 * load**2)
             history.note(at)
@@ -63,8 +61,9 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
         history.note(clock.now())
         inner.metrics.history.__dict__.update(history.__dict__)
         for number, (name, tenant) in enumerate((c, t) for c in inner.config.classes for t in tenants):
-            late = Request(f"hw-{number:016x}", "smollm2", 400, 200, now - 60 - 9 * number, Slo(ttft=1.5),
-                           tier=name, tenant=tenant)  # fmt: skip
+            late = Request(
+                f"hw-{number:016x}", "smollm2", 400, 200, now - 60 - 9 * number, Slo(ttft=1.5), tier=name, tenant=tenant
+            )
             one = InFlightRequest(late, "chat", None, engine_future=None)  # type: ignore[arg-type]
             one.streams, one.first_token = True, late.arrival + 2 + number
             one.sends = ((late.arrival + 1.2 + number / 2, "e0"),)
@@ -74,13 +73,16 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
 
 
 @contextmanager
-def opened(browser: Browser, gateway: Gateway, size: tuple[int, int], scheme: str = "light",
-           query: str = "") -> Iterator[Page]:  # fmt: skip
+def opened(
+    browser: Browser, gateway: Gateway, size: tuple[int, int], scheme: str = "light", query: str = ""
+) -> Iterator[Page]:
     """Open the page of a gateway at a size, and wait until it is live."""
     width, height = size
     page = browser.new_page(
-        viewport={"width": width, "height": height}, color_scheme=scheme, timezone_id="Europe/Berlin"  # type: ignore[arg-type]
-    )  # fmt: skip
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        timezone_id="Europe/Berlin",  # type: ignore[arg-type]
+    )
     page.goto(f"{gateway.url}/{query}")
     expect(page.locator("#state")).to_contain_text("live,", timeout=20_000)
     yield page
@@ -93,17 +95,13 @@ def busy(folder: Path, classes: Mapping[str, Tier] = CLASSES) -> Iterator[Gatewa
     engines = [Fake(folder).start(), Fake(folder).start()]
     urls = (one.url for one in engines)
     try:
-        with serving(
-            configuration(folder, *urls, classes=dict(classes), engine={"max_running": 4})
-        ) as gateway:
+        with serving(configuration(folder, *urls, classes=dict(classes), engine={"max_running": 4})) as gateway:
             engines[1].stop()
             until(lambda: not gateway.get("/ready").json()["engines"]["e1"]["up"], 30)
             with ThreadPoolExecutor(9) as pool:
                 for number in range(9):
                     name = list(classes)[number % len(classes)]
-                    pool.submit(
-                        gateway.post, gateway.chat(service_tier=name, vllm_xargs={"fake_hold": "all"})
-                    )
+                    pool.submit(gateway.post, gateway.chat(service_tier=name, vllm_xargs={"fake_hold": "all"}))
                 until(lambda: len(gateway.controller.requests) == 9)
                 yield gateway
                 engines[0].release("all")

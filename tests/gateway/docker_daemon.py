@@ -15,16 +15,7 @@ from pathlib import Path
 from tests.gateway.gateway import until
 
 IMAGE = "headway-test-python"
-_LEFT_OUT = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "ensurepip",
-    "idlelib",
-    "tkinter",
-    "lib2to3",
-}
+_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "ensurepip", "idlelib", "tkinter", "lib2to3"}
 _FOLDERS = ("usr", "usr/bin", "usr/lib", "lib64", "tmp")
 
 
@@ -41,9 +32,17 @@ def daemon(folder: Path) -> Iterator[str]:
     if shutil.which("dockerd") is None or shutil.which("docker") is None or os.geteuid() != 0:
         raise NoDocker("there is no dockerd (Debian's docker.io), or this is not root")
     address, log = f"unix://{folder}/docker.sock", folder / "dockerd.log"
-    argv = ["dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none", "--storage-driver=vfs",
-            f"--host={address}", f"--data-root={folder}/data", f"--exec-root={folder}/exec",
-            f"--pidfile={folder}/docker.pid"]  # fmt: skip
+    argv = [
+        "dockerd",
+        "--iptables=false",
+        "--ip6tables=false",
+        "--bridge=none",
+        "--storage-driver=vfs",
+        f"--host={address}",
+        f"--data-root={folder}/data",
+        f"--exec-root={folder}/exec",
+        f"--pidfile={folder}/docker.pid",
+    ]
     with log.open("w") as out, subprocess.Popen(argv, stdout=out, stderr=out) as process:
         try:
             until(lambda: process.poll() is not None or _works(address), 60)
@@ -61,9 +60,8 @@ def daemon(folder: Path) -> Iterator[str]:
 def command(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `docker`."""
     return subprocess.run(
-        ["docker", *arguments], env=os.environ | {"DOCKER_HOST": address}, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+        ["docker", *arguments], env=os.environ | {"DOCKER_HOST": address}, capture_output=True, text=True, timeout=60
+    )
 
 
 def _works(address: str) -> bool:

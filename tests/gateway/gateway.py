@@ -31,11 +31,7 @@ WEB = httpx.Client(verify=False, timeout=15, limits=httpx.Limits(max_keepalive_c
 CHAT = "/v1/chat/completions"
 SAY = [{"role": "user", "content": "Say something."}]
 OPERATOR = {"authorization": "Bearer sk-operator-1"}
-CLASSES = {
-    "default": Tier(),
-    "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0),
-    "batch": BATCH,
-}
+CLASSES = {"default": Tier(), "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0), "batch": BATCH}
 
 
 def until(true: Callable[[], Any], seconds: float = 8.0) -> Any:
@@ -62,16 +58,7 @@ class Fake:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> Fake:
-        argv = [
-            sys.executable,
-            "-m",
-            self.module,
-            "--port",
-            str(self.port),
-            "--tokens",
-            "8",
-            *self.options,
-        ]
+        argv = [sys.executable, "-m", self.module, "--port", str(self.port), "--tokens", "8", *self.options]
         self.child = Child(argv, dict(os.environ), self.folder / f"fake-{self.port}.log")
         self.child.start()
         until(self.answers, 20)

@@ -65,9 +65,7 @@ ERRORS = {
 
 def whole(body: bytes, status: str = "200 OK", kind: str = "application/json", more: bytes = b"") -> bytes:
     """Return a response with a body of known length."""
-    head = (
-        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-    )
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
     return head.encode() + more + b"\r\n" + body
 
 

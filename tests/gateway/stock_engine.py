@@ -45,10 +45,11 @@ class StockEngine(FakeEngine):
                 return JSONResponse({"object": "list", "data": [card]})
             case "/metrics":
                 running = min(self.open, SEQUENCES)
-                return PlainTextResponse(_PAGE.format(
-                    running=running, waiting=self.open - running, block=BLOCK, blocks=BLOCKS,
-                    tokens=BLOCK * BLOCKS,
-                ))  # fmt: skip
+                return PlainTextResponse(
+                    _PAGE.format(
+                        running=running, waiting=self.open - running, block=BLOCK, blocks=BLOCKS, tokens=BLOCK * BLOCKS
+                    )
+                )
             case "/headway/control":
                 return JSONResponse({"detail": "Not Found"}, 404)
         return None

@@ -93,12 +93,7 @@ def test_an_adapter_is_loaded_before_it_is_needed(serve: Serve, loaded: list[str
 def test_an_engine_is_started_with_its_adapters() -> None:
     line = command(Engine(**ADAPTERS), 8001, "hermes")
     at = line.index("--lora-modules")
-    assert line[at - 1 : at + 3] == [
-        "--enable-lora",
-        "--lora-modules",
-        "terse=/adapters/terse",
-        "kind=/adapters/kind",
-    ]
+    assert line[at - 1 : at + 3] == ["--enable-lora", "--lora-modules", "terse=/adapters/terse", "kind=/adapters/kind"]
     assert "--enable-lora" not in command(Engine(), 8001, "hermes")
 
 

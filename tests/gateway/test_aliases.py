@@ -19,14 +19,7 @@ MESSAGES = {"max_tokens": 8, "messages": SAY}
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [
-        ("claude-x", "a"),
-        ("claude-opus", "b"),
-        ("claude-", "a"),
-        ("x", "x"),
-        ("own", "own"),
-        ("Claude-x", "Claude-x"),
-    ],
+    [("claude-x", "a"), ("claude-opus", "b"), ("claude-", "a"), ("x", "x"), ("own", "own"), ("Claude-x", "Claude-x")],
 )
 def test_a_whole_name_goes_before_patterns_and_a_served_one_before_all(name: str, model: str) -> None:
     aliases = {"claude-*": "a", "*-opus": "c", "claude-opus": "b", "own*": "a"}
@@ -43,9 +36,7 @@ def test_a_whole_name_goes_before_patterns_and_a_served_one_before_all(name: str
         ("/v1/messages", MESSAGES),
     ],
 )
-def test_an_engine_and_metrics_see_the_model_itself(
-    serve: Serve, fake: Fake, path: str, body: dict[str, Any]
-) -> None:
+def test_an_engine_and_metrics_see_the_model_itself(serve: Serve, fake: Fake, path: str, body: dict[str, Any]) -> None:
     with serve(aliases=ALIASES, engine=ENGINE) as gateway:
         for name, model in (("claude-sonnet-4", "smollm2"), ("brief", "terse")):
             answer = gateway.post({"model": name, **body}, path)
@@ -74,5 +65,6 @@ def test_aliases_of_nothing_and_of_models_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         check_aliases(Config(engines=engines, aliases={"b": "a", "x": "c"}))
     assert [part.message for part in caught.value.parts] == [
-        "The alias 'b' is the name of a model.", "The alias 'x' stands for 'c', which is not served.",
-    ]  # fmt: skip
+        "The alias 'b' is the name of a model.",
+        "The alias 'x' stands for 'c', which is not served.",
+    ]

@@ -14,9 +14,12 @@ from benchmarks.real.peers import servers
 from headway.whatif.output.results import Row, save
 
 CHOSEN = (
-    "1 MiB of empty objects", "uploads broken off", "a full disk", "an engine that hangs",
+    "1 MiB of empty objects",
+    "uploads broken off",
+    "a full disk",
+    "an engine that hangs",
     "an engine that answers nonsense",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,7 @@ def test_a_unit_is_executed_and_is_part_of_its_run(hermes: Gateway) -> None:
     assert answer | {"object": "headway.unit", "backend": "python", "warm": False} == answer
     assert answer["output"]["stdout"] == "42\n"
     assert 0 < answer["waited_s"] <= answer["seconds"]
-    assert ask(hermes, "echo", {"input": 1, "unit": "repeat"}, headers=RUN).json()["output"][1:] == [
-        "default", 1
-    ]  # fmt: skip
+    assert ask(hermes, "echo", {"input": 1, "unit": "repeat"}, headers=RUN).json()["output"][1:] == ["default", 1]
     told = hermes.get("/v1/runs/r1?app=agent").json()
     units = [(unit["unit"], unit["backend"], unit["in_progress"]) for unit in told["units"]]
     assert units == [("python", "python", 0), ("repeat", "echo", 0)]
@@ -72,9 +70,7 @@ async def test_the_client_helper_executes_units(hermes: Gateway) -> None:
     assert done.output["stdout"] == "42\n"
     assert 0 < done.waited_s <= done.seconds
     assert again.output[1:] == ["default", 1]
-    assert [(unit["unit"], unit["backend"]) for unit in told["units"]] == [
-        ("execute", "python"), ("echo", "echo")
-    ]  # fmt: skip
+    assert [(unit["unit"], unit["backend"]) for unit in told["units"]] == [("execute", "python"), ("echo", "echo")]
 
 
 def test_the_client_helper_raises_what_the_gateway_refuses(hermes: Gateway) -> None:
@@ -106,14 +102,16 @@ def test_a_real_model_stays_loaded(hermes: Gateway) -> None:
 @pytest.mark.parametrize(
     ("name", "body", "status", "param"),
     [
-        ("nothing", PRINT, 404, None), ("python", {}, 400, "input"), ("python", [1], 400, None),
-        ("python", {"input": 7}, 400, "input"), ("python", PRINT | {"code": "1"}, 400, "code"),
-        ("python", PRINT | {"unit": "u" * 129}, 400, "unit"), ("python", PRINT | {"unit": "u"}, 400, None),
+        ("nothing", PRINT, 404, None),
+        ("python", {}, 400, "input"),
+        ("python", [1], 400, None),
+        ("python", {"input": 7}, 400, "input"),
+        ("python", PRINT | {"code": "1"}, 400, "code"),
+        ("python", PRINT | {"unit": "u" * 129}, 400, "unit"),
+        ("python", PRINT | {"unit": "u"}, 400, None),
     ],
-)  # fmt: skip
-def test_what_cannot_be_executed(
-    hermes: Gateway, name: str, body: Any, status: int, param: str | None
-) -> None:
+)
+def test_what_cannot_be_executed(hermes: Gateway, name: str, body: Any, status: int, param: str | None) -> None:
     refused = ask(hermes, name, body)
     assert refused.status_code == status
     error = refused.json()["error"]
@@ -180,14 +178,13 @@ def test_tenants_see_no_backend_without_a_key_and_nothing_of_each_other(serve: S
 
 def test_units_count_against_the_limits_of_their_tenant(serve: Serve) -> None:
     keys = (
-        Key("key-of-anna", "anna", requests_per_min=2), Key("key-of-bert", "bert", max_queued=1),
+        Key("key-of-anna", "anna", requests_per_min=2),
+        Key("key-of-bert", "bert", max_queued=1),
         Key("key-of-carl", "carl"),
-    )  # fmt: skip
+    )
     anna, bert, carl = ({"authorization": f"Bearer {key.key}"} for key in keys)
     with ThreadPoolExecutor() as threads, serve(backends=BACKENDS, keys=keys) as gateway:
-        assert [ask(gateway, "echo", {"input": 1}, headers=anna).status_code for _ in range(3)] == [
-            200, 200, 429
-        ]  # fmt: skip
+        assert [ask(gateway, "echo", {"input": 1}, headers=anna).status_code for _ in range(3)] == [200, 200, 429]
         sleeps = {"input": {"code": "import time; time.sleep(600)"}}
         units = [threads.submit(ask, gateway, "python", sleeps, headers=one) for one in (bert, carl)]
         pool: Any = gateway.inner.backends["python"]._pool  # type: ignore[attr-defined]

@@ -411,14 +411,15 @@ async def test_a_model_that_is_not_used_is_unloaded() -> None:
 @pytest.mark.parametrize(
     ("input", "error", "says"),
     [
-        ("value", RequestError, "ValueError: not like this"), ("bug", BackendError, "RuntimeError: a bug"),
-        ("set", BackendError, "its output is not JSON"), ("long", BackendError, "more than 1024"),
-        ("die", BackendError, "ended during a unit"), ("sleep", BackendError, "did not answer within 1 s"),
+        ("value", RequestError, "ValueError: not like this"),
+        ("bug", BackendError, "RuntimeError: a bug"),
+        ("set", BackendError, "its output is not JSON"),
+        ("long", BackendError, "more than 1024"),
+        ("die", BackendError, "ended during a unit"),
+        ("sleep", BackendError, "did not answer within 1 s"),
     ],
-)  # fmt: skip
-async def test_a_unit_that_fails_leaves_the_model_usable(
-    input: str, error: type[HeadwayError], says: str
-) -> None:
+)
+async def test_a_unit_that_fails_leaves_the_model_usable(input: str, error: type[HeadwayError], says: str) -> None:
     async with model(timeout_s=1, output_kib=1, processes=1) as backend:
         with pytest.raises(error, match=says):
             await backend.run("a", input)
@@ -470,8 +471,13 @@ async def test_a_backend_of_one_s_own_is_made_and_closed() -> None:
 
 
 async def test_namespaces_are_tried_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    forbidden = ("unshare", "--map-root-user", "sh", "-c",
-                 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"')  # fmt: skip
+    forbidden = (
+        "unshare",
+        "--map-root-user",
+        "sh",
+        "-c",
+        'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"',
+    )
     argv = namespaces.argv
     monkeypatch.setattr(namespaces, "argv", lambda *told: [*forbidden, *argv(*told)])
     with pytest.raises(ConfigError, match="cannot isolate") as caught:
@@ -482,9 +488,7 @@ async def test_namespaces_are_tried_before_anything_is_served(monkeypatch: pytes
         await Sandboxes("python", Settings("sandbox")).warm()
 
 
-async def test_docker_is_tried_before_anything_is_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_docker_is_tried_before_anything_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(ConfigError, match="has no Docker") as caught:
         async with opened({"python": Settings("sandbox", isolation="docker")}):

@@ -188,9 +188,7 @@ async def _freeze(seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 - nothing else of this gateway is to run
 
 
-def test_a_backlog_is_asked_about_in_turns(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backlog_is_asked_about_in_turns(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One renewal's question is bounded; what it leaves out is asked about by the next renewals."""
     monkeypatch.setattr(recovery, "_ASKED", 2)
     broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))

@@ -59,9 +59,14 @@ async def test_no_other_user_can_read_it_or_hold_its_lock(tmp_path: Path) -> Non
     assert await store.hold()
     paths = [folder, *folder.rglob("*")]
     assert {path.name: path.stat().st_mode & 0o777 for path in paths} == {
-        "batches": 0o700, "files": 0o700, "batches.sqlite": 0o600, "batches.sqlite-wal": 0o600,
-        "batches.sqlite-shm": 0o600, "runner.lock": 0o600, FILE.id: 0o600,
-    }  # fmt: skip
+        "batches": 0o700,
+        "files": 0o700,
+        "batches.sqlite": 0o600,
+        "batches.sqlite-wal": 0o600,
+        "batches.sqlite-shm": 0o600,
+        "runner.lock": 0o600,
+        FILE.id: 0o600,
+    }
     await store.close()
 
 

@@ -82,9 +82,7 @@ async def held(store: PostgresStore, seconds: float = 20.0) -> None:
 # ---- one gateway holds
 
 
-async def test_a_gateway_that_was_paused_changes_nothing_any_more(
-    store: PostgresStore, other: PostgresStore
-) -> None:
+async def test_a_gateway_that_was_paused_changes_nothing_any_more(store: PostgresStore, other: PostgresStore) -> None:
     (line,) = await begun(store, 1)
     assert not await other.hold()
     await asyncio.sleep(LEASE_S + 0.2)
@@ -135,8 +133,11 @@ async def test_a_holder_that_was_away_for_less_than_its_lease_goes_on(
     store: PostgresStore, other: PostgresStore, address: Address
 ) -> None:
     await begun(store, 2)
-    sql(address, """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-        WHERE application_name LIKE 'headway-batches-%'""")  # fmt: skip
+    sql(
+        address,
+        """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+        WHERE application_name LIKE 'headway-batches-%'""",
+    )
     assert await succeeds(store.hold)
     assert not await succeeds(other.hold)
     assert await store.record(BATCH.id, 1, True, b"x")
@@ -160,9 +161,14 @@ async def test_calls_fail_while_the_server_is_away_then_succeed(
     own.stop(signal.SIGQUIT)
     new = replace(FILE, id="file-2")
     calls: list[Awaitable[Any]] = [
-        store.hold(), store.files("alpha", None, 9), store.begin_file(new), store.append(FILE.id, 0, b"x"),
-        store.record(BATCH.id, 2, True, b"x"), store.add_batch(BATCH, 9), store.cancel("a", BATCH.id, 1.0),
-    ]  # fmt: skip
+        store.hold(),
+        store.files("alpha", None, 9),
+        store.begin_file(new),
+        store.append(FILE.id, 0, b"x"),
+        store.record(BATCH.id, 2, True, b"x"),
+        store.add_batch(BATCH, 9),
+        store.cancel("a", BATCH.id, 1.0),
+    ]
     for call in calls:
         with pytest.raises(HeadwayError, match="The store of files and batches is out") as caught:
             await call
@@ -184,9 +190,7 @@ async def test_a_server_that_hangs_is_told_in_time(own: server.PrivateServer, st
     own.pause()
     began = time.monotonic()
     try:
-        calls = await asyncio.gather(
-            *(store.file("alpha", FILE.id) for _ in range(9)), return_exceptions=True
-        )
+        calls = await asyncio.gather(*(store.file("alpha", FILE.id) for _ in range(9)), return_exceptions=True)
         assert [call.status for call in calls if isinstance(call, HeadwayError)] == [503] * 9
         assert time.monotonic() - began < 10
     finally:
@@ -247,9 +251,7 @@ async def test_a_file_whose_outcome_is_unknown_is_not_listed(
     assert (count(address, "files"), count(address, "chunks")) == (0, 0)
 
 
-async def test_a_line_whose_end_is_unknown_has_it_once(
-    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_line_whose_end_is_unknown_has_it_once(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     await begun(store, 1)
     lose(store, monkeypatch)
     with pytest.raises(HeadwayError, match="is out"):
@@ -315,23 +317,18 @@ async def test_uploads_to_other_gateways_count(store: PostgresStore, other: Post
     assert await other.used("alpha") == 0
 
 
-async def test_two_uploads_do_not_exceed_the_limit_together(
-    store: PostgresStore, other: PostgresStore
-) -> None:
+async def test_two_uploads_do_not_exceed_the_limit_together(store: PostgresStore, other: PostgresStore) -> None:
     files = [StoredFile(f"file-{i}", "alpha", "x", "batch", 600, 1.0) for i in range(2)]
     for one, file in zip((store, other), files, strict=True):
         await one.begin_file(file)
         await one.append(file.id, 0, b"x" * 600)
     ends = await asyncio.gather(
-        *(one.add_file(file, 1000) for one, file in zip((store, other), files, strict=True)),
-        return_exceptions=True,
+        *(one.add_file(file, 1000) for one, file in zip((store, other), files, strict=True)), return_exceptions=True
     )
     assert sorted(type(end) for end in ends if end is not None) == [RequestError]
 
 
-async def test_a_file_that_is_deleted_while_a_batch_is_made_of_it(
-    store: PostgresStore, other: PostgresStore
-) -> None:
+async def test_a_file_that_is_deleted_while_a_batch_is_made_of_it(store: PostgresStore, other: PostgresStore) -> None:
     for i in range(10):
         file, batch = replace(FILE, id=f"file-{i}"), replace(BATCH, id=f"b{i}", input_file=f"file-{i}")
         await add(store, file)
@@ -401,10 +398,15 @@ async def test_many_lines_are_closed_and_deleted_in_parts(store: PostgresStore, 
 
 async def test_a_slow_server_gets_smaller_parts(store: PostgresStore, address: Address) -> None:
     """60 lines of 10 ms each are not done within 0.4 s, 30 are; one that takes longer alone is an error."""
-    sql(address, "CREATE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
-        "'BEGIN PERFORM pg_sleep(0.01); RETURN coalesce(new, old); END'")  # fmt: skip
-    sql(address, "CREATE TRIGGER slow BEFORE INSERT OR UPDATE OR DELETE ON {s}.lines FOR EACH ROW "
-        "EXECUTE FUNCTION {s}.slow()")  # fmt: skip
+    sql(
+        address,
+        "CREATE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN PERFORM pg_sleep(0.01); RETURN coalesce(new, old); END'",
+    )
+    sql(
+        address,
+        "CREATE TRIGGER slow BEFORE INSERT OR UPDATE OR DELETE ON {s}.lines FOR EACH ROW EXECUTE FUNCTION {s}.slow()",
+    )
     await store.close()
     impatient = await asyncio.to_thread(PostgresStore, replace(address, timeout_s=0.4), LEASE_S)
     try:
@@ -416,8 +418,11 @@ async def test_a_slow_server_gets_smaller_parts(store: PostgresStore, address: A
         assert await impatient.close_lines(BATCH.id, CANCELLED) == 60
         await impatient.clear_lines(BATCH.id)
         assert count(address, "lines") == 0
-        sql(address, "CREATE OR REPLACE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
-            "'BEGIN PERFORM pg_sleep(1); RETURN new; END'")  # fmt: skip
+        sql(
+            address,
+            "CREATE OR REPLACE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql AS "
+            "'BEGIN PERFORM pg_sleep(1); RETURN new; END'",
+        )
         with pytest.raises(HeadwayError, match="is slow") as error:
             await impatient.add_lines(BATCH.id, [Line(1, 10, 9, "c"), Line(2, 20, 9, "c")])
         assert error.value.status == 503

@@ -17,18 +17,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.batches.results import answered, conclude
 from headway.store.batches.port import PIECE, BatchStore, pieces
 from headway.store.batches.records import BAD, CANCELLED, EXPIRED, GOOD, Line, StoredFile
-from tests.gateway.batch_stores import (
-    BATCH,
-    FILE,
-    ROOM,
-    STORES,
-    Connect,
-    add,
-    begun,
-    content,
-    custom_ids,
-    job,
-)
+from tests.gateway.batch_stores import BATCH, FILE, ROOM, STORES, Connect, add, begun, content, custom_ids, job
 
 # What happens to a batch: a line is answered, well or not; or its gateway ends and another one starts.
 STEPS = st.lists(st.one_of(st.tuples(st.integers(1, 12), st.booleans()), st.just("restart")))
@@ -61,9 +50,7 @@ async def two(connect: Connect) -> AsyncIterator[tuple[BatchStore, BatchStore]]:
 @pytest.mark.parametrize("kind", STORES)
 @settings(max_examples=40)
 @given(count=st.integers(1, 12), steps=STEPS, end=st.sampled_from([EXPIRED, CANCELLED]))
-def test_each_line_is_in_one_file_once(
-    kind: str, count: int, steps: list[tuple[int, bool] | str], end: int
-) -> None:
+def test_each_line_is_in_one_file_once(kind: str, count: int, steps: list[tuple[int, bool] | str], end: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run_steps(STORES[kind](Path(folder)), count, steps, end))
 

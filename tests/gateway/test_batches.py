@@ -15,18 +15,7 @@ from headway.engines.vllm.process.launch import free_port
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.port import BatchStore
 from headway.store.batches.records import Batch, Line, StoredFile
-from tests.gateway.batches import (
-    begin,
-    content,
-    ended,
-    held,
-    line,
-    lines,
-    look,
-    outcome,
-    text,
-    upload,
-)
+from tests.gateway.batches import begin, content, ended, held, line, lines, look, outcome, text, upload
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
@@ -43,10 +32,14 @@ def cancel(gateway: Gateway, id: str, **more: Any) -> Any:
 
 def test_responses_are_answered_as_responses(gateway: Gateway) -> None:
     records = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/responses",
-         "body": {"model": "smollm2", "input": f"Say {i}.", "metadata": {"number": str(i)}}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/responses",
+            "body": {"model": "smollm2", "input": f"Say {i}.", "metadata": {"number": str(i)}},
+        }
         for i in range(3)
-    ]  # fmt: skip
+    ]
     done = ended(gateway, begin(gateway, records, endpoint="/v1/responses"))
     assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
     for one in content(gateway, done["output_file_id"]):
@@ -79,7 +72,7 @@ def test_openai_s_client_gets_every_line_answered(gateway: Gateway, tmp_path: Pa
     assert client.files.retrieve(uploaded.id).filename == "lines.jsonl"
     batch = client.batches.create(
         input_file_id=uploaded.id, endpoint=CHAT, completion_window="24h", metadata={"who": "test"}
-    )  # fmt: skip
+    )
     done = until(lambda: (b := client.batches.retrieve(batch.id)).status == "completed" and b, 60)
     assert done.metadata == {"who": "test"}
     assert done.request_counts is not None
@@ -150,9 +143,7 @@ def test_a_full_queue_is_waited_for(serve: Serve, mortal: Fake) -> None:
         assert gateway.controller.queued == 3, "half of the queue is not for batches"
         mortal.start()
         assert ended(gateway, id)["request_counts"]["completed"] == 3
-        assert all(
-            gateway.get(f"/v1/responses/{one}").json()["status"] == "completed" for one in waiting
-        )  # fmt: skip
+        assert all(gateway.get(f"/v1/responses/{one}").json()["status"] == "completed" for one in waiting)
 
 
 # ---- what is wrong with its lines
@@ -204,12 +195,15 @@ def test_claims_beyond_the_key_of_the_batch(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
-        ({"completion_window": "59s"}, 400), ({"completion_window": "tomorrow"}, 400),
-        ({"completion_window": "367d"}, 400), ({"endpoint": "/v1/rerank"}, 400),
-        ({"input_file_id": "file-none"}, 404), ({"metadata": {"x": 3}}, 400),
+        ({"completion_window": "59s"}, 400),
+        ({"completion_window": "tomorrow"}, 400),
+        ({"completion_window": "367d"}, 400),
+        ({"endpoint": "/v1/rerank"}, 400),
+        ({"input_file_id": "file-none"}, 404),
+        ({"metadata": {"x": 3}}, 400),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 400),
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_is_refused(gateway: Gateway, fields: dict[str, Any], status: int) -> None:
     file = upload(gateway, text(lines(1))).json()["id"]
     body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "1m", **fields}
@@ -276,8 +270,11 @@ def test_batches_of_another_tenant_are_not_there(serve: Serve) -> None:
         assert cancel(gateway, id, **theirs).status_code == 404
         assert gateway.get("/v1/batches", **theirs).json()["data"] == []
         assert gateway.get(f"/v1/files/{output}/content", **theirs).status_code == 404
-        body = {"input_file_id": look(gateway, id, **mine)["input_file_id"], "endpoint": CHAT,
-                "completion_window": "24h"}  # fmt: skip
+        body = {
+            "input_file_id": look(gateway, id, **mine)["input_file_id"],
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
         assert gateway.post(body, "/v1/batches", **theirs).status_code == 404
 
 

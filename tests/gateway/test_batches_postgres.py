@@ -28,9 +28,7 @@ from tests.helpers import postgres
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def shared(
-    folder: Path, fake: Fake, url: str | None = None, lease_seconds: float = 6.0, **more: Any
-) -> Config:
+def shared(folder: Path, fake: Fake, url: str | None = None, lease_seconds: float = 6.0, **more: Any) -> Config:
     """Return the configuration of gateways that share a new schema."""
     address = postgres.fresh(url)
     settings = Postgres(address.url, address.schema, 2.0)
@@ -173,11 +171,7 @@ def test_limits_hold_over_all_gateways(fake: Fake, tmp_path: Path) -> None:
         connection.close()
         until(lambda: rows(config, "chunks") == 0)
         id = begin(first, lines(1, **held("pg-open")))
-        body = {
-            "input_file_id": look(first, id)["input_file_id"],
-            "endpoint": CHAT,
-            "completion_window": "1h",
-        }
+        body = {"input_file_id": look(first, id)["input_file_id"], "endpoint": CHAT, "completion_window": "1h"}
         more = second.post(body, "/v1/batches")
         assert (more.status_code, more.json()["error"]["code"]) == (429, "too_many_batches")
         assert delete(second, body["input_file_id"]).json()["error"]["code"] == "file_in_use"
@@ -273,9 +267,7 @@ def test_another_gateway_takes_a_batch_over(fake: Fake, tmp_path: Path, how: int
 # ---- a server that is out
 
 
-def test_a_server_that_is_restarted_loses_nothing(
-    fake: Fake, own: postgres.PrivateServer, tmp_path: Path
-) -> None:
+def test_a_server_that_is_restarted_loses_nothing(fake: Fake, own: postgres.PrivateServer, tmp_path: Path) -> None:
     config = shared(tmp_path, fake, own.url, lease_seconds=30.0, batches=Batches(lines=4))
     asked = fake.last()["asked"]
     with serving(config) as gateway:
@@ -286,17 +278,18 @@ def test_a_server_that_is_restarted_loses_nothing(
         own.stop(signal.SIGQUIT)
         body = {"input_file_id": "file-x", "endpoint": CHAT, "completion_window": "24h"}
         answers = [
-            upload(gateway, text(lines(1))), gateway.get("/v1/files"), gateway.get(f"/v1/batches/{id}"),
-            gateway.post(body, "/v1/batches"), gateway.post(None, f"/v1/batches/{id}/cancel"),
+            upload(gateway, text(lines(1))),
+            gateway.get("/v1/files"),
+            gateway.get(f"/v1/batches/{id}"),
+            gateway.post(body, "/v1/batches"),
+            gateway.post(None, f"/v1/batches/{id}/cancel"),
             gateway.get("/v1/files/file-x/content"),
-        ]  # fmt: skip
+        ]
         for answer in answers:
             assert answer.status_code == 503
             error = answer.json()["error"]
             assert error["type"] == "server_error"
-            assert error["message"].startswith(
-                ("The store of files and batches is out", "The queue takes nothing")
-            )
+            assert error["message"].startswith(("The store of files and batches is out", "The queue takes nothing"))
             assert str(own.port) not in answer.text
         fake.release("pg-restart")
         time.sleep(1.0)

@@ -63,12 +63,7 @@ MISTAKES: dict[str, Mistake] = {
     "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
     "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
     "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
-    "queue in use": (
-        '[broker.sqlite]\npath = "{taken.queue}"\n',
-        ["--url", DEAD],
-        "another gateway",
-        "its own",
-    ),
+    "queue in use": ('[broker.sqlite]\npath = "{taken.queue}"\n', ["--url", DEAD], "another gateway", "its own"),
 }
 MORE: dict[str, Mistake] = {
     "not TOML": ("[server\n", [], "not TOML", "config show"),
@@ -227,15 +222,14 @@ def run(tmp_path: Path) -> Iterator[Any]:
     def begin(**environment: str) -> Run:
         port = free_port()
         config = Config(
-            server=Server(port=port), engines=(Engine(start_timeout_s=20),),
+            server=Server(port=port),
+            engines=(Engine(start_timeout_s=20),),
             broker=Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"))),
-        )  # fmt: skip
+        )
         (tmp_path / "headway.toml").write_text(write(config))
         options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
         path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])}
-        runs.append(
-            Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}")
-        )
+        runs.append(Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}"))
         return runs[-1]
 
     yield begin
@@ -290,9 +284,7 @@ def test_interrupting_the_start_leaves_nothing(run: Any, tmp_path: Path) -> None
     assert started.process.returncode == 0, err
     assert left(family) == []
     time.sleep(0.2)
-    assert not [
-        one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])
-    ]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])]
 
 
 def test_an_engine_that_cannot_start(run: Any) -> None:
@@ -330,9 +322,7 @@ def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
     process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
     until(Run(process, f"http://127.0.0.1:{port}").ready, 40)
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    with WEB.stream(
-        "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=600)
-    ) as answer:
+    with WEB.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=600)) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGINT)

@@ -18,9 +18,7 @@ TIERS = CLASSES | {"roomy": Tier(e2e_ms=600_000.0, drop=True)}
 
 
 @pytest.mark.parametrize("days", [-9, 9])
-def test_a_clock_that_is_set_by_days(
-    serve: Serve, fake: Fake, days: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_by_days(serve: Serve, fake: Fake, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(classes=TIERS, engine={"max_running": 1}) as gateway:
         old = begin(gateway)
         assert finished(gateway, old)["status"] == "completed"

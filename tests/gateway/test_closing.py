@@ -135,9 +135,7 @@ async def test_an_answer_that_can_never_be_stored_fails_the_job(monkeypatch: pyt
     assert "too big" in str(job.reason)
 
 
-def test_a_stored_request_that_cannot_be_read_strands_no_other(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_request_that_cannot_be_read_strands_no_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
 
     async def leave() -> None:

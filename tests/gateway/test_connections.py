@@ -285,10 +285,7 @@ def test_a_stream_over_http_1_0_has_no_chunk_sizes(serve: Serve) -> None:
     body = json.dumps({"model": "smollm2", "messages": SAY, "stream": True}).encode()
     for version in (b"1.0", b"1.1"):
         head = b"POST %s HTTP/%s\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-        with (
-            serve() as gateway,
-            connected(gateway, head % (CHAT.encode(), version, len(body)) + body) as line,
-        ):
+        with serve() as gateway, connected(gateway, head % (CHAT.encode(), version, len(body)) + body) as line:
             answered, _, stream = rest(line).partition(b"\r\n\r\n")
         assert answered.split()[1] == b"200"
         assert (b"transfer-encoding" in answered) == (version == b"1.1")

@@ -96,9 +96,7 @@ def test_a_damaged_directory_of_batches_takes_none(
     with serving(config) as gateway:
         assert ended(gateway, late)["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
     with pytest.raises(HeadwayError, match="Neither the queue nor the batches are damaged"):
-        CliRunner().invoke(
-            app, ["queue", "recover", "-c", str(tmp_path / "headway.toml")], catch_exceptions=False
-        )
+        CliRunner().invoke(app, ["queue", "recover", "-c", str(tmp_path / "headway.toml")], catch_exceptions=False)
 
 
 async def test_the_log_of_batches_is_truncated(tmp_path: Path) -> None:

@@ -136,8 +136,11 @@ def test_the_page_holds_nothing_and_loads_nothing(gateway: Gateway) -> None:
     page = gateway.get("/")
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
     assert "smollm2" not in page.text
-    assert not [word for word in ("http:", "https:", "src=", "@import") if word in page.text.replace(
-        "http://www.w3.org/2000/svg", "")]  # fmt: skip
+    assert not [
+        word
+        for word in ("http:", "https:", "src=", "@import")
+        if word in page.text.replace("http://www.w3.org/2000/svg", "")
+    ]
 
 
 def test_only_operators_look_where_they_alone_may(serve: Serve) -> None:
@@ -190,9 +193,15 @@ def test_a_request_is_explained_as_the_command_does(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(
     ("query", "status", "param"),
-    [("", 400, "id"), ("id=x&since=then", 400, "since"), ("id=x&since=nan", 400, "since"),
-     ("id=x&since=1e300", 400, "since"), ("id=" + 600 * "x", 400, "id"), ("id=--help", 404, "id")],
-)  # fmt: skip
+    [
+        ("", 400, "id"),
+        ("id=x&since=then", 400, "since"),
+        ("id=x&since=nan", 400, "since"),
+        ("id=x&since=1e300", 400, "since"),
+        ("id=" + 600 * "x", 400, "id"),
+        ("id=--help", 404, "id"),
+    ],
+)
 def test_what_cannot_be_explained_is_refused(gateway: Gateway, query: str, status: int, param: str) -> None:
     assert gateway.post(gateway.chat()).status_code == 200
     refused = gateway.get(f"/headway/explain?{query}", timeout=60)
@@ -202,9 +211,7 @@ def test_what_cannot_be_explained_is_refused(gateway: Gateway, query: str, statu
 def test_one_request_is_explained_at_a_time(tmp_path: Path) -> None:
     async def both() -> list[Any]:
         explainer = Explainer(tmp_path)
-        return await asyncio.gather(
-            *(explainer.story("x", time.time()) for _ in range(2)), return_exceptions=True
-        )
+        return await asyncio.gather(*(explainer.story("x", time.time()) for _ in range(2)), return_exceptions=True)
 
     errors = asyncio.run(both())
     assert [getattr(error, "status", None) for error in errors] == [404, 503]

@@ -8,18 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.gateway.watch.figures import Attained, attained, figures, quantile
-from headway.gateway.watch.history import (
-    FINEST,
-    KEPT,
-    MOST_PAIRS,
-    OWED,
-    RATIO,
-    WINDOWS,
-    History,
-    Pair,
-    View,
-    _bin,
-)
+from headway.gateway.watch.history import FINEST, KEPT, MOST_PAIRS, OWED, RATIO, WINDOWS, History, Pair, View, _bin
 from headway.gateway.watch.label_values import OTHER
 
 LOWEST, BINS = 0.001, range(56)

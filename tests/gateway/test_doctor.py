@@ -29,9 +29,9 @@ def found(tmp_path: Path, text: str) -> dict[str, Finding]:
 def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
     seen = found(tmp_path, f'server = {{ port = {free_port()} }}\nengines = [{{ url = "{fake.url}" }}]')
     assert {one.state for one in seen.values()} <= {"good", "doubt"}
-    assert {
-        name: seen[name].state for name in ("vLLM", "address", "queue", "engine e0", "configuration")
-    } == (dict.fromkeys(("vLLM", "address", "queue", "engine e0", "configuration"), "good"))
+    assert {name: seen[name].state for name in ("vLLM", "address", "queue", "engine e0", "configuration")} == (
+        dict.fromkeys(("vLLM", "address", "queue", "engine e0", "configuration"), "good")
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,7 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
         ('[broker.sqlite]\npath = "/proc/queue.sqlite"', "queue", "", ""),
     ],
 )
-def test_what_is_wrong_is_named_with_its_mend(
-    tmp_path: Path, text: str, what: str, says: str, mend: str
-) -> None:
+def test_what_is_wrong_is_named_with_its_mend(tmp_path: Path, text: str, what: str, says: str, mend: str) -> None:
     seen = found(tmp_path, text)[what]
     assert seen.state == "bad"
     assert says in seen.found

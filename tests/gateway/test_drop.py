@@ -77,9 +77,7 @@ def test_what_cannot_be_on_time_is_refused_before_it_is_stored(serve: Serve, fak
         assert (fake.last()["asked"], len(gateway.jobs())) == (asked, jobs)
         assert gateway.metric('headway_slo_attainment{class="strict",model="smollm2"}') == 0.0
         assert (
-            gateway.metric(
-                'headway_requests_total{class="strict",model="smollm2",outcome="refused",tenant="default"}'
-            )
+            gateway.metric('headway_requests_total{class="strict",model="smollm2",outcome="refused",tenant="default"}')
             == 1
         )
         background = gateway.post(gateway.chat(service_tier="strict", messages=LONG, background=True))
@@ -125,9 +123,7 @@ def test_what_is_queued_too_long_is_refused(serve: Serve, tier: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_waits_inside_an_engine_is_refused_and_aborted(
-    gateway: Gateway, fake: Fake, stream: bool
-) -> None:
+def test_what_waits_inside_an_engine_is_refused_and_aborted(gateway: Gateway, fake: Fake, stream: bool) -> None:
     aborted = fake.last()["aborted"]
     took = refused(gateway, "strict", stream=stream, **fakes(hold="for ever"))
     assert 0.3 <= took < 5
@@ -198,16 +194,24 @@ def test_with_every_kind_of_planner(serve: Serve, fake: Fake, recipe: str) -> No
 
 
 def test_many_at_once_end_once_each(gateway: Gateway, fake: Fake) -> None:
-    done = [f'headway_requests_total{{class="strict",model="smollm2",outcome="{how}",tenant="default"}}'
-            for how in ("finished", "refused", "failed", "cancelled")]  # fmt: skip
+    done = [
+        f'headway_requests_total{{class="strict",model="smollm2",outcome="{how}",tenant="default"}}'
+        for how in ("finished", "refused", "failed", "cancelled")
+    ]
     before = [gateway.metric(name) for name in done]
     with ThreadPoolExecutor(24) as pool:
         asked = [
-            pool.submit(gateway.post, gateway.chat(
-                service_tier="strict", stream=i % 2 == 0, messages=SAY,
-                **fakes(delay=0.02 * (i % 3), **({"hold": "many"} if i % 3 == 0 else {})),
-            )) for i in range(24)
-        ]  # fmt: skip
+            pool.submit(
+                gateway.post,
+                gateway.chat(
+                    service_tier="strict",
+                    stream=i % 2 == 0,
+                    messages=SAY,
+                    **fakes(delay=0.02 * (i % 3), **({"hold": "many"} if i % 3 == 0 else {})),
+                ),
+            )
+            for i in range(24)
+        ]
         codes = [one.result().status_code for one in asked]
     assert codes.count(429) >= 8
     assert set(codes) == {200, 429}

@@ -50,10 +50,18 @@ def test_what_would_crash_the_engine_is_refused(name: str, fields: dict[str, Any
 @pytest.mark.parametrize(
     "fields",
     [
-        {}, {"seed": None}, {"seed": -1}, {"seed": 1, "temperature": 0}, {"seed": 1, "temperature": "0.0"},
-        {"top_k": -1}, {"top_k": 0}, {"top_k": 5, "temperature": 0.0}, {"echo": True}, CHATTING,
+        {},
+        {"seed": None},
+        {"seed": -1},
+        {"seed": 1, "temperature": 0},
+        {"seed": 1, "temperature": "0.0"},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_k": 5, "temperature": 0.0},
+        {"echo": True},
+        CHATTING,
     ],
-)  # fmt: skip
+)
 def test_what_does_not_is_taken(fields: dict[str, Any]) -> None:
     check_fields(fields, ["seed", "top_k", "prompt_logprobs"])
 

@@ -168,8 +168,9 @@ def test_a_body_is_the_same_file_however_it_is_cut(content: bytes, cuts: list[in
     body = (
         b'--abc\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         b'--abc\r\ncontent-disposition: form-data; name="file"; filename="a/b.jsonl"\r\n\r\n'
-        + content + b"\r\n--abc--\r\n"
-    )  # fmt: skip
+        + content
+        + b"\r\n--abc--\r\n"
+    )
     upload, found, at = Upload(KIND, Batches()), b"", 0
     for cut in [*sorted(cuts), len(body)]:
         upload.feed(body[at:cut])
@@ -188,10 +189,7 @@ def test_a_body_that_ends_too_early(end: int) -> None:
         upload.complete()
 
 
-@given(
-    rows=st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([b"\n", b"\r\n"]))),
-    piece=st.integers(1, 99),
-)
+@given(rows=st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([b"\n", b"\r\n"]))), piece=st.integers(1, 99))
 def test_lines_are_where_they_say(rows: list[tuple[bytes, bytes]], piece: int) -> None:
     rows = [(row.replace(b"\n", b"").rstrip(b"\r"), end) for row, end in rows]
     whole = b"".join(row + end for row, end in rows)

@@ -41,9 +41,7 @@ def test_numbers_beyond_all_floats_are_refused(gateway: Gateway, number: str) ->
 
 @pytest.mark.parametrize("bad", [b"nonsense\r\n\r\n", b"GET /x HTTP/9.9\r\n\r\n", b"GET /" + b"y" * 40_000])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_bad_head_waits_for_the_answers_before_it(
-    gateway: Gateway, fake: Fake, bad: bytes, streamed: bool
-) -> None:
+def test_a_bad_head_waits_for_the_answers_before_it(gateway: Gateway, fake: Fake, bad: bytes, streamed: bool) -> None:
     name = f"bad-{streamed}-{len(bad)}"
     body = json.dumps(gateway.chat(stream=streamed, **fakes(hold=name))).encode()
     with socket.create_connection(("127.0.0.1", gateway.config.server.port), timeout=10) as line:

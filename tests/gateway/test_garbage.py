@@ -43,9 +43,7 @@ def test_by_itself_python_collects_young_garbage_only(spared: None) -> None:
     assert len(kept) == 200_000
 
 
-async def test_the_gateway_collects_old_garbage_when_it_is_calm(
-    spared: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_gateway_collects_old_garbage_when_it_is_calm(spared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LOOK_S", 0.001)
     old, asked, requests = old_garbage(), asyncio.Event(), 5000
 

@@ -65,13 +65,7 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     (response_format(nested(40)), "max_depth"),
     (response_format(deep(10_000)), "max_depth"),
     ({"tools": [tool(pattern=REPEATED)], "tool_choice": "required"}, "max_regex"),
-    (
-        {
-            "tools": [tool(pattern=REPEATED)],
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-        },
-        "max_regex",
-    ),
+    ({"tools": [tool(pattern=REPEATED)], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "max_regex"),
 ]
 FITTING: list[dict[str, Any]] = [
     {"guided_regex": r"\d{3}-\d{4}", "guided_choice": None},
@@ -115,7 +109,7 @@ def _joined(parts: list[tuple[str, int]]) -> tuple[str, int]:
         st.sampled_from([("a", 1), (r"\(", 1), (r"[)\]{9}]", 1), (r"\{9}", 3), ("c{5}{5}", 25), (".*", 1)]),
         lambda inner: st.builds(_repeated, inner, REPETITIONS) | st.lists(inner, max_size=4).map(_joined),
     )
-)  # fmt: skip
+)
 def test_repetitions_are_written_out(regex: tuple[str, int]) -> None:
     assert written_out(regex[0]) == regex[1]
 
@@ -137,10 +131,15 @@ def test_repetitions_within_each_other_take_no_time_to_count() -> None:
     [
         (CHAT, {"structured_outputs": {"regex": REPEATED}}),
         (COMPLETIONS, {"prompt": "a", "guided_regex": REPEATED}),
-        ("/v1/responses", {"input": "a", "text": {"format": {
-            "type": "json_schema", "name": "a", "schema": schema(pattern=REPEATED)}}}),
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": schema(pattern=REPEATED)}},
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_is_refused_at_the_door(gateway: Gateway, path: str, fields: dict[str, Any]) -> None:
     said = error(gateway.post(gateway.chat(**fields), path), 400)
     assert said["code"] == "grammar_too_large"

@@ -21,14 +21,20 @@ from tests.gateway.gateway import until
 def graph(app: str = "agent", runs: int = 3) -> Graph:
     learned = Graph(app)
     for i in range(runs):
-        learned.learn(
-            [Visit("plan", prompt=100.0 + i, output=20.0, parallel=1), Visit("tool", "web", seconds=2.0)]
-        )
+        learned.learn([Visit("plan", prompt=100.0 + i, output=20.0, parallel=1), Visit("tool", "web", seconds=2.0)])
     return learned
 
 
-NAMES = [("t", "agent"), ("t", "../../etc/passwd"), ("../x", "agent"), ("", "agent"), ("t", "a" * 128),
-         ("t", "a" * 127 + "b"), ("t", "é \x00/"), ("T", "Agent")]  # fmt: skip
+NAMES = [
+    ("t", "agent"),
+    ("t", "../../etc/passwd"),
+    ("../x", "agent"),
+    ("", "agent"),
+    ("t", "a" * 128),
+    ("t", "a" * 127 + "b"),
+    ("t", "é \x00/"),
+    ("T", "Agent"),
+]
 
 
 def test_every_tenant_and_application_has_a_file_in_the_directory(tmp_path: Path) -> None:
@@ -49,7 +55,10 @@ def test_a_graph_survives_unchanged(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "empty": "", "half": json.dumps(graph().to_json())[:200], "not JSON": "hello", "a list": "[]",
+    "empty": "",
+    "half": json.dumps(graph().to_json())[:200],
+    "not JSON": "hello",
+    "a list": "[]",
     "deep": "[" * 100_000,
     "another version": json.dumps(graph().to_json() | {"version": 99}),
     "no units": json.dumps({"version": 1, "app": "agent", "runs": 1, "starts": []}),
@@ -57,7 +66,7 @@ DAMAGED = {
     "infinite": json.dumps(graph().to_json() | {"runs": math.inf}),
     "an ordinal of a million": json.dumps(graph().to_json()).replace("2.0, 0,", "2.0, 1000000,"),
     "negative": json.dumps(graph().to_json()).replace("2.0, 0,", "-2.0, 0,"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DAMAGED)
@@ -103,9 +112,7 @@ async def test_a_tenant_that_makes_up_applications_forgets_its_own_and_fills_no_
     assert ("loud", "a0") not in found
 
 
-async def test_a_disk_that_refuses_does_not_end_the_gateway(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_disk_that_refuses_does_not_end_the_gateway(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     knowledge = Knowledge()
     with caplog.at_level(logging.ERROR):

@@ -28,11 +28,7 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0
     ("state", "page", "inside"),
     [
         ({"running": 5, "paused": 2, "waiting": 3}, "", Inside(3, 2, 3)),
-        (
-            {"running": 5, "paused": 2, "waiting": 3},
-            PAGE,
-            Inside(3, 2, 3),
-        ),  # stock counts paused ones, too
+        ({"running": 5, "paused": 2, "waiting": 3}, PAGE, Inside(3, 2, 3)),  # stock counts paused ones, too
         ({"running": 5, "waiting": 3}, "", Inside(5, 0, 3)),  # stock vLLM with Headway's counters
         ({}, PAGE, Inside(4, 0, 2)),
         ({}, "vllm:num_requests_running 3\n", None),

@@ -26,11 +26,7 @@ PATHS = [CHAT, "/v1/messages", "/v1/responses"]
 def waiting(gateway: Gateway, path: str = CHAT, **fields: Any) -> Iterator[Iterator[str]]:
     """Ask for a stream, and yield its lines once it has had comments but no token."""
     body = {"model": "smollm2", "stream": True, "max_tokens": 8, **fields}
-    body |= (
-        {"input": "Say it."}
-        if path == "/v1/responses"
-        else {"messages": [{"role": "user", "content": "Say it."}]}
-    )
+    body |= {"input": "Say it."} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Say it."}]}
     with WEB.stream("POST", gateway.url + path, json=body) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -78,9 +74,7 @@ def test_a_stream_without_an_engine_gets_comments(serve: Serve, mortal: Fake) ->
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_refused_after_comments_is_an_event_of_its_api(serve: Serve, fake: Fake, path: str) -> None:
-    late = RequestError(
-        "It is late.", "Ask for less.", status=429, kind="rate_limit_error", code="infeasible"
-    )
+    late = RequestError("It is late.", "Ask for less.", status=429, kind="rate_limit_error", code="infeasible")
 
     async def refuse() -> None:
         one(gateway).refuse(late)
@@ -97,9 +91,7 @@ def test_what_is_refused_after_comments_is_an_event_of_its_api(serve: Serve, fak
         error = {"type": "rate_limit_error", "message": "It is late. Ask for less."}
         assert told == [{"type": "error", "error": error}]
     else:
-        assert [event["type"] for event in told] == [
-            "response.created", "response.in_progress", "response.failed"
-        ]  # fmt: skip
+        assert [event["type"] for event in told] == ["response.created", "response.in_progress", "response.failed"]
         assert told[-1]["response"]["status"] == "failed"
         assert told[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
 

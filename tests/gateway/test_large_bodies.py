@@ -34,12 +34,14 @@ def counter() -> TokenCounter:
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        (ChatBody, {"messages": [0] * 500}), (ChatBody, {"messages": [{}] * 500}),
+        (ChatBody, {"messages": [0] * 500}),
+        (ChatBody, {"messages": [{}] * 500}),
         (ChatBody, {"messages": SAY, "tools": [0] * 500}),
         (ChatBody, {"messages": [{"role": "user", "content": [0] * 500}]}),
-        (CompletionBody, {"prompt": [{}] * 500}), (CompletionBody, {"prompt": [["a"] * 9] * 500}),
+        (CompletionBody, {"prompt": [{}] * 500}),
+        (CompletionBody, {"prompt": [["a"] * 9] * 500}),
     ],
-)  # fmt: skip
+)
 def test_checks_end_at_the_first_wrong_element(
     model: type[ChatBody] | type[CompletionBody], fields: dict[str, Any]
 ) -> None:
@@ -50,11 +52,15 @@ def test_checks_end_at_the_first_wrong_element(
 
 @pytest.mark.parametrize(
     ("path", "fields", "most"),
-    [(CHAT, {"messages": [0] * 300_000}, 2048), (CHAT, {"messages": SAY * 3000}, 2048),
-     (COMPLETIONS, {"prompt": [7] * 9000}, 2048), (CHAT, {"messages": SAY, "tools": [{}] * 3000}, 2048),
-     (CHAT, {"messages": SAY, "stop": ["a"] * 1025}, 1024),
-     (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 1025}, 1024)],
-)  # fmt: skip
+    [
+        (CHAT, {"messages": [0] * 300_000}, 2048),
+        (CHAT, {"messages": SAY * 3000}, 2048),
+        (COMPLETIONS, {"prompt": [7] * 9000}, 2048),
+        (CHAT, {"messages": SAY, "tools": [{}] * 3000}, 2048),
+        (CHAT, {"messages": SAY, "stop": ["a"] * 1025}, 1024),
+        (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 1025}, 1024),
+    ],
+)
 def test_lists_are_bounded(gateway: Gateway, path: str, fields: dict[str, Any], most: int) -> None:
     said = error(gateway.post(MODEL | fields, path), 400)
     assert said["code"] == "too_many_values"
@@ -93,9 +99,7 @@ def test_code_full_of_brackets_is_a_prompt() -> None:
 
 
 @given(
-    st.text()
-    | st.text(st.sampled_from(" \n\tae0€=-\x16<|im_start|>"))
-    | st.text(st.sampled_from(" =-"), min_size=99)
+    st.text() | st.text(st.sampled_from(" \n\tae0€=-\x16<|im_start|>")) | st.text(st.sampled_from(" =-"), min_size=99)
 )
 def test_bytes_never_promise_more_tokens_than_there_are(counter: TokenCounter, text: str) -> None:
     assert counter._bytes is not None
@@ -106,9 +110,7 @@ def test_bytes_never_promise_more_tokens_than_there_are(counter: TokenCounter, t
 @pytest.mark.parametrize(
     "text", ["a" * 500_000, "€" * 100_000, "word " * 50_000, *(white * 500_000 for white in " \n\t\u3000")]
 )
-def test_what_cannot_fit_is_not_tokenized(
-    counter: TokenCounter, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_what_cannot_fit_is_not_tokenized(counter: TokenCounter, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(counter, "_encode", lambda *_: pytest.fail("tokenized"))
     message = {"role": "user", "content": text}
     bodies = [
@@ -194,7 +196,7 @@ def threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], s
         ("/v1/messages/count_tokens", {"messages": say(" " * 20_000)}, {"messages": say(" ")}),
         ("/v1/runs/r1/units", STARTED | {"app": " " * 20_000}, STARTED),
     ],
-)  # fmt: skip
+)
 def test_large_bodies_are_read_beside_the_event_loop(
     gateway: Gateway, threads: Callable[[], set[str]], path: str, large: Any, small: Any
 ) -> None:

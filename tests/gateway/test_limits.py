@@ -28,9 +28,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
-def test_a_stock_engine_is_taken_for_what_it_tells(
-    serve: Serve, stock: Fake, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stock_engine_is_taken_for_what_it_tells(serve: Serve, stock: Fake, caplog: pytest.LogCaptureFixture) -> None:
     with serve(stock.url, engine={"max_running": 16}) as gateway:
         one = planned(gateway)
         assert (one.max_model_len, one.block_size, one.blocks_total) == (CONTEXT, BLOCK, BLOCKS - 1)

@@ -28,11 +28,12 @@ class Process:
         self.folder, self.port = folder, free_port()
         self.file, self.errors = folder / "headway.toml", folder / "stderr"
         self.config = Config(
-            server=Server(port=self.port), engines=(Engine(url=url, max_running=8),),
+            server=Server(port=self.port),
+            engines=(Engine(url=url, max_running=8),),
             broker=Broker(sqlite=Sqlite(str(folder / "queue.sqlite"), "normal")),
             log=Log(format="json", access=True),
             keys=(Key("sk-first-key", "alpha"), Key("sk-other-key", "beta")),
-        )  # fmt: skip
+        )
         self.write(self.config)
 
     def write(self, config: Config) -> None:
@@ -74,26 +75,17 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
     assert process.ask("sk-wrong-key") == 401
 
     def seen() -> list[dict[str, Any]]:
-        return [
-            line for line in process.lines() if line["logger"] == "headway.access" and line["path"] == CHAT
-        ]
+        return [line for line in process.lines() if line["logger"] == "headway.access" and line["path"] == CHAT]
 
     until(lambda: len(seen()) == 2)
     until(lambda: any(f"http://127.0.0.1:{process.port}/v1" in str(line) for line in process.lines()))
     good, bad = sorted(seen(), key=lambda line: line["status"])  # by their ends, in either order
-    assert (good["status"], good["tenant"], good["class"], good["method"]) == (
-        200,
-        "alpha",
-        "default",
-        "POST",
-    )
+    assert (good["status"], good["tenant"], good["class"], good["method"]) == (200, "alpha", "default", "POST")
     assert good["id"].startswith("hw-")
     assert good["bytes"] > 0
     assert (bad["status"], bad["tenant"]) == (401, "")
     assert "sk-" not in process.errors.read_text()
-    assert {line["path"] for line in process.lines() if line["logger"] == "headway.access"} == {CHAT}, (
-        "no probes"
-    )
+    assert {line["path"] for line in process.lines() if line["logger"] == "headway.access"} == {CHAT}, "no probes"
 
     keys = (Key("sk-newer-key", "gamma"), Key("sk-other-key", "beta", classes=("default", "gold")))
     classes = {"default": Tier(), "gold": Tier(ttft_ms=60_000.0)}
@@ -116,11 +108,7 @@ def test_a_line_for_every_request_and_keys_that_come_and_go(process: Any) -> Non
     changed = replace(process.config.server, max_queued=7)
     process.write(replace(process.config, keys=keys, classes=classes, server=changed))
     process.hang_up()
-    until(
-        lambda: any(
-            "server take effect after a restart" in line.get("message", "") for line in process.lines()
-        )
-    )
+    until(lambda: any("server take effect after a restart" in line.get("message", "") for line in process.lines()))
 
 
 CRASH = """

@@ -69,27 +69,40 @@ def test_errors_are_in_anthropic_s_shape(gateway: Gateway) -> None:
         with pytest.raises(anthropic.NotFoundError) as missing:
             asks.messages.create(**body(model="nothing"))
         with pytest.raises(anthropic.BadRequestError, match="image"):
-            asks.messages.create(**body(messages=[{"role": "user", "content": [
-                {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}},
-            ]}]))  # fmt: skip
+            asks.messages.create(
+                **body(
+                    messages=[
+                        {
+                            "role": "user",
+                            "content": [
+                                {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}
+                            ],
+                        }
+                    ]
+                )
+            )
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_tokens": None}, "max_tokens"), ({"messages": "Hi."}, "messages"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": "Hi."}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "role"), ({"system": 3}, "system"),
-        ({"n": 2}, "n is"), ({"background": True}, "background"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"system": 3}, "system"),
+        ({"n": 2}, "n is"),
+        ({"background": True}, "background"),
         ({"thinking": {"type": "some"}}, "thinking"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Anthropic's own"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"), ({"messages": [3]}, "messages.0"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"messages": [3]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
         ({"tool_choice": {"type": "some"}, "tools": [{"name": "f", "input_schema": {}}]}, "tool_choice"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], words: str) -> None:
     answer = gateway.post(body(**fields), PATH)
     told = answer.json()
@@ -135,26 +148,41 @@ def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         messages=[
             {"role": "user", "content": "Hi."},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
-            ]},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "4"}]},
-                {"type": "text", "text": "And?"},
-            ]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "4"}]},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
         ],
-        tools=[tool], tool_choice={"type": "none"}, stop_sequences=["zz"], metadata={"user_id": "u"}, top_k=3,
-    )  # fmt: skip
+        tools=[tool],
+        tool_choice={"type": "none"},
+        stop_sequences=["zz"],
+        metadata={"user_id": "u"},
+        top_k=3,
+    )
     assert gateway.post(asked, PATH).status_code == 200
     chat = fake.last()["body"]
     assert chat["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": "I look.", "tool_calls": [
-            {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
-        ]},
-        {"role": "tool", "tool_call_id": "t1", "content": "4"}, {"role": "user", "content": "And?"},
-    ]  # fmt: skip
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "4"},
+        {"role": "user", "content": "And?"},
+    ]
     function = {"name": "f", "parameters": {"type": "object"}, "description": "d"}
     assert chat["tools"] == [{"type": "function", "function": function}]
     assert (chat["tool_choice"], chat["stop"], chat["user"], chat["top_k"]) == ("none", ["zz"], "u", 3)
@@ -166,9 +194,10 @@ def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
 def test_a_tool_call_is_a_block() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     answer = {
-        "model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 4},
+        "model": "m",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4},
         "choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}],
-    }  # fmt: skip
+    }
     message = message_of(answer, "hw-1")
     assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
@@ -180,9 +209,7 @@ def test_a_tool_that_the_client_named_is_used_too() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "stop"}
     assert message_of({"choices": [choice]}, "hw-1")["stop_reason"] == "tool_use"
-    assert (
-        message_of({"choices": [choice | {"finish_reason": "length"}]}, "hw-1")["stop_reason"] == "max_tokens"
-    )
+    assert message_of({"choices": [choice | {"finish_reason": "length"}]}, "hw-1")["stop_reason"] == "max_tokens"
     delta = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}]}
     events = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
     data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
@@ -190,26 +217,30 @@ def test_a_tool_that_the_client_named_is_used_too() -> None:
 
 
 def test_what_agents_send_beside_their_messages() -> None:
-    chat = chat_of(body(
-        system=[
-            {"type": "text", "text": "x-anthropic-billing-header: 1a2b"},
-            {"type": "text", "text": "Be brief."},
-        ],
-        messages=[
-            {"role": "user", "content": "Hi."}, {"role": "system", "content": "It is late."},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True},
-            ]},
-        ],
-        context_management={"edits": []}, output_config={"effort": "low", "format": {
-            "type": "json_schema", "schema": {"type": "object"},
-        }},
-        thinking={"type": "enabled", "budget_tokens": 1024},
-    ))  # fmt: skip
+    chat = chat_of(
+        body(
+            system=[
+                {"type": "text", "text": "x-anthropic-billing-header: 1a2b"},
+                {"type": "text", "text": "Be brief."},
+            ],
+            messages=[
+                {"role": "user", "content": "Hi."},
+                {"role": "system", "content": "It is late."},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True}],
+                },
+            ],
+            context_management={"edits": []},
+            output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )
+    )
     assert chat["messages"] == [
-        {"role": "system", "content": "Be brief.\nIt is late."}, {"role": "user", "content": "Hi."},
+        {"role": "system", "content": "Be brief.\nIt is late."},
+        {"role": "user", "content": "Hi."},
         {"role": "tool", "tool_call_id": "t", "content": "Error: no"},
-    ]  # fmt: skip
+    ]
     assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert (chat["reasoning_effort"], chat["chat_template_kwargs"]) == ("low", {"enable_thinking": True})
     assert not {"context_management", "output_config", "thinking"} & set(chat)
@@ -241,13 +272,13 @@ DELTAS = st.lists(
         st.text(min_size=1, max_size=6).map(lambda text: {"content": text}),
         st.text(min_size=1, max_size=6).map(lambda text: {"reasoning_content": text}),
         st.tuples(st.integers(0, 2), st.text(max_size=6)).map(
-            lambda pair: {"tool_calls": [{
-                "index": pair[0], "id": f"c{pair[0]}", "function": {"name": "f", "arguments": pair[1]},
-            }]}
+            lambda pair: {
+                "tool_calls": [{"index": pair[0], "id": f"c{pair[0]}", "function": {"name": "f", "arguments": pair[1]}}]
+            }
         ),
     ),
     max_size=12,
-)  # fmt: skip
+)
 
 
 @given(DELTAS, st.lists(st.integers(1, 40), max_size=60))
@@ -255,9 +286,7 @@ def test_a_stream_is_the_same_however_it_is_cut(deltas: list[dict[str, Any]], cu
     chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
     chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
-    data = (
-        b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-    )
+    data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
     whole, events, at = MessageEvents("hw-1", "m", 7).feed(data), MessageEvents("hw-1", "m", 7), 0
     parts = []
     for size in [*cuts, len(data)]:
@@ -270,11 +299,7 @@ def test_a_stream_is_the_same_however_it_is_cut(deltas: list[dict[str, Any]], cu
     text = "".join(one["delta"].get("text", "") for one in told if one["type"] == "content_block_delta")
     assert text == "".join(delta.get("content", "") for delta in deltas)
     begun = [one["index"] for one in told if one["type"] == "content_block_start"]
-    assert (
-        begun
-        == [one["index"] for one in told if one["type"] == "content_block_stop"]
-        == list(range(len(begun)))
-    )
+    assert begun == [one["index"] for one in told if one["type"] == "content_block_stop"] == list(range(len(begun)))
     assert told[-2]["delta"]["stop_reason"] == "max_tokens"
     assert told[-2]["usage"] == {"input_tokens": 3, "output_tokens": 5}
 
@@ -318,20 +343,21 @@ def test_tokens_and_back(gateway: Gateway) -> None:
     assert told["max_model_len"] > 100
     back = gateway.post({"tokens": told["tokens"]}, "/detokenize").json()
     assert back == {"prompt": "Hello there"}
-    chat = gateway.post(
-        {"model": "smollm2", "messages": [{"role": "user", "content": "Hi."}]}, "/tokenize"
-    ).json()
+    chat = gateway.post({"model": "smollm2", "messages": [{"role": "user", "content": "Hi."}]}, "/tokenize").json()
     assert chat["count"] > 3
 
 
 @pytest.mark.parametrize(
     ("path", "asked", "status"),
     [
-        ("/tokenize", {"prompt": ["a", "b"]}, 400), ("/tokenize", {}, 400), ("/detokenize", {}, 400),
-        ("/detokenize", {"tokens": [10**9]}, 400), ("/detokenize", {"tokens": [True]}, 400),
+        ("/tokenize", {"prompt": ["a", "b"]}, 400),
+        ("/tokenize", {}, 400),
+        ("/detokenize", {}, 400),
+        ("/detokenize", {"tokens": [10**9]}, 400),
+        ("/detokenize", {"tokens": [True]}, 400),
         ("/tokenize", {"model": "nothing", "prompt": "a"}, 404),
     ],
-)  # fmt: skip
+)
 def test_what_no_tokenizer_can_do(gateway: Gateway, path: str, asked: dict[str, Any], status: int) -> None:
     answer = gateway.post(asked, path)
     assert answer.status_code == status

@@ -51,30 +51,24 @@ ATTACKS = {
     "connects to a port": ("import socket; socket.create_connection(('127.0.0.1', PORT))", "OSError|Refused"),
     "connects to a socket": ("import socket; socket.socket(1).connect('FOLDER/socket')", "FileNotFoundError"),
     "connects to an abstract socket": (
-        "import socket; socket.socket(1).connect(b'\\0headway-PORT')", "ConnectionRefusedError"
+        "import socket; socket.socket(1).connect(b'\\0headway-PORT')",
+        "ConnectionRefusedError",
     ),
     "talks to the hypervisor": ("import socket; socket.socket(40, 1)", "not supported"),
     "becomes root": ("import os; os.setuid(0)", "PermissionError|Invalid argument"),
     "makes a user namespace": (CALL.format("unshare(0x10000000)"), "PermissionError"),
-    "makes one with a process": (
-        CALL.format(f"syscall({CLONE}, 0x10000011, 0, 0, 0, 0)"),
-        "No space|Errno 28",
-    ),
+    "makes one with a process": (CALL.format(f"syscall({CLONE}, 0x10000011, 0, 0, 0, 0)"), "No space|Errno 28"),
     "mounts": (CALL.format("mount(b'none', b'/tmp', b'tmpfs', 0, None)"), "PermissionError"),
-    "leaves a key in a keyring": (
-        CALL.format(f"syscall({ADD_KEY}, b'user', b'k', b'v', 1, -3)"),
-        "PermissionError",
-    ),
+    "leaves a key in a keyring": (CALL.format(f"syscall({ADD_KEY}, b'user', b'k', b'v', 1, -3)"), "PermissionError"),
     "forks 10,000 processes": (
-        "import os, time\nfor _ in range(10_000):\n    if os.fork() == 0: time.sleep(60)", "BlockingIOError"
+        "import os, time\nfor _ in range(10_000):\n    if os.fork() == 0: time.sleep(60)",
+        "BlockingIOError",
     ),
     "allocates 10 GB": ("held = bytearray(10 << 30)", "MemoryError"),
     "allocates memory of no process": ("import os; os.memfd_create('x')", "PermissionError"),
-    "fills the disk": (
-        "for n in range(9): open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20))", "No space left"
-    ),
+    "fills the disk": ("for n in range(9): open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20))", "No space left"),
     "fills the disk with names": ("for n in range(5000): open(str(n), 'w')", "No space left"),
-}  # fmt: skip
+}
 # What code tries, and what it prints.
 ORDINARY = {
     "libraries": (
@@ -83,41 +77,46 @@ ORDINARY = {
         "[2, [42]]",
     ),
     "own folder": (
-        "import os, tempfile\nopen('x', 'w').write('y')\ntempfile.mkdtemp()\n"
-        "print(open('/tmp/x').read())", "y"
+        "import os, tempfile\nopen('x', 'w').write('y')\ntempfile.mkdtemp()\nprint(open('/tmp/x').read())",
+        "y",
     ),
     "processes": (
         "import subprocess, sys, multiprocessing\nmultiprocessing.Lock()\n"
-        "print(subprocess.check_output([sys.executable, '-c', 'print(7)'], text=True))", "7"
+        "print(subprocess.check_output([sys.executable, '-c', 'print(7)'], text=True))",
+        "7",
     ),
     "leaves": ("for folder in ('/tmp', '/dev/shm', '.'): open(f'{folder}/left', 'w')", ""),
     "finds": (
         "import os\nfound = {*os.listdir('/tmp'), *os.listdir('/dev/shm')}\n"
-        f"print(found - {set(Path(sys.prefix).parts)})", "set()"  # Python itself may be in /tmp
+        f"print(found - {set(Path(sys.prefix).parts)})",
+        "set()",  # Python itself may be in /tmp
     ),
     "users": ("import os; print(os.getresuid(), os.getgroups())", "(65534, 65534, 65534) []"),
     "environments": (
-        "import glob\n"
-        f"print(any(b'{SECRET}' in open(p, 'rb').read() for p in glob.glob('/proc/[2-9]*/environ')))", "False"
+        f"import glob\nprint(any(b'{SECRET}' in open(p, 'rb').read() for p in glob.glob('/proc/[2-9]*/environ')))",
+        "False",
     ),
     "descriptors": ("import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])", "[0, 1, 2]"),
     "folders": (
         "import os\nplaces = '/home /var /run /sys /opt /old /usr/bin/env /root/.bashrc FOLDER'\n"
-        "print([place for place in places.split() if os.path.exists(place)])", "[]"
+        "print([place for place in places.split() if os.path.exists(place)])",
+        "[]",
     ),
     "writable mounts": (
         "lines = [line.split() for line in open('/proc/self/mountinfo')]\n"
         "print(sorted(w[4] for w in lines if not w[5].startswith('ro,') and not w[4].startswith('/dev/')))",
         "['/proc', '/tmp']",
     ),
-    "devices": ("import os; print(sorted(os.listdir('/dev')))",
-                "['fd', 'full', 'null', 'random', 'shm', 'urandom', 'zero']"),
+    "devices": (
+        "import os; print(sorted(os.listdir('/dev')))",
+        "['fd', 'full', 'null', 'random', 'shm', 'urandom', 'zero']",
+    ),
     "status": (
         "import re\nstatus = open('/proc/self/status').read()\n"
         "print(re.findall(r'(?:CapPrm|CapEff|NoNewPrivs|Seccomp):\\s*(\\w+)', status))",
         "['0000000000000000', '0000000000000000', '1', '2']",
     ),
-}  # fmt: skip
+}
 GATEWAY = """
 import asyncio, json, os, sys
 from headway.cluster.backends.sandbox import Sandboxes
@@ -149,9 +148,7 @@ def told(request: pytest.FixtureRequest) -> dict[str, Any]:
     argv = [sys.executable]
     if request.param == "another":
         argv = [*ANOTHER, f"/usr/bin/{PYTHON}"]
-        tried = subprocess.run(
-            [*argv, "-c", GATEWAY, "namespaces"], env=env, input=b"{}", capture_output=True
-        )
+        tried = subprocess.run([*argv, "-c", GATEWAY, "namespaces"], env=env, input=b"{}", capture_output=True)
         if tried.returncode != 0:
             pytest.skip("no other user can run a gateway here")
     with tempfile.TemporaryDirectory(dir="/tmp") as name, socket.create_server(("127.0.0.1", 0)) as server:

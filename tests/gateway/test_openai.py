@@ -55,9 +55,7 @@ async def test_the_async_client(gateway: Gateway) -> None:
         stream = await client.chat.completions.create(**ASK, stream=True, **USAGE)
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage is not None
-        answers = await asyncio.gather(
-            *(client.completions.create(model="smollm2", prompt=f"{i}") for i in range(30))
-        )
+        answers = await asyncio.gather(*(client.completions.create(model="smollm2", prompt=f"{i}") for i in range(30)))
         assert {answer.choices[0].text for answer in answers} == {"fake " * 8}
 
 
@@ -83,11 +81,20 @@ def test_usage_in_every_chunk_only_when_asked_for(client: openai.OpenAI, fake: F
 
 def test_parameters_pass_through_unchanged(client: openai.OpenAI, fake: Fake) -> None:
     sent = {
-        "stop": ["###", "zz"], "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 4, "temperature": 0.25,
-        "top_p": 0.5, "presence_penalty": 0.1, "logit_bias": {"17": -5}, "user": "somebody",
-        "response_format": {"type": "json_object"}, "tool_choice": "none",
+        "stop": ["###", "zz"],
+        "seed": 7,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 4,
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "presence_penalty": 0.1,
+        "logit_bias": {"17": -5},
+        "user": "somebody",
+        "response_format": {"type": "json_object"},
+        "tool_choice": "none",
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-    }  # fmt: skip
+    }
     more = {"top_k": 5, "min_tokens": 2, "guided_choice": ["a", "b"], "vllm_xargs": {"mine": 3}}
     answer = client.chat.completions.create(**ASK, **sent, extra_body=more)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

@@ -61,9 +61,7 @@ def test_an_operator_key_is_there_for_operators() -> None:
         parse({"server": {"operator_only": True}})
 
 
-def test_clients_learn_no_paths_and_addresses(
-    gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = EngineError("It ended:\n/home/me/model is missing", "The whole log is in /var/log/e0.log.")
     (engine,) = gateway.inner.dispatcher.engines.values()
     monkeypatch.setattr(engine, "failure", failure)

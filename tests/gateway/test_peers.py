@@ -27,10 +27,16 @@ needs_peers = pytest.mark.skipif(
     not all((PEERS / "bin" / name).exists() for name in KNOWN), reason="make peers has not installed them"
 )
 FIGURES = {
-    "gateway.added_ms.p50", "gateway.added_ms.p99", "gateway.latency_ms.p50", "gateway.latency_ms.p99",
-    "gateway.req_per_s", "gateway.req_per_s.wall", "gateway.tokens_per_s", "gateway.tokens_per_s.wall",
+    "gateway.added_ms.p50",
+    "gateway.added_ms.p99",
+    "gateway.latency_ms.p50",
+    "gateway.latency_ms.p99",
+    "gateway.req_per_s",
+    "gateway.req_per_s.wall",
+    "gateway.tokens_per_s",
+    "gateway.tokens_per_s.wall",
     "gateway.broken",
-}  # fmt: skip
+}
 
 BURN = """if True:
     import sys, time
@@ -70,9 +76,7 @@ def test_peers_are_measured_as_headway_is(tmp_path: Path, monkeypatch: pytest.Mo
     ratios = {(row.id, row.setting): row.ours for row in ratio_rows(measured.rows)}
     assert len(ratios) == 7 * len(KNOWN)
     setting = next(setting for id, setting in figures["litellm"] if id == "gateway.req_per_s")
-    quotient = (
-        figures["headway"]["gateway.req_per_s", setting] / figures["litellm"]["gateway.req_per_s", setting]
-    )  # type: ignore[operator]
+    quotient = figures["headway"]["gateway.req_per_s", setting] / figures["litellm"]["gateway.req_per_s", setting]  # type: ignore[operator]
     assert ratios["gateway.req_per_s.ratio", f"over litellm, {setting}"] == pytest.approx(quotient)
     report = overhead.build(measured, 0)
     assert set(KNOWN) < set(report.about.versions)
@@ -81,9 +85,7 @@ def test_peers_are_measured_as_headway_is(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["litellm", "headway"])
-def test_what_a_peer_breaks_off_is_counted_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_a_peer_breaks_off_is_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(responses, "TOKENS", 20)
     with fake_engine(tmp_path, free_port()) as engine:
         set_answers(engine, 10, 0.0)
@@ -142,9 +144,7 @@ def test_the_engine_answers_as_it_is_set(tmp_path: Path) -> None:
     with fake_engine(tmp_path, free_port()) as engine:
         for tokens, delay in ((5, 0.0), (3, 0.1)):
             set_answers(engine, tokens, delay)
-            body = json.dumps(
-                {"model": "smollm2", "messages": [{"content": "Say"}], "max_tokens": 200}
-            ).encode()
+            body = json.dumps({"model": "smollm2", "messages": [{"content": "Say"}], "max_tokens": 200}).encode()
             url = f"http://127.0.0.1:{engine.port}/v1/chat/completions"
             began = time.perf_counter()
             with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as answer:

@@ -16,13 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from headway.config import Config, parse
 from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
 from headway.engines.vllm.process.answers import read_answer
-from headway.engines.vllm.request_metadata import (
-    HEADER,
-    as_header,
-    from_header,
-    read_metadata,
-    write_metadata,
-)
+from headway.engines.vllm.request_metadata import HEADER, as_header, from_header, read_metadata, write_metadata
 from headway.errors import ConfigError, RequestError
 from headway.gateway.parsing.pooling import ENDPOINTS, as_completion
 from headway.types import Forecast, Request, Slo
@@ -80,13 +74,17 @@ def test_a_prompt_may_fill_the_whole_context_but_no_more(pooling: Gateway) -> No
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({}, "input"), ({"input": []}, "input"), ({"input": 7}, "input"), ({"input": [True]}, "input"),
-        ({"input": ["a", 1]}, "input"), ({"input": "a", "stream": True}, "stream"),
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": [True]}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": "a", "stream": True}, "stream"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "service_tier": "none such"}, "service_tier"),
     ],
-)  # fmt: skip
+)
 def test_bad_bodies_are_refused_by_the_field(pooling: Gateway, asked: dict[str, Any], param: str) -> None:
     refused = pooling.post({"model": "smollm2", **asked}, "/v1/embeddings")
     assert refused.status_code == 400
@@ -99,10 +97,7 @@ def test_a_list_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 
 def test_messages_and_parts_count_by_their_text() -> None:
-    chat = [
-        {"role": "user", "content": "Hi"},
-        {"role": "user", "content": [{"type": "text", "text": "there"}]},
-    ]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "user", "content": [{"type": "text", "text": "there"}]}]
     assert as_completion("embeddings", {"messages": chat}, 9)["prompt"] == ["Hi\nthere"]
     parts = {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}
     asked = {"query": "q", "documents": parts}
@@ -128,10 +123,14 @@ def test_answers_are_told_apart() -> None:
 
 def test_a_batch_of_embeddings(pooling: Gateway) -> None:
     lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/embeddings",
-         "body": {"model": "smollm2", "input": f"text {i}"}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": "smollm2", "input": f"text {i}"},
+        }
         for i in range(3)
-    ]  # fmt: skip
+    ]
     done = ended(pooling, begin(pooling, lines, endpoint="/v1/embeddings"))
     assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
     answers = content(pooling, done["output_file_id"])
@@ -163,9 +162,11 @@ def test_the_metadata_reaches_the_pooling_parameters() -> None:
     asyncio.run(ask([]))
     assert seen[1] == {"theirs": 1}
     vllm = SimpleNamespace(
-        request_id="embd-hw-1-0", arrival_time=5.0, sampling_params=None,
+        request_id="embd-hw-1-0",
+        arrival_time=5.0,
+        sampling_params=None,
         pooling_params=SimpleNamespace(extra_kwargs=seen[0]),
-    )  # fmt: skip
+    )
     read = read_metadata(vllm)
     assert (read.id, read.arrival, read.e2e, read.tokens_left) == ("hw-1", 100.0, 2.0, 1.0)
 

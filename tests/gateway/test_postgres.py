@@ -103,9 +103,7 @@ def test_a_response_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) 
         until(lambda: fake.last()["open"] == 0, 20)
 
 
-def test_a_server_that_is_restarted_loses_nothing(
-    fake: Fake, own: postgres.PrivateServer, tmp_path: Path
-) -> None:
+def test_a_server_that_is_restarted_loses_nothing(fake: Fake, own: postgres.PrivateServer, tmp_path: Path) -> None:
     broker = queue(tmp_path, own.url, lease_seconds=30.0)
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
         port = int(gateway.url.rsplit(":", 1)[1])

@@ -95,8 +95,10 @@ def read(counter: TokenCounter, body: ChatBody | CompletionBody) -> tuple[int, l
 
 
 def test_a_prompt_s_tokens_are_those_of_the_model_s_template(counter: TokenCounter) -> None:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": [
-        {"type": "text", "text": "Hello!"}]}]  # fmt: skip
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": [{"type": "text", "text": "Hello!"}]},
+    ]
     tokens, ids = read(counter, ChatBody.model_validate({"model": "m", "messages": messages}))
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n"
     text += "<|im_start|>assistant\n"
@@ -111,12 +113,11 @@ def test_a_prompt_s_tokens_are_those_of_the_model_s_template(counter: TokenCount
     "fields",
     [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"cache_salt": "mine"}, {"chat_template_kwargs": {"thinking": True}},
+        {"cache_salt": "mine"},
+        {"chat_template_kwargs": {"thinking": True}},
     ],
-)  # fmt: skip
-def test_tokens_that_only_the_engine_knows_are_not_guessed(
-    counter: TokenCounter, fields: dict[str, Any]
-) -> None:
+)
+def test_tokens_that_only_the_engine_knows_are_not_guessed(counter: TokenCounter, fields: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]} | fields
     tokens, ids = read(counter, ChatBody.model_validate(body))
     assert tokens > 0
@@ -256,9 +257,7 @@ def test_nothing_is_done_without_a_cache_or_a_prefix(serve: Serve, fake: Fake, p
     assert pins.said == []
 
 
-def test_an_engine_that_fails_is_counted(
-    hermes: Gateway, pins: Pins, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_fails_is_counted(hermes: Gateway, pins: Pins, caplog: pytest.LogCaptureFixture) -> None:
     for run in ("r1", "r2"):
         ask(hermes, run)
     pins.gone = True

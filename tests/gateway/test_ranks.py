@@ -44,9 +44,7 @@ def rerank(gateway: Gateway, *ranks: dict[str, float]) -> None:
     gateway.do(execute())
 
 
-def test_the_newest_ranks_reach_the_engine_in_one_message(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_ranks_reach_the_engine_in_one_message(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[Any] = []
 
     async def control(_: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:

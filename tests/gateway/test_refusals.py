@@ -38,9 +38,20 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"{'model': 1}", b"\xff\xfe{}", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\xed\xa0\x80"}',
-     b'{"a":' * 100_000, b"[" * 5000, b"9" * 5000, b"\x00"],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"{'model': 1}",
+        b"\xff\xfe{}",
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xed\xa0\x80"}',
+        b'{"a":' * 100_000,
+        b"[" * 5000,
+        b"9" * 5000,
+        b"\x00",
+    ],
+)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_malformed_json(gateway: Gateway, raw: bytes, path: str) -> None:
     said = error(gateway.post(None, path, content=raw), 400)
@@ -60,23 +71,39 @@ def test_deep_json_is_passed_on_or_refused(gateway: Gateway, depth: int) -> None
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": 3}, "model"), ({"messages": []}, "messages"),
-    ({"messages": None}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [3]}, "messages.0"),
-    ({"messages": [{}]}, "messages.0.role"), ({"messages": [{"role": 3}]}, "messages.0.role"),
+    ({"model": 3}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [3]}, "messages.0"),
+    ({"messages": [{}]}, "messages.0.role"),
+    ({"messages": [{"role": 3}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [3]}]}, "messages.0.content"),
-    ({"stream": "maybe"}, "stream"), ({"stream": 2}, "stream"), ({"stream_options": 3}, "stream_options"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": "many"}, "max_tokens"), ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"n": 0}, "n"), ({"n": 129}, "n"),
-    ({"priority": 2**31}, "priority"), ({"priority": "high"}, "priority"),
+    ({"stream": "maybe"}, "stream"),
+    ({"stream": 2}, "stream"),
+    ({"stream_options": 3}, "stream_options"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"priority": 2**31}, "priority"),
+    ({"priority": "high"}, "priority"),
     ({"background": "no"}, "background"),
-    ({"service_tier": 3}, "service_tier"), ({"service_tier": "platinum"}, "service_tier"),
-    ({"ttft_slo_ms": -5}, "ttft_slo_ms"), ({"ttft_slo_ms": 0}, "ttft_slo_ms"),
-    ({"tpot_slo_ms": "fast"}, "tpot_slo_ms"), ({"tpot_slo_ms": True}, "tpot_slo_ms"),
-    ({"ttlt_slo_ms": 1e9}, "ttlt_slo_ms"), ({"ttlt_slo_ms": 5e-324}, "ttlt_slo_ms"),
-    ({"vllm_xargs": []}, "vllm_xargs"), ({"tools": {}}, "tools"),
-]  # fmt: skip
+    ({"service_tier": 3}, "service_tier"),
+    ({"service_tier": "platinum"}, "service_tier"),
+    ({"ttft_slo_ms": -5}, "ttft_slo_ms"),
+    ({"ttft_slo_ms": 0}, "ttft_slo_ms"),
+    ({"tpot_slo_ms": "fast"}, "tpot_slo_ms"),
+    ({"tpot_slo_ms": True}, "tpot_slo_ms"),
+    ({"ttlt_slo_ms": 1e9}, "ttlt_slo_ms"),
+    ({"ttlt_slo_ms": 5e-324}, "ttlt_slo_ms"),
+    ({"vllm_xargs": []}, "vllm_xargs"),
+    ({"tools": {}}, "tools"),
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=[str(fields) for fields, _ in WRONG])
@@ -195,13 +222,19 @@ def test_nothing_refused_is_stored(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("POST", "/v1/images/generations", 404),
-        ("GET", CHAT, 405), ("DELETE", "/v1/models", 405), ("PUT", COMPLETIONS, 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/images/generations", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("PUT", COMPLETIONS, 405),
         ("POST", "/health", 405),
-        ("GET", "/v1/responses/hw-1", 404), ("POST", "/v1/responses/hw-1/cancel", 404),
-        ("GET", "/%00%ff/%2e%2e/etc", 404), ("BREW", "/health", 400),
+        ("GET", "/v1/responses/hw-1", 404),
+        ("POST", "/v1/responses/hw-1/cancel", 404),
+        ("GET", "/%00%ff/%2e%2e/etc", 404),
+        ("BREW", "/health", 400),
     ],
-)  # fmt: skip
+)
 def test_unknown_paths_and_methods(gateway: Gateway, method: str, path: str, status: int) -> None:
     answer = WEB.request(method, gateway.url + path)
     error(answer, status)
@@ -265,9 +298,7 @@ def test_large_headers(gateway: Gateway, head: bytes) -> None:
     answer = speak(gateway, [head])
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
-    assert speak(gateway, [head[i : i + 1000] for i in range(0, len(head), 1000)]).startswith(
-        b"HTTP/1.1 431 "
-    )
+    assert speak(gateway, [head[i : i + 1000] for i in range(0, len(head), 1000)]).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", b"GET /", b"GET /health HTTP/1.1\r\n"])
@@ -321,17 +352,14 @@ def test_what_is_refused_leaves_a_trace(gateway: Gateway, caplog: pytest.LogCapt
     assert 'headway_http_errors_total{status="404",type="' in gateway.get("/metrics").text
 
 
-@pytest.mark.parametrize(
-    "choice", [None, "auto", "required", {"type": "function", "function": {"name": "f"}}]
-)
+@pytest.mark.parametrize("choice", [None, "auto", "required", {"type": "function", "function": {"name": "f"}}])
 def test_tools_that_nothing_reads_are_refused_in_our_words(choice: Any) -> None:
     with pytest.raises(RequestError, match="tool_parser in"):
         _check_tools(Engine(), choice)
 
 
 @pytest.mark.parametrize(
-    ("engine", "choice"),
-    [(Engine(tool_parser="hermes"), None), (Engine(), "none"), (Engine(url="http://a"), "auto")],
+    ("engine", "choice"), [(Engine(tool_parser="hermes"), None), (Engine(), "none"), (Engine(url="http://a"), "auto")]
 )
 def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: str | None) -> None:
     _check_tools(engine, choice)

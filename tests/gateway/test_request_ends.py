@@ -213,9 +213,14 @@ def test_an_engine_that_leaves_in_mid_stream(gateway: Gateway, end: str) -> None
 
 def test_the_client_library_sees_the_broken_stream(gateway: Gateway) -> None:
     with gateway.client() as client, pytest.raises(openai.APIError, match="went away"):
-        list(client.chat.completions.create(
-            model="smollm2", messages=SAY, stream=True, extra_body=fakes(end="cut"),  # type: ignore[call-overload]
-        ))  # fmt: skip
+        list(
+            client.chat.completions.create(
+                model="smollm2",
+                messages=SAY,
+                stream=True,
+                extra_body=fakes(end="cut"),  # type: ignore[call-overload]
+            )
+        )
 
 
 def test_an_engine_that_reports_an_error_in_mid_stream(gateway: Gateway) -> None:
@@ -237,9 +242,7 @@ def test_an_answer_that_breaks_off_before_it_is_whole_is_tried_again(gateway: Ga
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("status", [400, 500])
-def test_refusals_of_a_live_engine_come_through(
-    gateway: Gateway, fake: Fake, status: int, stream: bool
-) -> None:
+def test_refusals_of_a_live_engine_come_through(gateway: Gateway, fake: Fake, status: int, stream: bool) -> None:
     """A 500 is this request's fault when the engine is well: it must not take the engine out for others."""
     asked = fake.last()["asked"]
     answer = gateway.post(gateway.chat(stream=stream, **fakes(end=str(status))))
@@ -280,9 +283,7 @@ def test_a_broker_that_is_out_refuses(serve: Serve, monkeypatch: pytest.MonkeyPa
         assert gateway.post(gateway.chat()).status_code == 200
 
 
-def test_a_bug_of_ours_is_an_error_in_openai_s_shape(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_ours_is_an_error_in_openai_s_shape(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("oops")
 

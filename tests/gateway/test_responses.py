@@ -30,9 +30,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 def test_the_client_gets_a_response(gateway: Gateway) -> None:
     with gateway.client() as asks:
-        response = asks.responses.create(
-            **body(instructions="Be brief."), extra_headers={"x-slo-ttft-ms": "60000"}
-        )
+        response = asks.responses.create(**body(instructions="Be brief."), extra_headers={"x-slo-ttft-ms": "60000"})
     assert response.output_text
     assert response.status in ("completed", "incomplete")
     assert response.usage is not None
@@ -59,9 +57,7 @@ def test_the_client_works_in_the_background(gateway: Gateway) -> None:
         begun = asks.responses.create(**body(background=True))
         assert begun.status == "queued"
         done = until(
-            lambda: (
-                (seen := asks.responses.retrieve(begun.id)).status not in ("queued", "in_progress") and seen
-            )
+            lambda: (seen := asks.responses.retrieve(begun.id)).status not in ("queued", "in_progress") and seen
         )
         assert done.output_text
         assert done.usage.output_tokens == 8
@@ -104,17 +100,22 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
     ("fields", "words"),
     [
         ({"previous_response_id": "hw-1"}, "keeps no conversations"),
-        ({"conversation": "c"}, "conversations"), ({"prompt": {"id": "p"}}, "templates"),
-        ({"input": []}, "input"), ({"input": None}, "input"),
+        ({"conversation": "c"}, "conversations"),
+        ({"prompt": {"id": "p"}}, "templates"),
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"input": [{"type": "item_reference"}]}, "item_ref"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
         ({"text": {"format": {"type": "x"}}}, "format"),
-        ({"instructions": [1]}, "instructions"), ({"max_output_tokens": 0}, "max_tokens"),
-        ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2, "stream": True}, "n cannot"), ({"n": 2}, "n cannot"),
+        ({"instructions": [1]}, "instructions"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"n": 2, "stream": True}, "n cannot"),
+        ({"n": 2}, "n cannot"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], words: str) -> None:
     answer = gateway.post(body(**fields), PATH)
     assert answer.status_code == 400
@@ -130,7 +131,9 @@ def test_what_was_not_in_the_background_is_not_kept(gateway: Gateway) -> None:
 
 def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
     asked = body(
-        instructions="Be brief.", tool_choice={"type": "function", "name": "f"}, reasoning={"effort": "low"},
+        instructions="Be brief.",
+        tool_choice={"type": "function", "name": "f"},
+        reasoning={"effort": "low"},
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         input=[
@@ -142,19 +145,25 @@ def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
             {"type": "function_call_output", "call_id": "c2", "output": "5"},
             {"type": "message", "role": "developer", "content": "Go on."},
         ],
-    )  # fmt: skip
+    )
     assert gateway.post(asked, PATH).status_code == 200
     chat = fake.last()["body"]
     function = {"name": "f", "arguments": "{}"}
     assert chat["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "c1", "type": "function", "function": function},
-            {"id": "c2", "type": "function", "function": function},
-        ]},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": function},
+                {"id": "c2", "type": "function", "function": function},
+            ],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
-        {"role": "tool", "tool_call_id": "c2", "content": "5"}, {"role": "system", "content": "Go on."},
-    ]  # fmt: skip
+        {"role": "tool", "tool_call_id": "c2", "content": "5"},
+        {"role": "system", "content": "Go on."},
+    ]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert chat["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}}
     assert (chat["max_tokens"], chat["reasoning_effort"]) == (8, "low")
@@ -163,9 +172,7 @@ def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
 # ---- the stream
 
 
-def chunks(
-    thoughts: list[str], texts: list[str], calls: list[list[str]], reason: str
-) -> list[dict[str, Any]]:
+def chunks(thoughts: list[str], texts: list[str], calls: list[list[str]], reason: str) -> list[dict[str, Any]]:
     """Return the chunks of a chat: what it thinks, says and calls."""
     deltas: list[dict[str, Any]] = [{"reasoning_content": text} for text in thoughts]
     deltas += [{"content": text} for text in texts]
@@ -173,9 +180,7 @@ def chunks(
         for i, part in enumerate(parts):
             head = {"id": f"c{number}"} if i == 0 else {}
             named = {"name": "f"} if i == 0 else {}
-            deltas.append(
-                {"tool_calls": [{"index": number, **head, "function": {**named, "arguments": part}}]}
-            )
+            deltas.append({"tool_calls": [{"index": number, **head, "function": {**named, "arguments": part}}]})
     found: list[dict[str, Any]] = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     found.append({"choices": [{"delta": {}, "finish_reason": reason}]})
     found.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
@@ -186,9 +191,12 @@ WORDS = st.lists(st.text(min_size=1, max_size=5), max_size=4)
 
 
 @given(
-    WORDS, WORDS, st.lists(st.lists(st.text(max_size=4), min_size=1, max_size=3), max_size=3),
-    st.sampled_from(["stop", "length", "tool_calls"]), st.lists(st.integers(1, 90), max_size=60),
-)  # fmt: skip
+    WORDS,
+    WORDS,
+    st.lists(st.lists(st.text(max_size=4), min_size=1, max_size=3), max_size=3),
+    st.sampled_from(["stop", "length", "tool_calls"]),
+    st.lists(st.integers(1, 90), max_size=60),
+)
 def test_a_stream_ends_in_the_response_that_would_have_come_whole(
     thoughts: list[str], texts: list[str], calls: list[list[str]], reason: str, cuts: list[int]
 ) -> None:
@@ -205,13 +213,13 @@ def test_a_stream_ends_in_the_response_that_would_have_come_whole(
     message: dict[str, Any] = {"content": "".join(texts) or None, "reasoning_content": "".join(thoughts)}
     if calls:
         message["tool_calls"] = [
-            {"id": f"c{i}", "function": {"name": "f", "arguments": "".join(parts)}}
-            for i, parts in enumerate(calls)
+            {"id": f"c{i}", "function": {"name": "f", "arguments": "".join(parts)}} for i, parts in enumerate(calls)
         ]
     answer = {
-        "model": "smollm2", "choices": [{"message": message, "finish_reason": reason}],
+        "model": "smollm2",
+        "choices": [{"message": message, "finish_reason": reason}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 5},
-    }  # fmt: skip
+    }
     assert seen[-1]["response"] == response_of(base, answer)
     deltas = "".join(one["delta"] for one in seen if one["type"] == "response.output_text.delta")
     assert deltas == "".join(texts)
@@ -235,10 +243,7 @@ def test_tool_calls_that_take_turns_are_an_item_each(parts: list[tuple[int, str]
         mine = [one for one in seen if one.get("output_index") == place]
         deltas = [one for one in mine if one["type"] == "response.function_call_arguments.delta"]
         assert "".join(one["delta"] for one in deltas) == whole[number]
-        assert (mine[0]["type"], mine[-1]["type"]) == (
-            "response.output_item.added",
-            "response.output_item.done",
-        )
+        assert (mine[0]["type"], mine[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
 
 
 def test_an_item_is_done_once_its_arguments_are_whole_and_another_begins() -> None:

@@ -30,19 +30,28 @@ RUN = {"x-headway-app": "agent", "x-headway-run": "r1"}
     [
         ({}, {}, None),
         (RUN, {}, Stage("agent", "r1", "call")),
-        (RUN | {"x-headway-unit": "act", "x-slo-run-ms": "1500", "x-headway-run-final": "TRUE"}, {},
-         Stage("agent", "r1", "act", 1.5, True)),
-        ({}, {"app": "agent", "run": "r1", "unit": "act", "slo_run_ms": 1500, "final": True},
-         Stage("agent", "r1", "act", 1.5, True)),
-        (RUN | {"x-headway-run-final": "0", "x-slo-run-ms": "20"},
-         {"app": "b", "final": True, "slo_run_ms": 1}, Stage("agent", "r1", "call", 0.02)),
+        (
+            RUN | {"x-headway-unit": "act", "x-slo-run-ms": "1500", "x-headway-run-final": "TRUE"},
+            {},
+            Stage("agent", "r1", "act", 1.5, True),
+        ),
+        (
+            {},
+            {"app": "agent", "run": "r1", "unit": "act", "slo_run_ms": 1500, "final": True},
+            Stage("agent", "r1", "act", 1.5, True),
+        ),
+        (
+            RUN | {"x-headway-run-final": "0", "x-slo-run-ms": "20"},
+            {"app": "b", "final": True, "slo_run_ms": 1},
+            Stage("agent", "r1", "call", 0.02),
+        ),
         ({"x-session-id": "s1"}, {}, Stage("session", "s1", "call")),
         ({"x-session-id": "s1"}, {"run": "r2"}, Stage("session", "r2", "call")),
         ({}, {"app": "agent"}, Stage("agent", "", "call")),
         ({"x-headway-app": "Prüfung à 世".encode().decode("latin-1")}, {}, Stage("Prüfung à 世", "", "call")),
         ({"x-headway-app": "Pr\xfcfung"}, {}, Stage("Prüfung", "", "call")),
     ],
-)  # fmt: skip
+)
 def test_headers_before_the_body(headers: dict[str, str], body: dict[str, Any], stage: Stage | None) -> None:
     assert stage_of(headers, RunFields(**body) if body else None) == stage
 
@@ -71,11 +80,16 @@ def test_headers_that_cannot_be_used(headers: dict[str, str], problem: str) -> N
 @pytest.mark.parametrize(
     ("field", "param"),
     [
-        ({"app": ""}, "headway.app"), ({"app": "a" * 129}, "headway.app"), ({"run": 7}, "headway.run"),
-        ({"final": "true"}, "headway.final"), ({"slo_run_ms": 0}, "headway.slo_run_ms"),
-        ({"slo_run_ms": "5"}, "headway.slo_run_ms"), ({"deadline": 5}, "headway.deadline"), ("x", "headway"),
+        ({"app": ""}, "headway.app"),
+        ({"app": "a" * 129}, "headway.app"),
+        ({"run": 7}, "headway.run"),
+        ({"final": "true"}, "headway.final"),
+        ({"slo_run_ms": 0}, "headway.slo_run_ms"),
+        ({"slo_run_ms": "5"}, "headway.slo_run_ms"),
+        ({"deadline": 5}, "headway.deadline"),
+        ("x", "headway"),
     ],
-)  # fmt: skip
+)
 def test_fields_that_cannot_be_used(gateway: Gateway, field: Any, param: str) -> None:
     refused = gateway.post(gateway.chat(headway=field))
     assert refused.status_code == 400
@@ -306,9 +320,12 @@ def test_what_the_client_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             headway.run("agent", base_url=DEAD, deadline=deadline)
     monkeypatch.setenv("OPENAI_BASE_URL", DEAD)
     assert headway.run("agent", deadline=1.5).unit("act", final=True) | {"x-headway-run": ""} == {
-        "x-headway-app": "agent", "x-headway-run": "", "x-headway-unit": "act",
-        "x-slo-run-ms": "1500", "x-headway-run-final": "true",
-    }  # fmt: skip
+        "x-headway-app": "agent",
+        "x-headway-run": "",
+        "x-headway-unit": "act",
+        "x-slo-run-ms": "1500",
+        "x-headway-run-final": "true",
+    }
 
 
 def test_the_client_needs_nothing_but_httpx() -> None:

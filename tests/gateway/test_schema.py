@@ -39,9 +39,12 @@ def as_documented(_: Any, response: Any, case: schemathesis.Case) -> None:
 
 @schema.parametrize()
 @settings(
-    max_examples=100, derandomize=True, database=None,
-    phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 def test_made_up_calls(case: schemathesis.Case, gateway: Gateway) -> None:
     case.call_and_validate(gateway.url, checks=[not_a_server_error, as_documented], timeout=10)
 

@@ -15,9 +15,7 @@ def test_sheddable_work_is_refused_while_the_engine_is_saturated(serve: Serve, f
         window = core.cluster.instances["e0"].window
         slow = [pool.submit(gateway.post, gateway.chat(**fakes(hold="shed"))) for _ in range(window)]
         until(lambda: len(core.requests) == window and core.queued == 0)
-        waits = pool.submit(
-            gateway.post, gateway.chat(service_tier="chat")
-        )  # it has an SLO, so it is never shed
+        waits = pool.submit(gateway.post, gateway.chat(service_tier="chat"))  # it has an SLO, so it is never shed
         until(lambda: core.queued == 1)
         refused = gateway.post(gateway.chat(service_tier="batch"))
         assert refused.status_code == 429

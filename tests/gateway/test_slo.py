@@ -70,24 +70,26 @@ def test_the_spread_of_a_forecast_is_told_once_there_are_answers(serve: Serve, f
     [
         ({}, {}, {}),
         ({"x-slo-ttft-ms": "250"}, {}, {"ttft": 250}),
-        ({"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "50.5", "x-slo-e2e-ms": "1e3"}, {},
-         {"ttft": 250, "tpot": 50.5, "e2e": 1000}),
+        (
+            {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "50.5", "x-slo-e2e-ms": "1e3"},
+            {},
+            {"ttft": 250, "tpot": 50.5, "e2e": 1000},
+        ),
         ({"x-llm-d-slo-ttft-ms": "300", "x-llm-d-slo-tpot-ms": "30"}, {}, {"ttft": 300, "tpot": 30}),
         ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "2"}, {}, {"ttft": 1}),
-        ({}, {"ttft_slo_ms": 400, "tpot_slo_ms": 40.5, "ttlt_slo_ms": 4000},
-         {"ttft": 400, "tpot": 40.5, "e2e": 4000}),
+        ({}, {"ttft_slo_ms": 400, "tpot_slo_ms": 40.5, "ttlt_slo_ms": 4000}, {"ttft": 400, "tpot": 40.5, "e2e": 4000}),
         ({}, {"service_tier": "chat"}, {"ttft": 1500, "tpot": 150}),
         ({"x-llm-d-inference-objective": "chat"}, {}, {"ttft": 1500, "tpot": 150}),
         ({"x-llm-d-inference-objective": "chat"}, {"service_tier": "batch"}, {"ttft": 1500, "tpot": 150}),
         ({}, {"service_tier": "chat", "ttft_slo_ms": 9}, {"ttft": 9, "tpot": 150}),
-        ({"x-slo-tpot-ms": "3"}, {"service_tier": "chat", "tpot_slo_ms": 4, "ttft_slo_ms": 9},
-         {"ttft": 9, "tpot": 3}),
+        ({"x-slo-tpot-ms": "3"}, {"service_tier": "chat", "tpot_slo_ms": 4, "ttft_slo_ms": 9}, {"ttft": 9, "tpot": 3}),
         ({}, {"service_tier": "default"}, {}),
         ({}, {"service_tier": "auto"}, {}),
         ({}, {"service_tier": "priority"}, {"ttft": 1500, "tpot": 150}),
-        ({}, {"service_tier": "flex"}, {}), ({}, {"service_tier": "scale"}, {}),
+        ({}, {"service_tier": "flex"}, {}),
+        ({}, {"service_tier": "scale"}, {}),
     ],
-)  # fmt: skip
+)
 def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:
     assert slo_targets(ask(headers, **fields)) == expected
 
@@ -118,11 +120,7 @@ def test_a_class_of_one_s_own_and_the_default_class(serve: Serve, fake: Fake) ->
         assert slo_targets(fake.last()["body"]) == {"e2e": SLOW}
         # They are counted once the client has its answer.
         until(lambda: gateway.metric('headway_slo_attainment{class="default",model="smollm2"}') == 1.0)
-        until(
-            lambda: (
-                gateway.metric('headway_slo_owed_total{class="gold",model="smollm2",tenant="default"}') == 1.0
-            )
-        )
+        until(lambda: gateway.metric('headway_slo_owed_total{class="gold",model="smollm2",tenant="default"}') == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +171,7 @@ def weighted(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
         ({"x-session-id": "s" * 300}, ("session", f"sha256:{sha256(b's' * 300).hexdigest()}", "call")),
     ],
 )
-def test_sessions_are_runs(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, headers: Any, stage: Any
-) -> None:
+def test_sessions_are_runs(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, headers: Any, stage: Any) -> None:
     request = arrived(gateway, monkeypatch, headers)
     found = request.stage and (request.stage.app, request.stage.run, request.stage.unit)
     assert found == stage
@@ -187,9 +183,7 @@ def test_the_task_is_the_class_unless_it_is_named(gateway: Gateway, monkeypatch:
     assert arrived(gateway, monkeypatch, {"x-headway-task": "summary"}).task == "summary"
 
 
-def test_the_prompt_is_counted_with_the_model_s_tokenizer(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_is_counted_with_the_model_s_tokenizer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     def tokens(prompt: Any) -> int:
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
         return int(arrived(gateway, monkeypatch, {}, body, "/v1/completions").prompt_tokens)
@@ -213,9 +207,14 @@ def test_the_prompt_is_counted_with_the_model_s_tokenizer(
     ],
 )
 def test_a_request_has_a_place_for_each_prompt_and_choice(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, places: int,
-    prompt: int | None, context: int | None,
-) -> None:  # fmt: skip
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: Any,
+    places: int,
+    prompt: int | None,
+    context: int | None,
+) -> None:
     request = arrived(gateway, monkeypatch, {}, {"model": "smollm2", "max_tokens": 2} | fields, path)
     assert request.places == places
     if prompt is not None:
@@ -223,19 +222,13 @@ def test_a_request_has_a_place_for_each_prompt_and_choice(
 
 
 def arrived(
-    gateway: Gateway,
-    monkeypatch: pytest.MonkeyPatch,
-    headers: dict[str, str],
-    body: Any = None,
-    path: str = CHAT,
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], body: Any = None, path: str = CHAT
 ) -> Any:
     """Send a request and return the `Request` that the core was told of."""
     seen: list[Any] = []
     on = gateway.controller._add
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(gateway.controller), "_add", lambda self, request: (seen.append(request), on(request))
-        )
+        patch.setattr(type(gateway.controller), "_add", lambda self, request: (seen.append(request), on(request)))
         answer = gateway.post(body or gateway.chat(), path, headers=headers)
     assert answer.status_code == 200, answer.text
     return seen[0]
@@ -247,8 +240,12 @@ def arrived(
 def test_keys_and_tenants(serve: Serve) -> None:
     keys = (Key("sk-alpha-123", "alpha"), Key("sk-beta-4567", "beta"))
     with serve(keys=keys) as gateway:
-        for headers in ({}, {"authorization": "Bearer nonsense"}, {"authorization": "Basic sk-alpha-123"},
-                        {"authorization": "Bearer"}):  # fmt: skip
+        for headers in (
+            {},
+            {"authorization": "Bearer nonsense"},
+            {"authorization": "Basic sk-alpha-123"},
+            {"authorization": "Bearer"},
+        ):
             for path in ("/v1/models", "/v1/responses/x"):
                 refused = gateway.get(path, headers=headers)
                 assert refused.status_code == 401
@@ -275,10 +272,13 @@ def test_keys_and_tenants(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("x-slo-ttft", "x-slo-ttft-ms"), ("x-slo-e2e", "x-slo-e2e-ms"), ("X-SLO-TPOT-S", "x-slo-tpot-ms"),
-        ("x-llmd-slo-ttft-ms", "x-llm-d-slo-ttft-ms"), ("slo-run-ms", "x-slo-run-ms"),
+        ("x-slo-ttft", "x-slo-ttft-ms"),
+        ("x-slo-e2e", "x-slo-e2e-ms"),
+        ("X-SLO-TPOT-S", "x-slo-tpot-ms"),
+        ("x-llmd-slo-ttft-ms", "x-llm-d-slo-ttft-ms"),
+        ("slo-run-ms", "x-slo-run-ms"),
     ],
-)  # fmt: skip
+)
 def test_misspelt_headers_are_no_best_effort(gateway: Gateway, name: str, near: str) -> None:
     refused = gateway.post(gateway.chat(), headers={name: "100"})
     assert refused.status_code == 400

@@ -54,8 +54,11 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
         found = families(gateway)
         attained = {labels["class"]: value for _, labels, value in found["headway_slo_attainment"]}
         assert attained == {"chat": 1.0, "default": 0.0}
-        ends = {(by["class"], by["outcome"]): value for name, by, value in found["headway_requests"]
-                if name.endswith("_total")}  # fmt: skip
+        ends = {
+            (by["class"], by["outcome"]): value
+            for name, by, value in found["headway_requests"]
+            if name.endswith("_total")
+        }
         assert ends == {("chat", "finished"): 1, ("default", "finished"): 1, ("default", "refused"): 1}
         assert {labels["instance"] for _, labels, _ in found["vllm:num_preemptions"]} == {"e0", "e1"}
         assert {labels["instance"] for _, labels, _ in found["vllm:cache_config_info"]} == {"e0", "e1"}
@@ -71,11 +74,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions", "restarts")
         }
         assert sorted(by["instance"] for _, by, _ in found["headway_engine_evictions"]) == ["e0", "e1"]
-        tokens = {
-            labels["kind"]: value
-            for name, labels, value in found["headway_tokens"]
-            if name.endswith("_total")
-        }
+        tokens = {labels["kind"]: value for name, labels, value in found["headway_tokens"] if name.endswith("_total")}
         assert tokens["output"] == 16
         assert not any(name.startswith("process_") for name in found), "an engine's process is not ours"
         for name in ("headway_ttft_seconds", "headway_tpot_seconds", "headway_e2e_seconds"):
@@ -183,8 +182,6 @@ def html() -> object:
 
 def test_the_schema_names_what_clients_may_send(gateway: Gateway) -> None:
     schema = gateway.get("/openapi.json").json()
-    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"model", "messages", "ttft_slo_ms", "background", "service_tier"} <= set(body["properties"])
     assert gateway.get("/docs").status_code == 200

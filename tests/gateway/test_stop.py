@@ -72,9 +72,7 @@ def test_an_upload_gets_an_error(serve: Serve, capfd: pytest.CaptureFixture[str]
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_answers_that_end_in_time_are_given(
-    serve: Serve, fake: Fake, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_answers_that_end_in_time_are_given(serve: Serve, fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
     with serve(server={"drain_s": 600}) as gateway, hanging(gateway, **fakes(hold="drain")) as line:
         until(lambda: fake.last()["open"] == 1)
         with caplog.at_level(logging.WARNING):

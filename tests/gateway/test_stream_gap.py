@@ -71,8 +71,6 @@ def test_a_client_that_leaves_during_a_silence_has_waited_for_it(gateway: Gatewa
 
 def test_an_engine_that_breaks_off_counts(gateway: Gateway) -> None:
     with noted(gateway) as gap:
-        broken = WEB.post(gateway.url + CHAT, json=gateway.chat(stream=True, **fakes(
-            end="cut", delay=0.3, tokens=4,
-        )))  # fmt: skip
+        broken = WEB.post(gateway.url + CHAT, json=gateway.chat(stream=True, **fakes(end="cut", delay=0.3, tokens=4)))
         assert "error" in broken.text
     assert gap[0] >= 0.28

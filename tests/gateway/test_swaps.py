@@ -39,9 +39,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) 
         one = Engine(**({"model": names[0], "models": tuple(names[1:]), "max_running": 8} | engine))
         queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"), "normal"))
         classes = {"default": Tier()}  # without targets the engine is not measured at its start
-        config = Config(
-            f"tests.gateway.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=classes
-        )
+        config = Config(f"tests.gateway.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=classes)
         with serving(config) as gateway:
             yield Swapping(**vars(gateway))
 
@@ -138,9 +136,8 @@ def test_a_swap_is_given_up_when_streams_do_not_end(start: Any, events: list[Eve
 
 @pytest.mark.parametrize(("model", "behaviour"), [("b", "fail"), ("b", "die"), ("c", "fail"), ("c", "die")])
 def test_a_swap_that_fails_goes_back_to_the_model_before(
-    start: Any, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str,
-    behaviour: str,
-) -> None:  # fmt: skip
+    start: Any, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, behaviour: str
+) -> None:
     monkeypatch.setattr(models, "RETRY_AFTER", (1.5, 1.5))
     behave(tmp_path / model, behaviour)
     with start() as gateway, ThreadPoolExecutor() as pool:
@@ -183,17 +180,13 @@ def test_a_request_says_what_it_waits_for(start: Any, tmp_path: Path) -> None:
         assert gateway.metric('headway_queued{model="c"}') == 1
         assert gateway.ask("a", background=True).json()["waiting_for"] == "a is not loaded; e0 can load it"
         behave(tmp_path / "c", "")
-        done = until(
-            lambda: (one := gateway.get(f"/v1/responses/{job['id']}").json())["status"] != "queued" and one
-        )
+        done = until(lambda: (one := gateway.get(f"/v1/responses/{job['id']}").json())["status"] != "queued" and one)
         assert done["status"] == "completed"
         assert "waiting_for" not in done
 
 
 @pytest.mark.parametrize("model", ["b", "c"])
-def test_a_kill_during_the_load_loses_nothing(
-    start: Any, events: list[Event], tmp_path: Path, model: str
-) -> None:
+def test_a_kill_during_the_load_loses_nothing(start: Any, events: list[Event], tmp_path: Path, model: str) -> None:
     behave(tmp_path / model, "hang")
     with start() as gateway, ThreadPoolExecutor() as pool:
         first = gateway.engine.child

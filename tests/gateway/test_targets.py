@@ -227,9 +227,11 @@ def _banner(said: str, promised: float) -> bool:
 
 
 def test_a_start_is_told_in_words(
-    started: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    started: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """While it lasts, with what the engine's log says last, but nothing of an earlier engine's log."""
 
     def command(engine: Engine, port: int, recipe: str, *, host: str) -> list[str]:

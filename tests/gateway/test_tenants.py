@@ -122,9 +122,8 @@ def test_bodies_of_one_tenant_leave_memory_for_others() -> None:
 # ---- claims
 
 LIMITED = Key(
-    "sk-limited-1", "gamma", classes=("default", "batch"), ttft_ms=500.0, tpot_ms=50.0, e2e_ms=5000.0,
-    priority=5,
-)  # fmt: skip
+    "sk-limited-1", "gamma", classes=("default", "batch"), ttft_ms=500.0, tpot_ms=50.0, e2e_ms=5000.0, priority=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +160,7 @@ def test_a_claim_beyond_the_key_is_refused(
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"service_tier": "batch"},
-        {"ttft_slo_ms": 500, "tpot_slo_ms": 50, "ttlt_slo_ms": 5000},
-        {"priority": 5},
-    ],
+    [{}, {"service_tier": "batch"}, {"ttft_slo_ms": 500, "tpot_slo_ms": 50, "ttlt_slo_ms": 5000}, {"priority": 5}],
 )
 def test_a_claim_within_the_key_is_served(limited: Gateway, fields: dict[str, Any]) -> None:
     assert limited.post(limited.chat(**fields), headers=by(LIMITED)).status_code == 200

@@ -57,15 +57,10 @@ def collector() -> Iterator[Collector]:
 def told(span: Any) -> dict[str, Any]:
     """Return the attributes of a span."""
     kinds = ("string_value", "int_value")
-    return {
-        one.key: getattr(one.value, next(k for k in kinds if one.value.HasField(k)))
-        for one in span.attributes
-    }
+    return {one.key: getattr(one.value, next(k for k in kinds if one.value.HasField(k))) for one in span.attributes}
 
 
-def test_a_span_for_each_state_below_that_of_the_client(
-    serve: Serve, collector: Collector, fake: Fake
-) -> None:
+def test_a_span_for_each_state_below_that_of_the_client(serve: Serve, collector: Collector, fake: Fake) -> None:
     with serve(tracing=Tracing(collector.url)) as gateway:
         parent = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
         answer = gateway.post(gateway.chat(stream=True), headers=parent)

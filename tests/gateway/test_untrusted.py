@@ -19,18 +19,7 @@ from headway.errors import EngineError
 from headway.gateway.budget import AnswerBudget
 from headway.gateway.requests.streaming import EventReader
 from tests.gateway.gateway import Gateway, configuration, serving
-from tests.gateway.hostile import (
-    DONE,
-    ERRORS,
-    GOOD,
-    MIB,
-    NO_ANSWERS,
-    OPTIONS,
-    RESPONSES,
-    STREAMS,
-    TOKEN,
-    Hostile,
-)
+from tests.gateway.hostile import DONE, ERRORS, GOOD, MIB, NO_ANSWERS, OPTIONS, RESPONSES, STREAMS, TOKEN, Hostile
 from tests.gateway.test_background import begin, finished
 from tests.gateway.test_request_ends import events, hanging
 
@@ -81,9 +70,7 @@ def test_what_is_no_response_is_a_502(gateway: Gateway, hostile: Hostile, name: 
 
 
 def test_a_key_that_the_engine_refuses_is_not_the_client_s(gateway: Gateway) -> None:
-    assert "api_key of its [[engines]]" in refused(
-        gateway.post(gateway.chat(**asks("an error of another key")))
-    )
+    assert "api_key of its [[engines]]" in refused(gateway.post(gateway.chat(**asks("an error of another key"))))
 
 
 @pytest.mark.parametrize(("after", "told"), [("7", "7"), ("soon", None), ("9" * 99, None)])
@@ -100,9 +87,7 @@ def test_what_is_no_answer_is_a_502(gateway: Gateway, name: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_error_about_vllm_s_options_is_told_in_our_words(
-    gateway: Gateway, name: str, stream: bool
-) -> None:
+def test_an_error_about_vllm_s_options_is_told_in_our_words(gateway: Gateway, name: str, stream: bool) -> None:
     answer = gateway.post(gateway.chat(stream=stream, **asks(name)))
     assert answer.status_code == 400
     said = answer.json()["error"]
@@ -188,9 +173,7 @@ def test_any_bytes_are_an_answer_or_none(data: bytes, more: bytes) -> None:
         assert answer.failed or answer.output_tokens is None or answer.output_tokens >= 0
 
 
-@given(
-    st.lists(st.sampled_from([b"data: x", b"\n", b"\r\n", b": ", TOKEN, DONE, b"{}", b"id: 1\n"]), max_size=9)
-)
+@given(st.lists(st.sampled_from([b"data: x", b"\n", b"\r\n", b": ", TOKEN, DONE, b"{}", b"id: 1\n"]), max_size=9))
 def test_any_stream_is_events_or_none(parts: list[bytes]) -> None:
     reader, passed = EventReader(True), b""
     for part in parts:
@@ -212,8 +195,7 @@ def long(part: bytes, size: int = 4 * MIB) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "part",
-    [b"[],", b"99999,", b"-0.5,", b'"ab",', b"[" * 50 + b"{}" + b"]" * 50 + b",", b'"\xf0\x9f\x98\x80",'],
+    "part", [b"[],", b"99999,", b"-0.5,", b'"ab",', b"[" * 50 + b"{}" + b"]" * 50 + b",", b'"\xf0\x9f\x98\x80",']
 )
 def test_what_an_answer_holds_takes_no_memory(part: bytes) -> None:
     data = long(part)
@@ -247,11 +229,14 @@ def test_a_number_is_found_wherever_it_is(number: bytes, back: int) -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(st.dictionaries(st.sampled_from("ab"), _VALUES), _VALUES, st.booleans())

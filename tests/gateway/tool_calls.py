@@ -7,9 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-_WHOLE = st.dictionaries(
-    st.text(max_size=3), st.text(max_size=5) | st.dictionaries(st.text(max_size=2), st.none())
-)
+_WHOLE = st.dictionaries(st.text(max_size=3), st.text(max_size=5) | st.dictionaries(st.text(max_size=2), st.none()))
 
 
 @st.composite

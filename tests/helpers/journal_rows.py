@@ -11,9 +11,38 @@ from headway.store.journal.rows import EngineRow, RequestRow, StayRow, packed
 from headway.store.journal.writer import MIB, Writer
 
 _REQUEST = RequestRow(
-    "hw-0", "default", "chat", "smollm2", "chat", 0, 1000.0, 1000.1, 1000.2, 1000.2, 1000.5, 1001.0, 20, 64,
-    16, 12.0, 1.0, 0.1, None, 1.0, None, 0, 0, "e0", 0, None, None, None, "finished", 1, None,
-)  # fmt: skip
+    "hw-0",
+    "default",
+    "chat",
+    "smollm2",
+    "chat",
+    0,
+    1000.0,
+    1000.1,
+    1000.2,
+    1000.2,
+    1000.5,
+    1001.0,
+    20,
+    64,
+    16,
+    12.0,
+    1.0,
+    0.1,
+    None,
+    1.0,
+    None,
+    0,
+    0,
+    "e0",
+    0,
+    None,
+    None,
+    None,
+    "finished",
+    1,
+    None,
+)
 ENGINE = EngineRow("e0", 1000.0, "smollm2", "headway", 8, 2048, 512, 100, 16)
 
 

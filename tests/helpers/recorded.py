@@ -73,11 +73,10 @@ def mixed(seed: int, rate: float = 14.0, duration: float = 8.0) -> Workload:
 def fleet(count: int, blocks: int = 300, running: int = 16) -> list[InstanceSpec]:
     return [
         InstanceSpec(
-            Instance(f"e{i}", "default", running, blocks, 16, 2048), Linear(), 2 * running, 512,
-            copy_seconds=1e-5,
+            Instance(f"e{i}", "default", running, blocks, 16, 2048), Linear(), 2 * running, 512, copy_seconds=1e-5
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 class Spy(Recorder):

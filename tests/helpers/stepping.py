@@ -63,9 +63,14 @@ class Stepper:
     def add(self, task: Task, tokens_left: float | None = None) -> None:
         """Queue a request; tokens_left is its forecast (default: its target)."""
         self.engine.add(
-            task.id, task.prompt, task.target, arrival=task.arrival, slo=task.slo, priority=task.priority,
+            task.id,
+            task.prompt,
+            task.target,
+            arrival=task.arrival,
+            slo=task.slo,
+            priority=task.priority,
             tokens_left=tokens_left,
-        )  # fmt: skip
+        )
 
     def step(self) -> Iteration:
         """Run one iteration and let time pass."""

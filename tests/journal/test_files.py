@@ -161,12 +161,12 @@ def test_a_folder_without_a_journal_is_an_error_that_says_so(tmp_path: Path) -> 
 @given(
     st.lists(
         st.tuples(
-            st.floats(1e-6, 5.0), st.floats(1e-4, 100.0),
-            *(st.integers(0, 2**40) for _ in range(len(ITERATION) - 2)),
+            st.floats(1e-6, 5.0), st.floats(1e-4, 100.0), *(st.integers(0, 2**40) for _ in range(len(ITERATION) - 2))
         ),
-        min_size=1, max_size=50,
+        min_size=1,
+        max_size=50,
     )
-)  # fmt: skip
+)
 def test_iterations_are_packed_without_loss(given_rows: list[tuple[float, ...]]) -> None:
     starts = 1.7e9 + np.cumsum([row[0] for row in given_rows])
     rows = [[start, *row[1:]] for start, row in zip(starts.tolist(), given_rows, strict=True)]

@@ -41,9 +41,14 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.table = block_table.new(
-            self.blocks, self.size, self.longest, self.host_limit, self.rows,
-            decode_only=self.decode_only, most_empty=self.most_empty,
-        )  # fmt: skip
+            self.blocks,
+            self.size,
+            self.longest,
+            self.host_limit,
+            self.rows,
+            decode_only=self.decode_only,
+            most_empty=self.most_empty,
+        )
         self.lives = [0] * self.rows
 
     # ---- what an engine does

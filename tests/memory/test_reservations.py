@@ -32,9 +32,7 @@ class Account:
     def come(self, prompt: int, goal: int) -> int | None:
         """Admit a row with an exact allocation, None when it does not fit."""
         self.serial += 1
-        row = self.jobs.add(
-            f"r{self.serial}", prompt=prompt, serial=self.serial, tokens_left=float(goal - prompt)
-        )
+        row = self.jobs.add(f"r{self.serial}", prompt=prompt, serial=self.serial, tokens_left=float(goal - prompt))
         if self.step(row, prompt, goal):
             return row
         self.jobs.remove(f"r{self.serial}")
@@ -60,9 +58,7 @@ class Account:
         self.jobs.remove(self.jobs.names([row])[0])
 
     def check(self) -> None:
-        reservations.check_integrity(
-            self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.usage["free_blocks"])
-        )
+        reservations.check_integrity(self.jobs.data, self.jobs.rows(), SIZE, self.total, int(self.usage["free_blocks"]))
         assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running & self.jobs.live)
 
 
@@ -93,10 +89,7 @@ class Program:
         if lender is None or len(self.account.jobs) >= 12:
             return
         account, jobs = self.account, self.account.jobs
-        filled, end = (
-            reservations.filled_tokens(jobs.data, lender),
-            reservations.lendable_end(jobs.data, lender),
-        )
+        filled, end = (reservations.filled_tokens(jobs.data, lender), reservations.lendable_end(jobs.data, lender))
         tail = reservations.tail_of(filled, end, reservations.lendable_start(jobs.data, lender), SIZE)
         if tail.stop <= tail.start:
             return
@@ -227,8 +220,7 @@ def test_the_borrower_of_a_borrower_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "blocks", "why"),
-    [(0, 1, "first block"), (5, 6, "tail"), (5, 0, "at least one block")],
+    ("start", "blocks", "why"), [(0, 1, "first block"), (5, 6, "tail"), (5, 0, "at least one block")]
 )
 def test_a_loan_lies_in_its_lenders_tail(start: int, blocks: int, why: str) -> None:
     account = Account(20)

@@ -74,9 +74,13 @@ class Driven:
 
     def __post_init__(self) -> None:
         self.engine = SimulatedEngine(
-            self.packer, blocks=self.limits.blocks, size=SIZE, slots=self.limits.slots,
-            budget=self.limits.budget, max_model_len=10_000,
-        )  # fmt: skip
+            self.packer,
+            blocks=self.limits.blocks,
+            size=SIZE,
+            slots=self.limits.slots,
+            budget=self.limits.budget,
+            max_model_len=10_000,
+        )
 
     def go(self, asks: Iterable[Ask]) -> Iterator[Iteration]:
         """Yield iteration by iteration until everybody is served; each moment is checked."""
@@ -106,9 +110,7 @@ class Driven:
         self._check(ran)
         tokens = dict(zip(names(ran.rows), ran.tokens.tolist(), strict=True))
         answers = {name for name in tokens if done[jobs.row_of[name]]}
-        seen = Iteration(
-            tokens, answers, set(names(ran.paused)), names(ran.evicted), *before, free, ran.copied
-        )  # fmt: skip
+        seen = Iteration(tokens, answers, set(names(ran.paused)), names(ran.evicted), *before, free, ran.copied)
         self.now += self.seconds
         finished = self.engine.complete(ran, self.now).ids
         self.count += 1
@@ -135,14 +137,11 @@ class Driven:
 def loads(prompts: int = 120, outputs: int = 40, most: int = 14) -> st.SearchStrategy[list[Ask]]:
     """Draw requests of both kinds that come one after the other or all at once."""
     ask = st.builds(
-        Ask, st.integers(1, prompts), st.integers(1, outputs), st.integers(0, 30),
-        st.sampled_from([Slo(), CHAT]),
-    )  # fmt: skip
+        Ask, st.integers(1, prompts), st.integers(1, outputs), st.integers(0, 30), st.sampled_from([Slo(), CHAT])
+    )
     return st.lists(ask, min_size=1, max_size=most)
 
 
 # 12 blocks hold the longest of `loads` alone, with one to spare.
-limits = st.builds(
-    Limits, st.integers(1, 6), st.integers(6, 200), st.integers(12, 40), st.integers(6, 12)
-)  # fmt: skip
+limits = st.builds(Limits, st.integers(1, 6), st.integers(6, 200), st.integers(12, 40), st.integers(6, 12))
 ample = st.builds(Limits, st.integers(1, 6), st.integers(6, 200), st.just(1000), st.integers(6, 12))

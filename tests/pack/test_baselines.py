@@ -32,9 +32,18 @@ from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
 NAMES = (
     "vllm-priority",
-    "vllm-v0", "vllm-v0-swap", "orca", "fastserve", "srtf", "sjf", "fastgen", "sarathi", "multires", "rr",
+    "vllm-v0",
+    "vllm-v0-swap",
+    "orca",
+    "fastserve",
+    "srtf",
+    "sjf",
+    "fastgen",
+    "sarathi",
+    "multires",
+    "rr",
     "tgi",
-)  # fmt: skip
+)
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -61,9 +70,7 @@ def test_names() -> None:
 @every
 @given(loads(), limits)
 @settings(max_examples=40)
-def test_every_request_is_served_and_no_iteration_is_wasted(
-    name: str, asks: list[Ask], limits: Limits
-) -> None:
+def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: list[Ask], limits: Limits) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     run = Driven(packer(name, limits), limits, helps=name == "vllm-priority")
     made: dict[str, int] = {}
@@ -79,9 +86,7 @@ def test_every_request_is_served_and_no_iteration_is_wasted(
 @settings(max_examples=15)
 def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
     """What control has paused keeps its KV and gets no tokens, whatever the packer's own order."""
-    run = Driven(
-        packer(name, limits), Limits(limits.running, limits.budget, 1000, 40), helps=name == "vllm-priority"
-    )
+    run = Driven(packer(name, limits), Limits(limits.running, limits.budget, 1000, 40), helps=name == "vllm-priority")
     steps = run.go([*asks, Ask(5, 30)])
     next(steps)
     rows = run.engine.jobs.rows()
@@ -171,9 +176,7 @@ def test_only_those_that_say_so_swap(name: str) -> None:
     """A crowd in little memory: who claims to swap does, the others never touch the host."""
     tight = Limits(running=6, budget=200, blocks=16, slots=12)
     asks = [Ask(60, 40, after=i) for i in range(12)]
-    copied = sum(
-        seen.copied for seen in Driven(packer(name, tight), tight, helps=name == "vllm-priority").go(asks)
-    )
+    copied = sum(seen.copied for seen in Driven(packer(name, tight), tight, helps=name == "vllm-priority").go(asks))
     if name == "multires":
         assert copied == 0, "with exact forecasts its allocation never fails"
     else:

@@ -52,10 +52,19 @@ def answering(jobs: Jobs, id: str, left: float, *, output_tokens: int = 10, prom
     first = NOW + left - output_tokens * 0.2
     tokens = prompt + output_tokens - 1
     jobs.add(
-        id, arrival=first - 0.1, first=first, ttft=0.4, tpot=0.2, e2e=math.inf, prompt=prompt,
-        computed=tokens, output_tokens=output_tokens, blocks=-(-tokens // SIZE), running=True,
+        id,
+        arrival=first - 0.1,
+        first=first,
+        ttft=0.4,
+        tpot=0.2,
+        e2e=math.inf,
+        prompt=prompt,
+        computed=tokens,
+        output_tokens=output_tokens,
+        blocks=-(-tokens // SIZE),
+        running=True,
         serial=len(jobs),
-    )  # fmt: skip
+    )
 
 
 def asking(jobs: Jobs, id: str, left: float, prompt: int = 20) -> None:
@@ -65,13 +74,7 @@ def asking(jobs: Jobs, id: str, left: float, prompt: int = 20) -> None:
 
 def batch_job(jobs: Jobs, id: str, *, saved: int = 0, prompt: int = 40, inside: bool = True) -> None:
     """Add a best-effort request that answers, `saved` of its tokens on the host; or one that waits."""
-    state = {
-        "computed": prompt,
-        "output_tokens": 1,
-        "blocks": -(-prompt // SIZE),
-        "running": True,
-        "saved": saved,
-    }
+    state = {"computed": prompt, "output_tokens": 1, "blocks": -(-prompt // SIZE), "running": True, "saved": saved}
     never = {"ttft": math.inf, "tpot": math.inf, "e2e": math.inf}
     jobs.add(id, prompt=prompt, arrival=1.0, serial=len(jobs), **never, **(state if inside else {}))
 
@@ -284,10 +287,15 @@ def test_no_replacing_where_real_time_requests_fill_half_of_the_batch() -> None:
     assert order(jobs, packer(3, crowded=0.5).pack(jobs, account(jobs), NOW)) == ["r0", "r1", "r2"]
 
 
-@pytest.mark.parametrize(("name", "field", "value"), [
-    ("bros", "two_ended", True), ("bros-plain-blocks", "two_ended", False),
-    ("bros-no-replacement", "replaces", False), ("bros-lost-last", "lost_last", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("bros", "two_ended", True),
+        ("bros-plain-blocks", "two_ended", False),
+        ("bros-no-replacement", "replaces", False),
+        ("bros-lost-last", "lost_last", True),
+    ],
+)
 def test_recipes(name: str, field: str, value: bool) -> None:
     output_tokens = find(name).packer(EngineSpec(256, 2048))
     assert isinstance(output_tokens, Bros)

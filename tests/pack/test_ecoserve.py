@@ -24,9 +24,7 @@ class Engine:
     """A simulated engine under an EcoServe packer, one iteration at a time."""
 
     def __init__(self, options: Options, blocks: int = 60, copy: float = math.inf) -> None:
-        self.packer = EcoServe(
-            EngineSpec(64, 512, SIZE, blocks * SIZE, copy, None, reservations=True), options
-        )
+        self.packer = EcoServe(EngineSpec(64, 512, SIZE, blocks * SIZE, copy, None, reservations=True), options)
         self.host = SimulatedEngine(
             self.packer, blocks=blocks, size=SIZE, slots=64, budget=512, max_model_len=blocks * SIZE
         )
@@ -232,12 +230,7 @@ def test_the_longest_that_fits_begins_when_a_group_ends() -> None:
 def test_no_deadline_is_the_last_range() -> None:
     assert queues.deadline_range(math.inf, 0.0, fixed=False) == math.inf
     assert queues.deadline_range(1.0, 5.0, fixed=False) == 0.0
-    assert [queues.deadline_range(due, 0.0, fixed=False) for due in (0.4, 0.6, 1.5, 5.0)] == [
-        0.0,
-        1.0,
-        2.0,
-        4.0,
-    ]
+    assert [queues.deadline_range(due, 0.0, fixed=False) for due in (0.4, 0.6, 1.5, 5.0)] == [0.0, 1.0, 2.0, 4.0]
 
 
 # ---- lending (EcoServe 3.4)

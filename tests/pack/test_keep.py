@@ -132,9 +132,7 @@ def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_ke
 
 
 @pytest.mark.parametrize(("behind", "most"), [(0.0, 0.03), (0.2, 0.028)])
-def test_answers_with_time_before_their_deadline_wait_for_the_tpot_of_others(
-    behind: float, most: float
-) -> None:
+def test_answers_with_time_before_their_deadline_wait_for_the_tpot_of_others(behind: float, most: float) -> None:
     """An iteration of 60 takes 43 ms. One answer that is behind asks for shorter ones than its tpot."""
     now = 0.1 + 5 * 0.0297
     rows = [answer(ttft=1.0, tpot=0.03, tokens_left=50.0, first=0.1 - behind * (i == 0)) for i in range(20)]
@@ -207,9 +205,7 @@ def test_prompts_pay_the_base_of_each_of_their_iterations() -> None:
 def test_an_iteration_with_prompts_takes_longer_where_they_have_the_time(ttft: float, first: float) -> None:
     table, theta = jobs({"ttft": ttft, "e2e": 20.0}, {}), OnlineLatency().theta
     params, pace = packer().params, pace_among(table)
-    outlook = kept_of(
-        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace
-    )
+    outlook = kept_of(table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace)
     usual = usual_seconds(params, table.data, table.rows(), theta)
     may = seconds_allowed(params, table.data, outlook, 0.0, usual, pace)
     assert may.first == pytest.approx(first)
@@ -222,13 +218,8 @@ def test_with_one_slot_as_many_answers_as_possible_are_kept(answers: list[tuple[
     keep = PromisesConfig(lost=Caution(1.0, 0.0, 0.0, 1.0, True), defer_beyond_s=np.inf)
     rows = [{"tokens_left": float(tokens), "e2e": due / 100} for tokens, due in answers]
     table, theta = jobs(*rows), OnlineLatency().theta
-    params, pace = (
-        packer(keep, running=1).params,
-        pace_among(table),
-    )
-    outlook = kept_of(
-        table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace
-    )
+    params, pace = (packer(keep, running=1).params, pace_among(table))
+    outlook = kept_of(table.data, outlooks_of(params, table.data, table.rows(), 0.0, theta, pace, NONE), theta, pace)
     select(params, table.data, outlook, ROOM, 0.0, theta, pace, np.inf, np.inf, 0.0)
     timed = [(row["e2e"], size_of(table.data, i, theta, pace)) for i, row in enumerate(rows)]
     assert np.count_nonzero(outlook.level < OTHER) == _most_on_time(timed)
@@ -266,9 +257,7 @@ def test_what_is_not_kept_goes_by_its_soft_due() -> None:
     """A lost request is due at its first token, one without a promise at ten times its prompt alone."""
     lost, plain, kept = {"ttft": 0.001}, {}, {"ttft": 1.0}
     assert order_at(0.01, plain, lost, kept, {"ttft": 0.5}) == [3, 2, 1, 0]
-    assert order_at(5.0, plain | {"arrival": 1.0}, lost | {"arrival": 2.0}) == [0, 1], (
-        "the eldest is late most"
-    )
+    assert order_at(5.0, plain | {"arrival": 1.0}, lost | {"arrival": 2.0}) == [0, 1], "the eldest is late most"
     assert order_at(0.0, plain | {"prompt": 900}, plain) == [1, 0], "a short prompt is due sooner"
     assert order_at(1.0, plain | {"soft": 600.0}, plain | {"arrival": 1.0}) == [1, 0], "batch waits"
     assert order_at(600.0, plain | {"soft": 600.0}, plain | {"arrival": 599.9}) == [0, 1], "not for ever"
@@ -391,18 +380,12 @@ def test_what_fills_an_iteration_does_not_make_its_first_tokens_late() -> None:
     assert 50 + step.tokens[1:].sum() < alone.tokens[0] / 2
 
 
-@pytest.mark.parametrize(
-    ("ahead", "pool", "paused"), [(300, 1000, True), (100, 1000, False), (300, 0, False)]
-)
-def test_an_answer_far_ahead_pauses_for_a_prompt_that_finds_no_kv(
-    ahead: int, pool: int, paused: bool
-) -> None:
+@pytest.mark.parametrize(("ahead", "pool", "paused"), [(300, 1000, True), (100, 1000, False), (300, 0, False)])
+def test_an_answer_far_ahead_pauses_for_a_prompt_that_finds_no_kv(ahead: int, pool: int, paused: bool) -> None:
     now = 0.1 + (300 - ahead) * 0.1
     grown = answer(ttft=1.0, tpot=0.1, output_tokens=300, prompt=100, computed=399, blocks=26)
     table = jobs(grown, {"prompt": 90, "ttft": 1.0, "tpot": 0.1, "arrival": now})
-    step = Promises(EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=pool)).pack(
-        table, KvBudget(28, 2, 16, 8), now
-    )
+    step = Promises(EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=pool)).pack(table, KvBudget(28, 2, 16, 8), now)
     assert ran(step).tolist() == ([1] if paused else [0])
     assert step.save.tolist() == ([0] if paused else [])
 
@@ -442,9 +425,7 @@ def test_best_effort_leaves_time_for_an_answer_that_is_longer_than_expected() ->
     step = packer(running=64).pack(jobs(*rows), ROOM, 0.1)
     assert 0 in ran(step)
     assert ran(step).size < 10
-    assert (
-        ran(packer(PromisesConfig(long_answer_stds=-1.0), running=64).pack(jobs(*rows), ROOM, 0.1)).size == 31
-    )
+    assert ran(packer(PromisesConfig(long_answer_stds=-1.0), running=64).pack(jobs(*rows), ROOM, 0.1)).size == 31
 
 
 def test_best_effort_leaves_answers_their_gained_time() -> None:
@@ -466,9 +447,7 @@ def test_best_effort_leaves_answers_their_gained_time() -> None:
         (EngineSpec(8, 2048, copy_seconds=1e-6, host_tokens=0), True, False),
     ],
 )
-def test_kv_that_yields_goes_to_the_host_where_that_costs_less(
-    spec: EngineSpec, swaps: bool, saved: bool
-) -> None:
+def test_kv_that_yields_goes_to_the_host_where_that_costs_less(spec: EngineSpec, swaps: bool, saved: bool) -> None:
     table = jobs(answer(ttft=0.01, tpot=0.02, arrival=-9.0), {"prompt": 90, "ttft": 1.0})
     step = Promises(spec, swaps=swaps).pack(table, KvBudget(7, 0, 16, 8), 0.2)
     assert list(step.save) == ([0] if saved else [])
@@ -539,9 +518,10 @@ def test_what_is_lost_gives_its_kv_to_what_is_kept() -> None:
 
 def test_a_large_prompt_lets_smaller_ones_pass_while_it_finds_no_kv() -> None:
     table = jobs(
-        answer(ttft=1.0, tpot=0.2, blocks=20, prompt=310, computed=314), {"ttft": 5.0, "prompt": 400},
+        answer(ttft=1.0, tpot=0.2, blocks=20, prompt=310, computed=314),
+        {"ttft": 5.0, "prompt": 400},
         {"ttft": 6.0, "prompt": 50},
-    )  # fmt: skip
+    )
     step = packer().pack(table, KvBudget(30, 10, 16, 8), 0.2)
     assert sorted(ran(step).tolist()) == [0, 2]
 
@@ -554,11 +534,14 @@ def crowd(seed: int, seconds: float, rate: float) -> Workload:
     rng = np.random.default_rng(seed)
     parts = [
         single(
-            np.sort(rng.uniform(0, seconds, int(rate * seconds))), rng.integers(10, 300, int(rate * seconds)),
-            rng.integers(2, 80, int(rate * seconds)), slo=slo, tier=name,
+            np.sort(rng.uniform(0, seconds, int(rate * seconds))),
+            rng.integers(10, 300, int(rate * seconds)),
+            rng.integers(2, 80, int(rate * seconds)),
+            slo=slo,
+            tier=name,
         )
         for name, slo in (("chat", Slo(1.0, 0.05)), ("code", Slo(e2e=4.0)), ("batch", Slo()))
-    ]  # fmt: skip
+    ]
     return concat(*parts).sorted()
 
 
@@ -608,9 +591,7 @@ def test_streams_go_on_at_a_bounded_gap_while_they_hold_their_kv(seed: int) -> N
 # ---- turns in a batch that is too small
 
 
-def turns(
-    *more: dict[str, float], ahead: int = 50, slots: int = 64, keep: PromisesConfig | None = None
-) -> Step:
+def turns(*more: dict[str, float], ahead: int = 50, slots: int = 64, keep: PromisesConfig | None = None) -> Step:
     """Pack four answers, the second of them ahead by that many tokens, in a batch of four, and `more`."""
     usual = answer(ttft=1.0, tpot=0.1)
     far = answer(ttft=1.0, tpot=0.1, output_tokens=5 + ahead, computed=104 + ahead, blocks=11)
@@ -650,9 +631,7 @@ def _with_tight(*names: str) -> list[int]:
     table, theta, now = jobs(*[tight] * 4, *(prompts[name] for name in names)), OnlineLatency().theta, 0.1
     keep = packer(PromisesConfig(selects_largest_set=False), running=4).params
     pace = pace_among(table)
-    outlook = kept_of(
-        table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace, NONE), theta, pace
-    )
+    outlook = kept_of(table.data, outlooks_of(keep, table.data, table.rows(), now, theta, pace, NONE), theta, pace)
     select(keep, table.data, outlook, ROOM, now, theta, pace, 0.015, 0.2, 0.0)
     return [int(outlook.level[outlook.rows == 4 + i][0]) for i in range(len(names))]
 

@@ -55,8 +55,7 @@ def test_sarathi_has_a_smaller_budget_than_fastgen() -> None:
     prompts = {name: find(name).packer(EngineSpec(8, 2048, latency=PACE)) for name in ("fastgen", "sarathi")}
     room = Limits(budget=2048)
     used = {
-        name: sum(next(Driven(packer, room).go([Ask(5000, 2)])).tokens.values())
-        for name, packer in prompts.items()
+        name: sum(next(Driven(packer, room).go([Ask(5000, 2)])).tokens.values()) for name, packer in prompts.items()
     }
     assert used == {"fastgen": 2048, "sarathi": 512}
 
@@ -69,9 +68,7 @@ def mean_end(run: Driven, asks: list[Ask]) -> float:
     return float(np.mean([run.ends[f"r{i}"] - ask.after for i, ask in enumerate(asks)]))
 
 
-same_prompts = st.lists(
-    st.builds(Ask, st.just(10), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=14
-)
+same_prompts = st.lists(st.builds(Ask, st.just(10), st.integers(1, 60), st.integers(0, 40)), min_size=1, max_size=14)
 
 
 @given(same_prompts)
@@ -142,9 +139,7 @@ def test_multires_takes_the_demand_nearest_to_what_is_free(free: int, first: str
     jobs.add("long", prompt=80, tokens_left=240.0, serial=1)
     jobs.add("broad", prompt=40, tokens_left=760.0, serial=2)
     if free < 100:
-        row = jobs.add(
-            "old", prompt=5, tokens_left=1.0, output_tokens=1, computed=5, serial=0, blocks=100 - free
-        )
+        row = jobs.add("old", prompt=5, tokens_left=1.0, output_tokens=1, computed=5, serial=0, blocks=100 - free)
         jobs.running[row] = True
     step = MultiRes(8, 200).pack(jobs, KvBudget(100, free, SIZE, 16), 0.0)
     assert next(name for name in jobs.names(step.order) if name != "old") == first

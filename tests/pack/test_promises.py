@@ -60,12 +60,14 @@ def run(
 
 @every
 @given(
-    others=asks, twin=ask, late=st.booleans(), max_running=running, urgency=st.sampled_from([-1.0, 0.0, 3.0]),
+    others=asks,
+    twin=ask,
+    late=st.booleans(),
+    max_running=running,
+    urgency=st.sampled_from([-1.0, 0.0, 3.0]),
     host=st.sampled_from([None, 400]),
-)  # fmt: skip
-@example(
-    others=[(1, 3, 0, 0), (1, 9, 0, 1)], twin=(1, 3, 4, 1), late=False, max_running=1, urgency=-1.0, host=None
-)  # fmt: skip
+)
+@example(others=[(1, 3, 0, 0), (1, 9, 0, 1)], twin=(1, 3, 4, 1), late=False, max_running=1, urgency=-1.0, host=None)
 @settings(max_examples=15, deadline=None)
 def test_the_more_urgent_of_two_that_are_alike_never_starts_later(
     recipe: str, others: list[Ask], twin: Ask, late: bool, max_running: int, urgency: float, host: int | None
@@ -81,10 +83,7 @@ def test_the_more_urgent_of_two_that_are_alike_never_starts_later(
 
 
 @every
-@given(
-    asks=asks, max_running=running, host=st.sampled_from([None, 400]), seed=st.integers(0, 99),
-    holds=st.booleans(),
-)  # fmt: skip
+@given(asks=asks, max_running=running, host=st.sampled_from([None, 400]), seed=st.integers(0, 99), holds=st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_never_more_than_max_running_rows_compute(
     recipe: str, asks: list[Ask], max_running: int, host: int | None, seed: int, holds: bool

@@ -58,13 +58,7 @@ def step(recipe: str, free: int, *rows: dict[str, float], running: int = 2) -> t
     """Return the rows that run, and those that are evicted, at 10 s."""
     table = Jobs()
     for i, values in enumerate(rows):
-        given: dict[str, float] = {
-            "prompt": 100,
-            "tokens_left": 10.0,
-            "serial": i,
-            "running": True,
-            "first": 1.0,
-        }
+        given: dict[str, float] = {"prompt": 100, "tokens_left": 10.0, "serial": i, "running": True, "first": 1.0}
         given |= dict.fromkeys(("ttft", "tpot", "e2e"), np.inf)
         table.add(f"r{i}", **(given | values))
     packer = find(recipe).packer(EngineSpec(running, 256))

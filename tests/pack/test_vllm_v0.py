@@ -70,9 +70,7 @@ def test_v0_takes_blocks_from_the_last_come(swap: bool, asks: list[Ask], limits:
 @both
 @given(loads(), limits)
 @EXAMPLES
-def test_v0_lets_nobody_in_out_of_turn_and_the_swapped_first(
-    swap: bool, asks: list[Ask], limits: Limits
-) -> None:
+def test_v0_lets_nobody_in_out_of_turn_and_the_swapped_first(swap: bool, asks: list[Ask], limits: Limits) -> None:
     for seen in v0(limits, swap).go(asks):
         came = [name for name in seen.waiting if name in seen.tokens]
         line = [name for name in seen.waiting if name in seen.saved] or seen.waiting

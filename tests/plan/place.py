@@ -23,9 +23,7 @@ class Known:
         """It is known."""
 
 
-def instance(
-    id: str, running: int = 4, *, model: str = "m", blocks: int = 10_000, **more: object
-) -> Instance:
+def instance(id: str, running: int = 4, *, model: str = "m", blocks: int = 10_000, **more: object) -> Instance:
     if more.get("loadable"):
         more = {"loaded": Loadable(model, 10.0, 1.0, 4096), **more}
     return Instance(id, model, running, blocks, 16, 4096, **more)  # type: ignore[arg-type]

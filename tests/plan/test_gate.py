@@ -18,11 +18,9 @@ def sheddable(request: Request) -> bool:
 
 
 PROGRAM = st.lists(
-    st.tuples(
-        st.booleans(), st.sampled_from("mn"), st.sampled_from(SLOS), st.integers(-1, 1), st.integers(1, 900)
-    ),
+    st.tuples(st.booleans(), st.sampled_from("mn"), st.sampled_from(SLOS), st.integers(-1, 1), st.integers(1, 900)),
     max_size=50,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150)

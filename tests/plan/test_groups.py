@@ -14,14 +14,27 @@ from headway.types import OBJECTIVES, Backlog
 
 
 def add(
-    backlog: Backlog, serial: int, *, slo: float = 30.0, arrival: float = 0.0, prompt: int = 50,
-    output: float = 100.0, model: int = 0,
-) -> int:  # fmt: skip
+    backlog: Backlog,
+    serial: int,
+    *,
+    slo: float = 30.0,
+    arrival: float = 0.0,
+    prompt: int = 50,
+    output: float = 100.0,
+    model: int = 0,
+) -> int:
     objective = "best_effort" if math.isinf(slo) else "deadline"
     return backlog.add(
-        f"r{serial}", arrival=arrival, due=arrival + slo, prompt=prompt, tokens=prompt + output,
-        longest=prompt + 500, model=model, objective=OBJECTIVES.index(objective), serial=serial,
-    )  # fmt: skip
+        f"r{serial}",
+        arrival=arrival,
+        due=arrival + slo,
+        prompt=prompt,
+        tokens=prompt + output,
+        longest=prompt + 500,
+        model=model,
+        objective=OBJECTIVES.index(objective),
+        serial=serial,
+    )
 
 
 def members(groups: RequestGroups) -> list[int]:
@@ -66,14 +79,11 @@ def test_requests_that_come_back_form_a_group_of_their_own() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 2)), max_size=120), st.data())
-def test_every_queued_request_is_in_one_group(
-    steps: list[tuple[int, bool, int]], data: st.DataObject
-) -> None:
+def test_every_queued_request_is_in_one_group(steps: list[tuple[int, bool, int]], data: st.DataObject) -> None:
     backlog, groups = Backlog(), RequestGroups(delta=1.5)
     queued: list[int] = []
     for serial, (slo, ends, model) in enumerate(steps):
-        row = add(backlog, serial, slo=(5.0, 20.0, 30.0, 60.0, 300.0, math.inf)[slo],
-                  arrival=serial / 3, model=model)  # fmt: skip
+        row = add(backlog, serial, slo=(5.0, 20.0, 30.0, 60.0, 300.0, math.inf)[slo], arrival=serial / 3, model=model)
         groups.add(backlog, row, 0, 4.0)
         queued.append(serial)
         if ends:
@@ -83,8 +93,12 @@ def test_every_queued_request_is_in_one_group(
             groups.left(gone)
             backlog.remove(f"r{gone}")
             group.head(backlog)
-    live = {serial for group in groups for row, serial in group.entries if backlog.live[row]
-            and backlog.serial[row] == serial}  # fmt: skip
+    live = {
+        serial
+        for group in groups
+        for row, serial in group.entries
+        if backlog.live[row] and backlog.serial[row] == serial
+    }
     assert live == set(queued)
     assert sum(group.size for group in groups) == len(queued)
     for group in groups:

@@ -254,9 +254,7 @@ class World:
             up = "e1" in self.place.core.cluster.instances
             return InstanceDown("e1") if up else InstanceUp(instance("e1", 3, lead=0))
         self.count += 1
-        some = stage(
-            run if which % 6 else "", unit, target=which if which % 4 else None, final=which % 11 == 1
-        )
+        some = stage(run if which % 6 else "", unit, target=which if which % 4 else None, final=which % 11 == 1)
         return Arrived(ask(f"r{self.count}", self.now, stage=some if kind else None, prompt=which + 1))
 
     def step(self, kind: int, which: int, passed: float) -> None:

@@ -125,10 +125,14 @@ def run(kind: str, fleet: list[Any], load: Workload, **more: Any) -> tuple[Outco
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(["vllm", "edf"]), st.integers(0, 999), st.integers(1, 40), st.integers(1, 3),
-    st.integers(1, 4), st.floats(0.1, 20),
+    st.sampled_from(["vllm", "edf"]),
+    st.integers(0, 999),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.floats(0.1, 20),
     st.lists(st.tuples(st.floats(0, 30), st.floats(0, 20)), max_size=2),
-)  # fmt: skip
+)
 def test_every_request_ends_where_its_model_is_served_and_swaps_wait_for_the_batch(
     kind: str, seed: int, count: int, instances: int, running: int, span: float, fails: list[Any]
 ) -> None:

@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.events import (
-    Arrived,
-    Event,
-    Failed,
-    Finished,
-    InstanceDown,
-    InstanceUp,
-    Returned,
-    Swapped,
-    Tick,
-)
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Swapped, Tick
 from headway.policy.core.cluster import RowSet
 from headway.policy.core.controller import Controller
 from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
@@ -86,9 +76,15 @@ class Both:
         id, self.count = f"q{self.count}", self.count + 1
         slo = Slo(ttft=[None, 0.5, 2.0, 9.0][bits.take(4)], e2e=[None, 5.0][bits.take(2)])
         request = Request(
-            id, f"m{int(bits.take(4) == 0)}", 1 + bits.take(500), 1 + bits.take(500),
-            self.now - 0.3 * bits.take(3), slo, bits.take(3), places=[1, 1, 1, 3][bits.take(4)],
-        )  # fmt: skip
+            id,
+            f"m{int(bits.take(4) == 0)}",
+            1 + bits.take(500),
+            1 + bits.take(500),
+            self.now - 0.3 * bits.take(3),
+            slo,
+            bits.take(3),
+            places=[1, 1, 1, 3][bits.take(4)],
+        )
         self.queued.add(id)
         self.notify(Arrived(request))
 

@@ -111,9 +111,7 @@ def test_a_hopeless_request_of_a_rare_model_does_not_empty_an_instance() -> None
 
     def swaps(frequent: float) -> int:
         times = np.arange(0.0, 40.0, 1 / frequent)
-        work = together(
-            arriving(*times.tolist(), model="a", slo=soon(20.0)), arriving(30.0, model="b", slo=soon(5.0))
-        )
+        work = together(arriving(*times.tolist(), model="a", slo=soon(20.0)), arriving(30.0, model="b", slo=soon(5.0)))
         return Simulation(find("qlm"), [machine("e0", "a", "b", cold=10.0)], work, until=40.0).run().swaps
 
     assert swaps(0.05) == 1
@@ -270,11 +268,14 @@ def nodes(seed: int, models: tuple[str, ...]) -> list:  # type: ignore[type-arg]
         order = [str(model) for model in rng.permutation(models)]
         out.append(
             machine(
-                f"e{k}", *(order if k == 0 or rng.random() < 0.7 else order[:1]),
-                running=int(rng.integers(1, 6)), each=float(rng.uniform(0.01, 0.2)),
-                host=int(rng.integers(0, 4)), blocks=int(rng.integers(20, 200)),
+                f"e{k}",
+                *(order if k == 0 or rng.random() < 0.7 else order[:1]),
+                running=int(rng.integers(1, 6)),
+                each=float(rng.uniform(0.01, 0.2)),
+                host=int(rng.integers(0, 4)),
+                blocks=int(rng.integers(20, 200)),
             )
-        )  # fmt: skip
+        )
     return out
 
 
@@ -284,15 +285,14 @@ def test_every_request_ends(seed: int, recipe: str, models: int, thinks: bool) -
     names, rng = ("a", "b", "c")[:models], np.random.default_rng(seed)
     traffic = random_traffic(seed, names, int(rng.integers(5, 60)), float(rng.uniform(1, 40)))
     traffic = replace(
-        traffic, e2e=rng.choice([5.0, 30.0, np.inf], len(traffic)),
+        traffic,
+        e2e=rng.choice([5.0, 30.0, np.inf], len(traffic)),
         ttft=np.where(rng.random(len(traffic)) < 0.3, 2.0, np.inf),
-    )  # fmt: skip
+    )
     fleet = [replace(one, instance=replace(one.instance, max_model_len=310)) for one in nodes(seed, names)]
     failures = [Failure("e0", float(rng.uniform(0, 30)), 10.0)] if seed % 2 else []
     seconds = 0.4 if thinks else 0.0
-    outcome = Simulation(
-        find(recipe), fleet, traffic, plan_seconds=lambda n: seconds, failures=failures
-    ).run()
+    outcome = Simulation(find(recipe), fleet, traffic, plan_seconds=lambda n: seconds, failures=failures).run()
     assert np.isfinite(outcome.end).all()
     assert (outcome.evictions >= 0).all()
 

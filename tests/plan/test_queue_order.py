@@ -29,21 +29,42 @@ from headway.policy.plan.stochastic import solve
 
 
 def problem(
-    size: list[float], model: list[int], due: list[float], *, loaded: tuple[int, ...] = (0,),
-    each: float = 1.0, swap: float = 5.0, room: float = 0.0, finish: float = 2.0, z: float = 0.0,
-    spread: float = 0.0, needs: tuple[float, ...] = (0.0,) * len(LEVELS),
-) -> PlanProblem:  # fmt: skip
+    size: list[float],
+    model: list[int],
+    due: list[float],
+    *,
+    loaded: tuple[int, ...] = (0,),
+    each: float = 1.0,
+    swap: float = 5.0,
+    room: float = 0.0,
+    finish: float = 2.0,
+    z: float = 0.0,
+    spread: float = 0.0,
+    needs: tuple[float, ...] = (0.0,) * len(LEVELS),
+) -> PlanProblem:
     """Groups of requests that take `each` seconds anywhere; due = latest start, less `needs` by level."""
     items, instances = len(size), len(loaded)
     every = np.ones((instances, items))
     share = every * np.array(size) * each
     last = np.stack([every * (np.array(due) - seconds) for seconds in needs])
     return PlanProblem(
-        np.array(size), np.array(model), np.full(items, -1), share, every * np.array(size) * spread**2,
-        every * room, every * finish, last, last, np.zeros(items), np.zeros(items), np.array(loaded),
-        np.zeros(instances), np.full((instances, max(model) + 2, max(model) + 1), swap),
-        z * np.linspace(0.0, 1.0, len(LEVELS)), 0.0,
-    )  # fmt: skip
+        np.array(size),
+        np.array(model),
+        np.full(items, -1),
+        share,
+        every * np.array(size) * spread**2,
+        every * room,
+        every * finish,
+        last,
+        last,
+        np.zeros(items),
+        np.zeros(items),
+        np.array(loaded),
+        np.zeros(instances),
+        np.full((instances, max(model) + 2, max(model) + 1), swap),
+        z * np.linspace(0.0, 1.0, len(LEVELS)),
+        0.0,
+    )
 
 
 def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
@@ -51,11 +72,16 @@ def drawn(seed: int, items: int, instances: int, z: float = 0.0) -> PlanProblem:
     models = int(rng.integers(1, 4))
     speed = rng.uniform(0.5, 2.0, instances)[:, None]
     plain = problem(
-        rng.integers(1, 20, items).astype(float).tolist(), rng.integers(0, models, items).tolist(),
-        rng.uniform(-5, 60, items).tolist(), loaded=tuple(rng.integers(0, models, instances).tolist()),
-        each=float(rng.uniform(0.1, 1.0)), room=float(rng.uniform(0, 5)), z=z, spread=0.3 if z else 0.0,
+        rng.integers(1, 20, items).astype(float).tolist(),
+        rng.integers(0, models, items).tolist(),
+        rng.uniform(-5, 60, items).tolist(),
+        loaded=tuple(rng.integers(0, models, instances).tolist()),
+        each=float(rng.uniform(0.1, 1.0)),
+        room=float(rng.uniform(0, 5)),
+        z=z,
+        spread=0.3 if z else 0.0,
         needs=tuple(np.sort(rng.uniform(0, 20, len(LEVELS))).tolist()),
-    )  # fmt: skip
+    )
     return plain._replace(
         share=plain.share * speed,
         last=plain.last + rng.uniform(0, 10, items),

@@ -136,9 +136,7 @@ def test_runs_are_compared_with_what_a_request_without_a_run_needs() -> None:
     assert drain(place, 4.0) == ["first", "plain", "same", "larger", "late"]
 
 
-events = st.lists(
-    st.tuples(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 3.0), st.booleans()), max_size=40
-)
+events = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.floats(0.0, 3.0), st.booleans()), max_size=40)
 
 
 @given(events=events)
@@ -169,9 +167,7 @@ def test_whatever_comes_is_sent_once_and_forgotten(events: list[tuple[int, int, 
     assert not planner._stands
 
 
-def play(
-    place: Place, events: list[tuple[int, int, float, bool]], *, runs: bool, plain: Slo | None = None
-) -> None:
+def play(place: Place, events: list[tuple[int, int, float, bool]], *, runs: bool, plain: Slo | None = None) -> None:
     """Let requests come and go: (what, which run or request, seconds later, promised)."""
     now = 0.0
     for i, (what, which, later, promised) in enumerate(events):

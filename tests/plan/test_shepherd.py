@@ -24,8 +24,7 @@ def test_the_assignment_is_optimal(data: st.DataObject) -> None:
     models = ["a", "b", "c"][: data.draw(st.integers(1, 3))]
     speeds = st.sampled_from([1.0, 2.5, 7.0])
     kinds = [
-        {model: data.draw(speeds) for model in models if model == "a" or data.draw(st.booleans())}
-        for _ in range(2)
+        {model: data.draw(speeds) for model in models if model == "a" or data.draw(st.booleans())} for _ in range(2)
     ]
     options = {f"e{i}": data.draw(st.sampled_from(kinds)) for i in range(data.draw(st.integers(1, 4)))}
     now = {name: data.draw(st.sampled_from(sorted(can))) for name, can in options.items()}

@@ -83,11 +83,16 @@ def flood(rate: float) -> Workload:
     few = poisson(2.0, seconds, rng)
     parts = [
         single(
-            at, rng.integers(50, 400, at.size), rng.integers(10, 80, at.size), tier="chat", tenant=tenant,
-            slo=slo, max_tokens=80,
+            at,
+            rng.integers(50, 400, at.size),
+            rng.integers(10, 80, at.size),
+            tier="chat",
+            tenant=tenant,
+            slo=slo,
+            max_tokens=80,
         )
         for tenant, at in (("a", many), ("b", few))
-    ]  # fmt: skip
+    ]
     return concat(*parts).sorted()
 
 

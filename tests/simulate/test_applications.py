@@ -23,11 +23,12 @@ GOOD = {
         {"unit": "run", "type": "docker", "exec_time_s": 1.5},
         {"unit": "dnn:vqa", "type": "dnn", "exec_time_s": None},
         {
-            "unit": "check", "type": "llm",
+            "unit": "check",
+            "type": "llm",
             "requests": [{"prompt_tokens": p, "completion_tokens": c} for p, c in ((10, 4), (30, 0))],
         },
     ],
-}  # fmt: skip
+}
 RUN = AppRun(
     "CG",
     (
@@ -93,11 +94,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read(binary)
     whole = gzip.compress((json.dumps(GOOD) * 100).encode())
-    for name, data in (
-        ("cut", whole[: len(whole) // 2]),
-        ("plain", b"{}"),
-        ("spoilt", whole[:20] + b"\xff" * 40),
-    ):
+    for name, data in (("cut", whole[: len(whole) // 2]), ("plain", b"{}"), ("spoilt", whole[:20] + b"\xff" * 40)):
         path = tmp_path / f"{name}.gz"
         path.write_bytes(data)
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -193,13 +190,7 @@ def test_runs_outside_the_llm_have_no_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "runs",
-    [
-        [],
-        [AppRun("a", ())],
-        [RUN, AppRun("a", (Step("u"),))],
-        [AppRun("a", (Step("u", "tool", ((1, 1),)),))],
-    ],
+    "runs", [[], [AppRun("a", ())], [RUN, AppRun("a", (Step("u"),))], [AppRun("a", (Step("u", "tool", ((1, 1),)),))]]
 )
 def test_runs_with_nothing_to_do_are_refused(runs: list[AppRun]) -> None:
     with pytest.raises(ConfigError, match="nothing to do"):

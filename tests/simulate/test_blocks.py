@@ -14,9 +14,8 @@ from headway.types import Slo
 
 SIZE, LONGEST = 16, 368
 loads = st.lists(
-    st.tuples(st.integers(1, 300), st.integers(1, 60), st.sampled_from([None, 0.3, 2.0])),
-    min_size=1, max_size=30,
-)  # fmt: skip
+    st.tuples(st.integers(1, 300), st.integers(1, 60), st.sampled_from([None, 0.3, 2.0])), min_size=1, max_size=30
+)
 
 
 def check(engine: SimulatedEngine) -> None:
@@ -37,9 +36,7 @@ def test_blocks_and_slots_are_conserved(
     recipe: str, load: list[tuple[int, int, float | None]], running: int, blocks: int, budget: int, every: int
 ) -> None:
     packer = find(recipe).packer(EngineSpec(running, budget, SIZE))
-    engine = SimulatedEngine(
-        packer, blocks=blocks, size=SIZE, slots=2 * running, budget=budget, max_model_len=LONGEST
-    )
+    engine = SimulatedEngine(packer, blocks=blocks, size=SIZE, slots=2 * running, budget=budget, max_model_len=LONGEST)
     todo, now, output_tokens = list(enumerate(load)), 0.0, 0
     for step in range(100_000):
         if todo and step % every == 0:

@@ -42,17 +42,20 @@ def _spec(law: LatencyLaw, rows: int = 64, blocks: int = 1000, budget: int = 204
 
 
 def _workload(
-    arrival: ArrayLike, prompt: ArrayLike, output: ArrayLike,
-    ttft: ArrayLike = NEVER, tpot: ArrayLike = NEVER, e2e: ArrayLike = NEVER,
-) -> Workload:  # fmt: skip
+    arrival: ArrayLike,
+    prompt: ArrayLike,
+    output: ArrayLike,
+    ttft: ArrayLike = NEVER,
+    tpot: ArrayLike = NEVER,
+    e2e: ArrayLike = NEVER,
+) -> Workload:
     n = np.size(arrival)
     whole = np.zeros(n, np.int64)
     targets = (np.broadcast_to(np.asarray(target, float), n).copy() for target in (ttft, tpot, e2e))
     answers = np.asarray(output, np.int64)
     return Workload(
-        np.asarray(arrival, float), np.asarray(prompt, np.int64), answers, answers, *targets,
-        whole, whole, whole, whole,
-    )  # fmt: skip
+        np.asarray(arrival, float), np.asarray(prompt, np.int64), answers, answers, *targets, whole, whole, whole, whole
+    )
 
 
 def _equal(n: int, prompt: int, output: int, **targets: float) -> Workload:
@@ -107,7 +110,7 @@ BY_HAND = {  # name: (expected, requests, engine); what limits them is the name
     "floor and work": (10, _equal(20, 10, 1, ttft=0.1001), _spec(Roofline(0, 0.1, 0, 0, 1e-3, 0))),
     "floor as base": (8, _equal(20, 1, 1, e2e=0.4001), _spec(Roofline(0, 0.1, 0, 0, 1e-5, 0), rows=2)),
     "floor as work": (4, _equal(20, 100, 1, e2e=0.41), _spec(Roofline(0, 1e-3, 0, 0, 1e-3, 0))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -210,13 +213,14 @@ def test_a_latency_model_without_a_law_is_refused() -> None:
 
 @settings(max_examples=25, derandomize=True)
 @given(
-    seed=st.integers(0, 10_000), law=st.sampled_from(sorted(LAWS)), rows=st.sampled_from([2, 4, 16]),
-    blocks=st.sampled_from([24, 48, 200]), budget=st.sampled_from([32, 256, 2048]),
+    seed=st.integers(0, 10_000),
+    law=st.sampled_from(sorted(LAWS)),
+    rows=st.sampled_from([2, 4, 16]),
+    blocks=st.sampled_from([24, 48, 200]),
+    budget=st.sampled_from([32, 256, 2048]),
     hurry=st.sampled_from([0.7, 1.0, 2.0, 5.0]),
-)  # fmt: skip
-def test_no_recipe_keeps_more(
-    seed: int, law: str, rows: int, blocks: int, budget: int, hurry: float
-) -> None:  # fmt: skip
+)
+def test_no_recipe_keeps_more(seed: int, law: str, rows: int, blocks: int, budget: int, hurry: float) -> None:
     workload, spec = _random(np.random.default_rng(seed), 30, hurry), _spec(LAWS[law], rows, blocks, budget)
     most = bound(workload, spec)
     for recipe in ("vllm", "slack", "edf", "srtf", "bros"):
@@ -229,19 +233,14 @@ def test_no_recipe_keeps_more(
 def test_no_choice_of_prompts_in_order_fits_more(seed: int, size: int, spare: int) -> None:
     """A choice fits where the tasks with windows inside any interval take no longer than it."""
     rng = np.random.default_rng(seed)
-    start, work = (
-        np.sort(rng.integers(0, 2 * size, size)).astype(float),
-        rng.integers(1, 8, size).astype(float),
-    )
+    start, work = (np.sort(rng.integers(0, 2 * size, size)).astype(float), rng.integers(1, 8, size).astype(float))
     end = np.maximum.accumulate(start + work + rng.integers(0, spare, size))
 
     def fits(rows: tuple[int, ...]) -> bool:
         chosen = np.array(rows)
         inside = [(start[chosen] >= s) & (end[chosen] <= t) for s in start for t in end]
         lasts = [t - s for s in start for t in end]
-        return all(
-            work[chosen][each].sum() <= max(last, 0.0) for each, last in zip(inside, lasts, strict=True)
-        )
+        return all(work[chosen][each].sum() <= max(last, 0.0) for each, last in zip(inside, lasts, strict=True))
 
     sizes = [len(rows) for n in range(1, size + 1) for rows in combinations(range(size), n) if fits(rows)]
     assert _most_in_order(start, end, work) == max(sizes)

@@ -55,9 +55,13 @@ def same(compiled: Outcome, readable: Outcome) -> None:
 
 @pytest.mark.parametrize("recipe", RULED)
 @given(
-    st.sampled_from(PROFILES), st.integers(1, 40), st.integers(40, 400), st.integers(16, 700),
-    st.floats(0.5, 60), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(PROFILES),
+    st.integers(1, 40),
+    st.integers(40, 400),
+    st.integers(16, 700),
+    st.floats(0.5, 60),
+    st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_same_outcome(
     recipe: str, latency: str, running: int, blocks: int, budget: int, rate: float, seed: int
@@ -70,9 +74,7 @@ def test_same_outcome(
 @pytest.mark.parametrize("recipe", ["headway", "slack"])
 @given(st.floats(0.0, 12.0), st.floats(0.0, 1.0), st.integers(0, 99))
 @settings(max_examples=15)
-def test_same_outcome_with_given_lengths_and_an_early_end(
-    recipe: str, until: float, sigma: float, seed: int
-) -> None:
+def test_same_outcome_with_given_lengths_and_an_early_end(recipe: str, until: float, sigma: float, seed: int) -> None:
     workload, one = traffic(12.0, 80, seed), instance_spec("opt-13b-a100", 8, 200, 256)
     lengths = Noisy.spreading(workload, sigma, np.random.default_rng(seed))
     compiled = Simulation(RECIPES[recipe], [one], workload, lengths, until=until)
@@ -82,13 +84,9 @@ def test_same_outcome_with_given_lengths_and_an_early_end(
     assert np.isnan(readable.end).any() or until > 6
 
 
-@given(
-    st.integers(2, 20), st.integers(50, 120), st.floats(10, 60), st.integers(1, 2000), st.integers(0, 99),
-)  # fmt: skip
+@given(st.integers(2, 20), st.integers(50, 120), st.floats(10, 60), st.integers(1, 2000), st.integers(0, 99))
 @settings(max_examples=25)
-def test_same_outcome_with_kv_on_the_host(
-    running: int, blocks: int, rate: float, host: int, seed: int
-) -> None:
+def test_same_outcome_with_kv_on_the_host(running: int, blocks: int, rate: float, host: int, seed: int) -> None:
     compiled = on_the_host(traffic(rate, 60, seed), running, blocks, host)
     same(compiled.run(), replace(compiled, fast=False).run())
 
@@ -166,8 +164,7 @@ def test_the_common_recipes_are_compiled(recipe: str) -> None:
     workload = traffic(5.0, 20, 0)
     simulation = Simulation(RECIPES[recipe], [instance_spec("opt-13b-a100", 8, 400, 256)], workload)
     assert (
-        compiled_state.initial_state(RECIPES[recipe], simulation.instances[0], workload, simulation.lengths)
-        is not None
+        compiled_state.initial_state(RECIPES[recipe], simulation.instances[0], workload, simulation.lengths) is not None
     )
 
 

@@ -33,8 +33,11 @@ def gpu(count: int = 1, **more: Any) -> list[InstanceSpec]:
 def overload(seed: int = 0, *, drop: bool = True, seconds: float = 60.0) -> Workload:
     """Several times what one instance can do."""
     rng = np.random.default_rng(seed)
-    classes = [TrafficClass("chat", 0.5, CHAT, drop=drop), TrafficClass("code", 0.3, CODE, drop=drop),
-               TrafficClass("batch", 0.2)]  # fmt: skip
+    classes = [
+        TrafficClass("chat", 0.5, CHAT, drop=drop),
+        TrafficClass("code", 0.3, CODE, drop=drop),
+        TrafficClass("batch", 0.2),
+    ]
     workload = make(classes, poisson(24.0, seconds, rng), rng)
     return workload.take(workload.prompt + workload.output <= 2048)
 
@@ -86,9 +89,7 @@ class _Watch(Observer):
     def __init__(self) -> None:
         self.engines: dict[int, SimulatedEngine] = {}
 
-    def iteration(
-        self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
-    ) -> None:
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         self.engines[instance] = engine
 
 

@@ -99,9 +99,7 @@ def test_several_models_may_have_one_profile() -> None:
         (at(0.0, model="c", prompt=700), "no instance of 'c' holds over 640", "kv_tokens"),
     ],
 )
-def test_a_workload_nobody_can_serve_is_refused_before_it_runs(
-    workload: object, said: str, mend: str
-) -> None:
+def test_a_workload_nobody_can_serve_is_refused_before_it_runs(workload: object, said: str, mend: str) -> None:
     nodes = [machine("e0", "a", "b"), machine("e1", "c", blocks=40)]
     with pytest.raises(ConfigError) as caught:
         Simulation(find("vllm"), nodes, workload).run()  # type: ignore[arg-type]

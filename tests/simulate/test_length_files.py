@@ -65,19 +65,11 @@ def test_the_limit_cuts(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        (
-            "l.csv",
-            "prompt_tokens,answer\n1,2\n",
-            r"line 2 has no output_tokens \(it has prompt_tokens, answer\)",
-        ),
+        ("l.csv", "prompt_tokens,answer\n1,2\n", r"line 2 has no output_tokens \(it has prompt_tokens, answer\)"),
         ("l.csv", HEAD + "1,2\n3,-4\n", "line 3 has output_tokens = '-4'. Give a number of 0 or more"),
         ("l.csv", HEAD + "nan,2\n", "line 2 has prompt_tokens = 'nan'"),
         ("l.csv", HEAD + "inf,2\n", "line 2 has prompt_tokens = 'inf'"),
-        (
-            "l.csv",
-            HEAD + "1.5,2\n",
-            "line 2 has prompt_tokens = '1.5', which is no number of tokens. Give a whole",
-        ),
+        ("l.csv", HEAD + "1.5,2\n", "line 2 has prompt_tokens = '1.5', which is no number of tokens. Give a whole"),
         ("l.csv", HEAD + "1e12,2\n", "line 2 has prompt_tokens = '1e12', which is no number of tokens"),
         ("l.csv", HEAD, r"has no rows. It needs one request per row: prompt_tokens, output_tokens\."),
         ("l.csv", "", "has no rows"),
@@ -115,8 +107,7 @@ def test_what_is_written_is_read(tmp_path_factory, rows):
 
 @pytest.mark.skipif("HEADWAY_DATA" not in os.environ, reason="set HEADWAY_DATA to the data")
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("sharegpt_v3", 58_787), ("sharegpt_with_predictions", 40_000), ("azure_conv_2023", 19_366)],
+    ("name", "rows"), [("sharegpt_v3", 58_787), ("sharegpt_with_predictions", 40_000), ("azure_conv_2023", 19_366)]
 )
 def test_the_data_is_read_whole(name, rows):
     read = traces.read_lengths(name)
@@ -130,9 +121,7 @@ def test_the_data_is_read_whole(name, rows):
 @pytest.mark.parametrize("name", ["s.json", "s.json.gz"])
 def test_conversations_are_counted_by_the_tokenizer(tmp_path, name):
     entries = [talk("one two", "three", "more", "turns"), talk("alone"), talk("a b c", "")]
-    read = traces.read_lengths(
-        write(tmp_path, name, json.dumps(entries)), count=lambda text: len(text.split())
-    )
+    read = traces.read_lengths(write(tmp_path, name, json.dumps(entries)), count=lambda text: len(text.split()))
     assert read.prompt_tokens.tolist() == [2, 3]
     assert read.output_tokens.tolist() == [1, 0]
     assert read.about == f"2 conversations of {name}, 1 without an answer left out"
@@ -154,10 +143,7 @@ def test_without_a_tokenizer_tokens_are_estimated_and_it_is_said(tmp_path):
         ('{"conversations": []}', "no list of conversations. It needs a list"),
         ("[]", "no conversation with an answer"),
         (json.dumps([talk("alone")]), "no conversation with an answer"),
-        (
-            json.dumps([talk("a", "b"), {"turns": []}]),
-            "conversation 2 has no conversations: .* Correct or remove",
-        ),
+        (json.dumps([talk("a", "b"), {"turns": []}]), "conversation 2 has no conversations: .* Correct or remove"),
         (json.dumps([talk("a", "b"), 3]), "conversation 2 has no"),
         ('[{"conversations": [{"from": "human", "value": null}, {"value": "x"}]}]', "conversation 1 has no"),
         ('[{"conversations": [{"from": "human"}, {"value": "x"}]}]', "conversation 1 has no"),

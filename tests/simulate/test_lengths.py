@@ -68,9 +68,7 @@ DATA = {
     "lmsys": lambda: [None, *recorded("lmsys_vicuna13b_outputs_with_predictions", "output_tokens")],
     "bookcorpus": lambda: [chunks(), None],
 }
-ROWS = {
-    "sharegpt": 52_157, "sharegpt-multiround": 30_731, "arxiv": 28_257, "alpaca": 2_000, "lmsys": 85_482,
-}  # fmt: skip
+ROWS = {"sharegpt": 52_157, "sharegpt-multiround": 30_731, "arxiv": 28_257, "alpaca": 2_000, "lmsys": 85_482}
 
 
 @needs_data

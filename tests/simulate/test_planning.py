@@ -131,8 +131,7 @@ def test_edf_meets_all_deadlines_of_unit_jobs_if_any_order_does(jobs: list[tuple
     """
     arrivals = [release + 0.5 for release, _ in jobs]
     parts = [
-        at(when, prompt=1, output=1, slo=Slo(e2e=room + 0.5))
-        for when, (_, room) in zip(arrivals, jobs, strict=True)
+        at(when, prompt=1, output=1, slo=Slo(e2e=room + 0.5)) for when, (_, room) in zip(arrivals, jobs, strict=True)
     ]
     workload = together(at(*[0.0] * 20, prompt=1, output=1), *parts)
     outcome = Simulation(find("edf"), [machine("e0", each=1.0, running=1)], workload).run()
@@ -160,8 +159,12 @@ def test_vtc_protects_the_modest_tenant_from_the_flood() -> None:
 
 def test_parrot_serves_an_older_application_run_first() -> None:
     """Four runs of three requests each; under load only Parrot lets an older run's later steps overtake."""
-    crew = TrafficClass("crew", lengths=Lengths(np.array([10]), np.array([4]), None, "one request"),
-                        requests_per_run=3, concurrent_runs=4)  # fmt: skip
+    crew = TrafficClass(
+        "crew",
+        lengths=Lengths(np.array([10]), np.array([4]), None, "one request"),
+        requests_per_run=3,
+        concurrent_runs=4,
+    )
     workload = make([crew], np.arange(24) * 0.01, np.random.default_rng(0))
     ages = np.array([int(workload.request(i).stage.run.split(".")[1]) for i in range(24)])  # type: ignore[union-attr]
     order = {

@@ -48,17 +48,13 @@ def talks(count: int, seed: int = 0) -> Workload:
     return replace(plain, prefix=np.array([table.index(piece) for piece in pieces]), prefixes=table)
 
 
-def outcome(
-    recipe: str, workload: Workload, *, caching: bool, blocks: int = 300, fast: bool = True
-) -> Outcome:
+def outcome(recipe: str, workload: Workload, *, caching: bool, blocks: int = 300, fast: bool = True) -> Outcome:
     specs = [replace(one, prefix_caching=caching) for one in fleet(1, blocks)]
     return Simulation(find(recipe), specs, workload, fast=fast).run()
 
 
 def engine(blocks: int = 40, longest: int = 320) -> CachingEngine:
-    return CachingEngine(
-        Fcfs(8), blocks=blocks, size=SIZE, slots=8, budget=512, max_model_len=longest,
-    )  # fmt: skip
+    return CachingEngine(Fcfs(8), blocks=blocks, size=SIZE, slots=8, budget=512, max_model_len=longest)
 
 
 def answer(engine: CachingEngine, id: str, prompt: int, output: int = 2, prefix: Prefix | None = None) -> int:
@@ -115,9 +111,11 @@ def test_prefixes_stay_with_their_requests(tmp_path) -> None:  # type: ignore[no
     assert sum(both.request(i).prefix is None for i in range(len(both))) == 1
     specs = fleet(1)
     run = Run(
-        Header("vllm", tuple(map(Machine.of, specs)), 0, "test"), both,
-        Simulation(find("vllm"), specs, both).run(), Recorder().recording(),
-    )  # fmt: skip
+        Header("vllm", tuple(map(Machine.of, specs)), 0, "test"),
+        both,
+        Simulation(find("vllm"), specs, both).run(),
+        Recorder().recording(),
+    )
     back = run_folder.load(run_folder.save(run, tmp_path)).workload
     assert [back.request(i) for i in range(len(back))] == [both.request(i) for i in range(len(both))]
 

@@ -39,17 +39,13 @@ class Ranking(Controller):
         return [*commands, Rerank("e0", ranks)] if ranks else commands
 
 
-def order(
-    ranks: Ranks, rerank: Callable[[float], Ranks] = lambda now: {}, overhead: float = 0.0
-) -> list[int]:
+def order(ranks: Ranks, rerank: Callable[[float], Ranks] = lambda now: {}, overhead: float = 0.0) -> list[int]:
     """Return the requests in the order of their first tokens, one running at a time."""
     recipe = find("priority")
     controller = Ranking(Ordered(PRIORITY, pull=False), TaskLengths())
     controller.ranks, controller.rerank = ranks, rerank
     spec = replace(machine("e0", each=1.0, running=1), request_overhead=overhead)
-    loop = Loop(
-        WORKLOAD, controller, [SimulatedInstance(spec, recipe)], plan_seconds=lambda queued: 0.0, tick=1.0
-    )
+    loop = Loop(WORKLOAD, controller, [SimulatedInstance(spec, recipe)], plan_seconds=lambda queued: 0.0, tick=1.0)
     return [int(row) for row in np.argsort(loop.run(None, np.inf).first)]
 
 

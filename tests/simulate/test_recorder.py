@@ -54,9 +54,7 @@ def test_totals_are_those_of_the_outcome(recipe: str) -> None:
 
 def test_tests_see_every_state() -> None:
     seen = {
-        int(state)
-        for recipe in ALL
-        for state in record(recipe, 5, blocks=150, duration=5.0).recording.changes["state"]
+        int(state) for recipe in ALL for state in record(recipe, 5, blocks=150, duration=5.0).recording.changes["state"]
     }
     assert seen == {int(state) for state in State}
 

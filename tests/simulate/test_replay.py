@@ -106,9 +106,16 @@ def test_steps_are_told_in_order_and_the_run_ends_once(events: list[tuple[float,
     run_alone(llm("a", (10, 2), (10, 3)), tool("t", 2.0), llm("a", (10, 1)), pause=0.5)
     told = [(type(event), round(now, 6)) for now, event in events[1:] if not isinstance(event, Started)]
     assert told == [
-        (Arrived, 0.0), (Arrived, 0.0), (Finished, 0.2), (Finished, 0.4),
-        (UnitBegan, 0.9), (UnitEnded, 2.9), (Arrived, 3.4), (Finished, 3.5), (RunEnded, 3.5),
-    ]  # fmt: skip
+        (Arrived, 0.0),
+        (Arrived, 0.0),
+        (Finished, 0.2),
+        (Finished, 0.4),
+        (UnitBegan, 0.9),
+        (UnitEnded, 2.9),
+        (Arrived, 3.4),
+        (Finished, 3.5),
+        (RunEnded, 3.5),
+    ]
     stages = [event.request.stage for _, event in events if isinstance(event, Arrived)]
     assert [(stage.app, stage.run, stage.unit) for stage in stages if stage] == [("app", "0", "a")] * 3
     assert [now for now, event in events if isinstance(event, Started)] == pytest.approx([0.1, 0.2])
@@ -145,9 +152,11 @@ def test_requests_have_until_the_deadline_of_their_run(events: list[tuple[float,
 
 def test_time_may_end_before_the_runs() -> None:
     done = replay(
-        find("hermes"), [machine("e0", each=EACH)],
-        apps_of([llm("a", (10, 5))], [llm("a", (10, 5))], at=[0.0, 9.0]), until=5.0,
-    )  # fmt: skip
+        find("hermes"),
+        [machine("e0", each=EACH)],
+        apps_of([llm("a", (10, 5))], [llm("a", (10, 5))], at=[0.0, 9.0]),
+        until=5.0,
+    )
     assert done.end[0] == pytest.approx(0.5)
     assert math.isnan(done.end[1])
 
@@ -233,10 +242,7 @@ def test_short_runs_overtake_long_ones_once_they_are_known() -> None:
     long, short = [llm("long", (10, 60))], [llm("short", (10, 3))]
     runs = [AppRun("long" if i % 2 else "short", tuple(long if i % 2 else short)) for i in range(40)]
     apps = applications(runs, np.arange(40) * 0.5, "default")
-    ends = {
-        name: replay(find(name), [machine("e0", each=EACH, running=1)], apps).end
-        for name in ("vllm", "hermes")
-    }
+    ends = {name: replay(find(name), [machine("e0", each=EACH, running=1)], apps).end for name in ("vllm", "hermes")}
     acts = {name: (end - apps.arrival).mean() for name, end in ends.items()}
     assert acts["hermes"] < 0.7 * acts["vllm"]
 

@@ -105,10 +105,7 @@ def mixed(seed: int, rate: float = 12.0) -> Workload:
 
 
 def fleet(count: int, blocks: int = 3000) -> list[InstanceSpec]:
-    return [
-        InstanceSpec(Instance(f"e{i}", "default", 32, blocks, 16, 2048), Linear(), 64, 1024)
-        for i in range(count)
-    ]
+    return [InstanceSpec(Instance(f"e{i}", "default", 32, blocks, 16, 2048), Linear(), 64, 1024) for i in range(count)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -142,13 +139,9 @@ def test_promises_are_kept_that_first_come_first_served_breaks() -> None:
 
 def test_tenants_take_turns_as_on_the_server() -> None:
     """All wait inside the engine; a small tenant for its turns only, as the same tenant for all before it."""
-    work = concat(
-        single(np.zeros(200), 50, 20, tenant="large"), single(np.full(5, 0.1), 50, 20, tenant="small")
-    )
+    work = concat(single(np.zeros(200), 50, 20, tenant="large"), single(np.full(5, 0.1), 50, 20, tenant="small"))
     one = replace(work, tenant=np.zeros(205, np.int64), tenants=("large",))
-    apart, together = (
-        Simulation(RECIPES["headway"], fleet(1), load).run().end[200:].max() for load in (work, one)
-    )
+    apart, together = (Simulation(RECIPES["headway"], fleet(1), load).run().end[200:].max() for load in (work, one))
     assert apart < 0.2 * together
 
 
@@ -183,9 +176,7 @@ def test_each_request_that_comes_makes_the_iteration_in_progress_longer() -> Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_with_overheads_too_every_request_ends_once(recipe: str) -> None:
     workload = mixed(1)
-    nodes = [
-        replace(one, request_overhead=0.01, token_overhead=0.004, interruption=0.005) for one in fleet(2)
-    ]
+    nodes = [replace(one, request_overhead=0.01, token_overhead=0.004, interruption=0.005) for one in fleet(2)]
     outcome = Simulation(RECIPES[recipe], nodes, workload).run()
     assert np.isfinite(outcome.end).all()
     assert (outcome.first >= workload.arrival + 0.014).all()

@@ -79,27 +79,26 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     for i in range(draw(st.integers(1, 3))):
         mine = draw(st.permutations(models)) if i == 0 else [draw(st.sampled_from(models))]
         nodes.append(
-            machine(f"e{i}", *mine, running=draw(st.integers(1, 4)), blocks=draw(st.integers(20, 60)),
-                    host=draw(st.integers(0, 2)), each=draw(st.sampled_from([0.02, 0.1])), longest=160)
-        )  # fmt: skip
+            machine(
+                f"e{i}",
+                *mine,
+                running=draw(st.integers(1, 4)),
+                blocks=draw(st.integers(20, 60)),
+                host=draw(st.integers(0, 2)),
+                each=draw(st.sampled_from([0.02, 0.1])),
+                longest=160,
+            )
+        )
     failures = [
         Failure(f"e{draw(st.integers(0, len(nodes) - 1))}", draw(st.floats(0, 30)), draw(st.floats(0, 20)))
         for _ in range(draw(st.integers(0, 3)))
     ]
-    workload = random_traffic(
-        draw(st.integers(0, 999)), models, draw(st.integers(1, 25)), draw(st.floats(0.1, 20))
-    )
+    workload = random_traffic(draw(st.integers(0, 999)), models, draw(st.integers(1, 25)), draw(st.floats(0.1, 20)))
     recipe = whimsical(
         draw(st.integers(0, 999)), draw(st.integers(0, 6)), draw(st.sampled_from(["vllm", "edf", "slack"]))
     )
     think: Callable[[int], float] = draw(st.sampled_from([lambda n: 0.0, lambda n: 0.05, lambda n: 0.01 * n]))
-    return {
-        "recipe": recipe,
-        "instances": nodes,
-        "workload": workload,
-        "failures": failures,
-        "plan_seconds": think,
-    }
+    return {"recipe": recipe, "instances": nodes, "workload": workload, "failures": failures, "plan_seconds": think}
 
 
 @settings(max_examples=100)
@@ -120,9 +119,9 @@ def test_any_ids_will_do() -> None:
     runs = []
     for load in (workload, named):
         recorder, recipe = Recorder(), whimsical(1, 4, "slack")
-        outcome = Simulation(
-            replace(recipe, lengths="oracle"), nodes, load, failures=[Failure("e1", 3.0, 2.0)]
-        ).run(observer=recorder)
+        outcome = Simulation(replace(recipe, lengths="oracle"), nodes, load, failures=[Failure("e1", 3.0, 2.0)]).run(
+            observer=recorder
+        )
         everything_ended_once(load, outcome)
         runs.append((outcome, recorder.recording()))
     (one, record), (two, other) = runs
@@ -194,9 +193,7 @@ def test_the_swap_waits_for_the_iteration_and_takes_the_rest_back() -> None:
 
 def test_what_dies_begins_anew() -> None:
     workload = at(0.0, output=6)
-    outcome = Simulation(
-        find("vllm"), [machine("e0", each=1.0)], workload, failures=[Failure("e0", 3.5, 10.0)]
-    ).run()
+    outcome = Simulation(find("vllm"), [machine("e0", each=1.0)], workload, failures=[Failure("e0", 3.5, 10.0)]).run()
     assert outcome.first[0] == 13.5 + 1.0
     assert outcome.end[0] == 13.5 + 6.0
     assert outcome.evictions[0] == 1
@@ -212,9 +209,12 @@ def test_an_iteration_that_died_does_not_end() -> None:
 def test_a_swap_that_was_decided_for_the_dead_is_decided_again() -> None:
     """Decided at 1 s to be heard at 3 s, dead from 1.5 s to 2 s: decided anew at 3 s, heard at 5 s."""
     outcome = Simulation(
-        swapping((1.0, "b")), [machine("e0", "a", "b", each=0.5, cold=10.0)], at(1.0, model="b", output=1),
-        failures=[Failure("e0", 1.5, 0.5)], plan_seconds=lambda queued: 2.0,
-    ).run()  # fmt: skip
+        swapping((1.0, "b")),
+        [machine("e0", "a", "b", each=0.5, cold=10.0)],
+        at(1.0, model="b", output=1),
+        failures=[Failure("e0", 1.5, 0.5)],
+        plan_seconds=lambda queued: 2.0,
+    ).run()
     assert outcome.swaps == 1
     assert outcome.end[0] == 5.0 + 10.0 + 2.0 + 0.5
 

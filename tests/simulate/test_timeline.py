@@ -116,9 +116,7 @@ def test_a_request_that_came_back_and_went_elsewhere() -> None:
     moves = np.concatenate([run.recording.moves, moves])
     run.outcome.end[request] = end + 4
     moves = moves[np.argsort(moves["time"], kind="stable")]
-    story = Reader(Run(run.header, run.workload, run.outcome, replace(run.recording, moves=moves))).timeline(
-        request
-    )
+    story = Reader(Run(run.header, run.workload, run.outcome, replace(run.recording, moves=moves))).timeline(request)
     *_, back, again = story.spans
     assert (back.state, back.start, back.end) == (OUT, end + 1, end + 3)
     assert (again.state, again.instance, again.end) == ("waiting", other, end + 4)

@@ -43,9 +43,7 @@ def kv(policy: Policy, tokens: int = 10_000, load: float = 0.0) -> KvCache:
     return KvCache(policy, tokens, load)
 
 
-def done(
-    apps: Applications, cache: KvCache | Adapters, recipe: Recipe | None = None
-) -> tuple[Replayed, WarmEngine]:
+def done(apps: Applications, cache: KvCache | Adapters, recipe: Recipe | None = None) -> tuple[Replayed, WarmEngine]:
     replayed = replay(recipe or find("vllm"), [MACHINE], apps, cache=cache)
     assert replayed.engine is not None
     return replayed, replayed.engine
@@ -163,10 +161,7 @@ def test_every_run_ends_and_the_same_seed_gives_the_same(policy: Policy) -> None
         known.put(SHARED, graph)
     recipe = variant("hermes", "", RankOptions(), known)
     roomy = replace(machine("e0", each=0.02, running=8, blocks=600, longest=8192), copy_seconds=1e-5)
-    for cache, work in (
-        (kv(policy, 4000, 1e-4), apps),
-        (Adapters(policy, 2, 3, 0.3, 0.01), adapted(apps, *names)),
-    ):
+    for cache, work in ((kv(policy, 4000, 1e-4), apps), (Adapters(policy, 2, 3, 0.3, 0.01), adapted(apps, *names))):
         first, again = (replay(recipe, [roomy], work, cache=cache) for _ in range(2))
         assert np.isfinite(first.end).all()
         assert (first.end == again.end).all()

@@ -68,8 +68,7 @@ def test_the_day_is_busy_and_the_night_is_not():
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [(0, 1.5, 9, 9), (1, 0.9, 9, 9), (1, 2.1, 9, 9), (1, math.nan, 9, 9), (1, 1.5, 0, 9), (1, 1.5, 9, 0)],
+    "bad", [(0, 1.5, 9, 9), (1, 0.9, 9, 9), (1, 2.1, 9, 9), (1, math.nan, 9, 9), (1, 1.5, 0, 9), (1, 1.5, 9, 0)]
 )
 def test_an_impossible_day_is_refused(bad):
     with pytest.raises(ConfigError, match=r"above 0|from 1 to 2"):
@@ -108,9 +107,7 @@ def test_the_classes_are_what_they_say():
     shares = np.bincount(some.tier) / 5000
     assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.03)
     chat, batch, idle = (some.take(some.tier == code) for code in range(3))
-    assert {tuple(limits) for limits in zip(chat.ttft, chat.tpot, chat.e2e, strict=True)} == {
-        (1.5, 0.15, math.inf)
-    }
+    assert {tuple(limits) for limits in zip(chat.ttft, chat.tpot, chat.e2e, strict=True)} == {(1.5, 0.15, math.inf)}
     assert set(batch.e2e) == {120.0}  # 60 s scaled by 2
     assert np.all(np.isinf(idle.e2e))
     assert (set(chat.priority), set(batch.priority), set(idle.priority)) == ({-1}, {5}, {0})
@@ -124,9 +121,17 @@ def test_a_request_is_its_row():
     some = output_tokens()
     i = int(np.flatnonzero(some.tier == 0)[7])
     assert some.request(i) == Request(
-        f"r{i}", "small", int(some.prompt[i]), int(some.max_tokens[i]), float(some.arrival[i]),
-        Slo(1.5, 0.15), -1, tenant=some.tenants[some.tenant[i]], task="chat", tier="chat",
-    )  # fmt: skip
+        f"r{i}",
+        "small",
+        int(some.prompt[i]),
+        int(some.max_tokens[i]),
+        float(some.arrival[i]),
+        Slo(1.5, 0.15),
+        -1,
+        tenant=some.tenants[some.tenant[i]],
+        task="chat",
+        tier="chat",
+    )
     assert some.request(int(np.flatnonzero(some.tier == 2)[0])).slo == Slo()
     assert some.request(-1).id == "r999"
     with pytest.raises(IndexError):
@@ -293,11 +298,7 @@ def test_runs_take_the_requests_of_their_class_in_turn():
     crew = TrafficClass("crew", requests_per_run=3, concurrent_runs=2)
     some = traffic.make([crew], np.arange(9.0), rng())
     stages = [some.request(i).stage for i in range(9)]
-    assert stages[:3] == [
-        Stage("crew", "0.0", "step0"),
-        Stage("crew", "0.1", "step0"),
-        Stage("crew", "0.0", "step1"),
-    ]
+    assert stages[:3] == [Stage("crew", "0.0", "step0"), Stage("crew", "0.1", "step0"), Stage("crew", "0.0", "step1")]
     assert [stage.run[2:] for stage in stages] == list("010101232")
     assert [stage.unit[4:] for stage in stages] == list("001122001")
 
@@ -306,12 +307,12 @@ def test_only_classes_with_runs_have_stages_and_their_runs_are_different():
     twice = [TrafficClass("crew", model=name, requests_per_run=2) for name in ("x", "y")]
     some = traffic.make([*twice, CHAT], np.arange(300.0), rng())
     stages = [some.request(i).stage for i in range(300)]
-    assert {
-        stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "chat"
-    } == {True}
-    assert {
-        stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "crew"
-    } == {False}
+    assert {stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "chat"} == {
+        True
+    }
+    assert {stage is None for stage, tier in zip(stages, some.tier, strict=True) if some.tiers[tier] == "crew"} == {
+        False
+    }
     models = {}
     for stage, model in zip(stages, some.model, strict=True):
         if stage is not None:

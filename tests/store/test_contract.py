@@ -174,12 +174,7 @@ async def test_a_job_that_has_ended_may_be_deleted(broker: Broker) -> None:
         await broker.put(job(id))
     await broker.done("done", b"r", 1.0)
     await broker.fail("failed", "why", 1.0)
-    assert [await broker.delete(id) for id in ("open", "done", "failed", "none")] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert [await broker.delete(id) for id in ("open", "done", "failed", "none")] == [False, True, True, False]
     assert await broker.get("open") is not None
     assert await broker.get("done") is None
     assert not await broker.delete("done")
@@ -344,9 +339,7 @@ async def test_no_job_is_taken_twice_by_takers_at_the_same_time(connect: Connect
         taken = [job.id for page in pages for job in page]
         assert len(taken) == len(ids)
         assert set(taken) == ids
-        ends = await asyncio.gather(
-            *(taker.done(id, b"r", 2.0) for id in taken for taker in (first, *takers))
-        )
+        ends = await asyncio.gather(*(taker.done(id, b"r", 2.0) for id in taken for taker in (first, *takers)))
         assert sum(ends) == len(ids), "every job ends once"
 
 

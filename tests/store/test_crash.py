@@ -20,17 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.killed import (
-    PUTTERS,
-    Place,
-    ended_of,
-    grown,
-    killed,
-    rounds,
-    states,
-    take_over,
-    unharmed,
-)
+from tests.store.killed import PUTTERS, Place, ended_of, grown, killed, rounds, states, take_over, unharmed
 from tests.store.stores import FAR, take_ids
 
 from headway.errors import HeadwayError
@@ -181,9 +171,7 @@ async def test_a_full_disk_is_told_and_survived(durable: SqliteBroker) -> None:
     await durable.put(job("before"))
     large = replace(job(), body=b"x" * 1_000_000)
     with full_disk(durable.path):
-        refused = await asyncio.gather(
-            *(durable.put(replace(large, id=id)) for id in "abc"), return_exceptions=True
-        )
+        refused = await asyncio.gather(*(durable.put(replace(large, id=id)) for id in "abc"), return_exceptions=True)
         assert [error.status for error in refused if isinstance(error, HeadwayError)] == [503] * 3
         assert await durable.get("a") is None
         assert await durable.get("before") == replace(job("before"), owner="A")

@@ -87,8 +87,10 @@ def test_a_server_that_does_not_answer_in_time() -> None:
 def test_rights_that_are_missing() -> None:
     own = server.private()
     owner, guest = server.fresh(own.url), own.url_of("guest", "guests-word")
-    sql(owner, "DO $$ BEGIN CREATE ROLE guest LOGIN PASSWORD 'guests-word';"
-        " EXCEPTION WHEN duplicate_object THEN NULL; END $$")  # fmt: skip
+    sql(
+        owner,
+        "DO $$ BEGIN CREATE ROLE guest LOGIN PASSWORD 'guests-word'; EXCEPTION WHEN duplicate_object THEN NULL; END $$",
+    )
     seen = refusal(replace(owner, url=guest))
     assert "permission denied for database" in seen.message
     assert "GRANT CREATE" in seen.hint
@@ -160,9 +162,7 @@ async def test_gateways_that_start_together_make_one_schema(address: Address) ->
     await asyncio.gather(*(broker.close() for broker in brokers))
 
 
-async def test_open_broker_opens_what_is_configured(
-    address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_open_broker_opens_what_is_configured(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_URL", address.url)
     config = Broker("postgres", postgres=Postgres("env:SOME_URL", address.schema))
     first, second = open_broker(config), open_broker(config)
@@ -227,8 +227,10 @@ def test_tls_is_asked_for_in_the_url() -> None:
 async def speaks_tls(address: Address) -> None:
     async with gateways(lambda owner: PostgresBroker(address, owner), "A") as (broker,):
         await broker.put(job())
-        found = "SELECT bool_and(ssl) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) " \
-            "WHERE application_name LIKE 'headway-%'"  # fmt: skip
+        found = (
+            "SELECT bool_and(ssl) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) "
+            "WHERE application_name LIKE 'headway-%'"
+        )
         assert (await asyncio.to_thread(sql, address, found))[0][0]
 
 

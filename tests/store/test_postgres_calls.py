@@ -31,10 +31,7 @@ async def test_sessions_are_set_up_so_that_a_commit_lasts_and_reads_are_fresh() 
     own = replace(address, url=server.private().url_of(user, "careless-word"))
     connection = await own.connect("test")
     try:
-        for name, value in (
-            ("synchronous_commit", "on"),
-            ("default_transaction_isolation", "read committed"),
-        ):
+        for name, value in (("synchronous_commit", "on"), ("default_transaction_isolation", "read committed")):
             assert await connection.fetchval(f"SHOW {name}") == value
     finally:
         await connection.close()
@@ -44,9 +41,7 @@ async def test_a_take_reads_no_job_that_is_held(address: Address, broker: Postgr
     connection = await address.connect("test")
     try:
         statement = schema_module.FREE.replace("{s}", address.schema)
-        rows = await connection.fetch(
-            "EXPLAIN " + statement.replace("$1", "'A'::text").replace("$2", "10::bigint")
-        )
+        rows = await connection.fetch("EXPLAIN " + statement.replace("$1", "'A'::text").replace("$2", "10::bigint"))
     finally:
         await connection.close()
     plan = "\n".join(row[0] for row in rows)
@@ -56,9 +51,7 @@ async def test_a_take_reads_no_job_that_is_held(address: Address, broker: Postgr
     assert plan.count("Sort Key") == 1, "only the few first jobs are sorted"
 
 
-async def test_calls_that_come_together_share_commits(
-    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_that_come_together_share_commits(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     apply = broker._apply
 
@@ -102,9 +95,7 @@ async def test_a_group_ends_with_its_bodies(broker: PostgresBroker, monkeypatch:
     assert sum(sizes) == 20
 
 
-async def test_deadlocked_groups_are_tried_again(
-    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deadlocked_groups_are_tried_again(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [asyncpg.DeadlockDetectedError("deadlock detected")]
     apply = broker._apply
 
@@ -128,9 +119,7 @@ async def test_two_gateways_that_count_attempts_crosswise_both_succeed(
         ids = [str(i) for i in range(40)]
         await asyncio.gather(*(broker.put(job(id)) for id in ids))
         for _ in range(5):
-            await asyncio.gather(
-                *(broker.attempt(id) for id in ids), *(other.attempt(id) for id in reversed(ids))
-            )
+            await asyncio.gather(*(broker.attempt(id) for id in ids), *(other.attempt(id) for id in reversed(ids)))
         jobs = await asyncio.gather(*(broker.get(id) for id in ids))
         assert {one.attempts for one in jobs if one} == {10}
 
@@ -153,11 +142,7 @@ async def test_a_value_that_cannot_be_stored_hurts_its_caller_only(broker: Postg
     if len(bad.id) > 9:
         bad = replace(bad, id="".join(chr(0x4E00 + i * 7919 % 20_000) for i in range(9000)))  # no pattern
     ends = await asyncio.gather(
-        broker.put(job("a")),
-        broker.put(bad),
-        broker.put(job("b")),
-        broker.get(bad.id),
-        return_exceptions=True,
+        broker.put(job("a")), broker.put(bad), broker.put(job("b")), broker.get(bad.id), return_exceptions=True
     )
     assert isinstance(ends[1], HeadwayError)
     assert (ends[0], ends[1].status, ends[2]) == (None, 400, None)

@@ -17,17 +17,7 @@ from typing import Any
 import asyncpg
 import pytest
 from tests.helpers import postgres as server
-from tests.store.killed import (
-    PUTTERS,
-    Place,
-    ended_of,
-    grown,
-    killed,
-    rounds,
-    states,
-    take_over,
-    unharmed,
-)
+from tests.store.killed import PUTTERS, Place, ended_of, grown, killed, rounds, states, take_over, unharmed
 from tests.store.stores import FAR, gateways, job, take_ids
 
 from headway.errors import HeadwayError
@@ -69,8 +59,10 @@ def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
 def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
     """Two processes write one schema; the death of one neither stops the other nor touches what it holds."""
     place, first, second = (
-        Place("postgres", server.the_url(), server.fresh().schema), tmp_path / "first", tmp_path / "second",
-    )  # fmt: skip
+        Place("postgres", server.the_url(), server.fresh().schema),
+        tmp_path / "first",
+        tmp_path / "second",
+    )
     with killed(place, second, "living"):
         with killed(place, first, "killed"):
             time.sleep(0.2)
@@ -233,9 +225,7 @@ async def test_a_put_whose_outcome_is_unknown_is_undone(
     assert [row[0] for row in rows] == ["known", "next"]
 
 
-async def test_what_a_lost_take_took_is_taken_again(
-    broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_lost_take_took_is_taken_again(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a living gateway would hold jobs that it does not know of."""
     for id in "abc":
         await broker.put(job(id))

@@ -87,9 +87,15 @@ class Model:
 async def call(broker: Broker, verb: str, id: str, now: float) -> object:
     """Make one call as the model words it: the value, or the status of the error."""
     arguments: dict[str, tuple[Any, ...]] = {
-        "renew": (now + 2,), "put": (job(id, now),), "take": (now, 2), "give_back": (id,),
-        "done": (id, b"r", now), "fail": (id, "why", now), "attempt": (id,), "forget": (now,),
-    }  # fmt: skip
+        "renew": (now + 2,),
+        "put": (job(id, now),),
+        "take": (now, 2),
+        "give_back": (id,),
+        "done": (id, b"r", now),
+        "fail": (id, "why", now),
+        "attempt": (id,),
+        "forget": (now,),
+    }
     try:
         return await getattr(broker, verb)(*arguments[verb])
     except HeadwayError as error:

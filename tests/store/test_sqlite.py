@@ -117,9 +117,7 @@ async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> N
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)
     modes = {file.name: file.stat().st_mode & 0o777 for file in Path(path).parent.iterdir()}
-    assert modes == dict.fromkeys(
-        ["jobs.db", "jobs.db-shm", "jobs.db-wal", "jobs.db.lock", "jobs.db.turn"], 0o600
-    )
+    assert modes == dict.fromkeys(["jobs.db", "jobs.db-shm", "jobs.db-wal", "jobs.db.lock", "jobs.db.turn"], 0o600)
     await broker.close()
 
 
@@ -175,9 +173,7 @@ async def test_a_migrated_file_has_the_schema_of_a_new_one(path: str) -> None:
         await SqliteBroker(file, "A").close()
         with closing(sqlite3.connect(file)) as db:
             marks = db.execute("SELECT * FROM pragma_application_id, pragma_user_version").fetchall()
-            schemas.append(
-                (marks, db.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall())
-            )
+            schemas.append((marks, db.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall()))
     assert schemas[0] == schemas[1]
 
 

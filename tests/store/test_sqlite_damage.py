@@ -144,9 +144,7 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
 async def test_a_file_in_use_is_not_recovered(path: str, broker: SqliteBroker) -> None:
     await put_many(broker)
     command = f"from headway.store.queue.sqlite_jobs import recover_jobs; recover_jobs({path!r})"
-    asked = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", command], capture_output=True, text=True
-    )
+    asked = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", command], capture_output=True, text=True)
     assert "is in use" in asked.stderr
     assert broker.problem() is None
 

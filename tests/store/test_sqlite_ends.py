@@ -31,8 +31,7 @@ CALLS: dict[str, Callable[[str, float], Call]] = {
     "put": lambda id, now: lambda broker: _put(broker, id),
 }
 drawn = st.lists(
-    st.tuples(st.sampled_from(["done"] * 6 + [*CALLS]), st.sampled_from(IDS), st.floats(2.0, 9.0)),
-    max_size=30,
+    st.tuples(st.sampled_from(["done"] * 6 + [*CALLS]), st.sampled_from(IDS), st.floats(2.0, 9.0)), max_size=30
 )
 
 

@@ -33,9 +33,7 @@ def told(name: str, state: State | None) -> None:
 
 def test_parts_ask_for_what_they_need() -> None:
     resources = {"gpus": 2.0, "memory_gib": 3.0, "a100": 0.5}
-    config = Config(
-        engines=(Engine(), Engine(resources=resources)), up=Up(gateways=2, controllers=1, cpus=0.5)
-    )
+    config = Config(engines=(Engine(), Engine(resources=resources)), up=Up(gateways=2, controllers=1, cpus=0.5))
     found = {part.name: part for part in parts_of(config)}
     assert list(found) == ["agent-0", "agent-1", "controller-0", "gateway-0", "gateway-1"]
     assert found["agent-1"].needs() == "1 CPU, 2 GPU, 3 GiB, 0.5 a100"
@@ -110,9 +108,7 @@ def test_parts_move_when_a_node_goes_and_end_together(
             assert set(first) == {"agent-0", "agent-1", "controller-0", "gateway-0"}
             assert chat(first["gateway-0"]) == 200
             again = actors.up(told)
-            assert {name: one.pid for name, one in again.items()} == {
-                name: one.pid for name, one in first.items()
-            }
+            assert {name: one.pid for name, one in again.items()} == {name: one.pid for name, one in first.items()}
             psutil.Process(first["controller-0"].pid).kill()
             until(lambda: actors.up(told)["controller-0"].restarts == 1, 60)
             until(lambda: chat(first["gateway-0"]) == 200, 30)

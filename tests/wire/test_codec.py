@@ -122,10 +122,7 @@ def altered(**fields: Any) -> bytes:
         (altered(version=1), "is of version 1 of the control wire; this Headway speaks 4. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
-        (
-            altered(items=[{"kind": "Exploded", "body": {}}]),
-            "holds the unknown kind 'Exploded'. Run",
-        ),
+        (altered(items=[{"kind": "Exploded", "body": {}}]), "holds the unknown kind 'Exploded'. Run"),
         (altered(items=[{"kind": "Started", "body": {}}]), "missing required field `id`"),
         (altered(items=[{"kind": "Started", "body": {"id": 1}}]), "Expected `str`, got `int`"),
         (altered(items=[{"kind": "Started"}]), "missing required field `body`"),

@@ -110,11 +110,7 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(address: Address) -> No
 
 async def test_a_controller_that_does_not_lead_says_nothing(address: Address) -> None:
     opened = RabbitLink.opened
-    async with (
-        leading(address) as leader,
-        opened(address, "c2", controls=True) as other,
-        opened(address, "a") as a,
-    ):
+    async with leading(address) as leader, opened(address, "c2", controls=True) as other, opened(address, "a") as a:
         other.send("a", Send("1", "e0"))
         leader.send("a", Send("2", "e0"))
         assert items(await receive(a)) == [Send("2", "e0")]
@@ -137,16 +133,11 @@ async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Addr
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-async def test_a_server_that_ends_connections_while_they_are_made(
-    address: Address, run: Callable[..., None]
-) -> None:
+async def test_a_server_that_ends_connections_while_they_are_made(address: Address, run: Callable[..., None]) -> None:
     """The loops differ in what aiormq then raises: its own errors, CancelledError, StopAsyncIteration."""
 
     async def cut_off_again_and_again() -> None:
-        async with (
-            proxied(address.url) as (proxy, url),
-            RabbitLink.opened(replace(address, url=url), "a") as a,
-        ):
+        async with proxied(address.url) as (proxy, url), RabbitLink.opened(replace(address, url=url), "a") as a:
             for number in range(1, 4):
                 proxy.cut(accept=False)
                 await eventually(lambda: not a.connected)
@@ -179,11 +170,7 @@ async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(add
 
 
 async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(address: Address) -> None:
-    async with (
-        leading(address) as leader,
-        RabbitLink.opened(address, "a") as a,
-        linked(address) as connection,
-    ):
+    async with leading(address) as leader, RabbitLink.opened(address, "a") as a, linked(address) as connection:
         await connection.publish(b"junk", address.name(CONTROLLER))
         await connection.publish(b"trash", "a", exchange=address.name(DIRECT))
         a.send("controller", end(1))
@@ -243,9 +230,7 @@ async def test_a_name_is_one_process(address: Address) -> None:
         ({"path": "/none"}, "does not open this vhost. Make the vhost"),
     ],
 )
-async def test_what_is_wrong_with_the_url_is_said(
-    address: Address, change: dict[str, object], words: str
-) -> None:
+async def test_what_is_wrong_with_the_url_is_said(address: Address, change: dict[str, object], words: str) -> None:
     url = URL(address.url)
     for name, value in change.items():
         url = getattr(url, f"with_{name}")(value)
@@ -271,9 +256,7 @@ async def test_a_queue_of_another_kind_is_said(address: Address) -> None:
         await connection.channel.queue_delete(address.name(CONTROLLER))
 
 
-@pytest.mark.parametrize(
-    "url", ["", "http://host", "amqp://", "rabbit", "amqp://host:99999", "amqp://a host"]
-)
+@pytest.mark.parametrize("url", ["", "http://host", "amqp://", "rabbit", "amqp://host:99999", "amqp://a host"])
 async def test_what_is_no_url_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="is no URL of a RabbitMQ server"):
         await Connection.connect(Address(url), "a")

@@ -94,8 +94,7 @@ def schema(kinds: Iterable[Any] = KINDS) -> dict[str, dict[str, str]]:
         named = isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
         if named and kind.__name__ not in found and kind is not Batch:
             found[kind.__name__] = {
-                name: str(getattr(hint, "__forward_arg__", hint))
-                for name, hint in kind.__annotations__.items()
+                name: str(getattr(hint, "__forward_arg__", hint)) for name, hint in kind.__annotations__.items()
             }
             waiting += get_type_hints(kind).values()
     return dict(sorted(found.items()))

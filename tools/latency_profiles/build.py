@@ -99,9 +99,7 @@ class Data:
         rows = [r for r in read(self.folder, "serverlessllm_load_times.csv.gz") if r["model"] == near]
         cold, _ = _median(rows, ("safetensors",), ("random",))
         warm, how = _median(rows, ("sllm", "phantom"), ("cached", "random"))
-        text = (
-            f"serverlessllm_load_times: medians of {near} x {ratio:.2f} (bytes; the nearest model by size), "
-        )
+        text = f"serverlessllm_load_times: medians of {near} x {ratio:.2f} (bytes; the nearest model by size), "
         where = f"cold = safetensors, random; warm = {how}. One process reads all; TP may be faster."
         return (_digits(cold * ratio), _digits(warm * ratio)), text + where
 
@@ -109,8 +107,7 @@ class Data:
         """Return 1e9 bytes per second of KV between GPU and host, over `tp` links, and where it is from."""
         rows = [r for r in read(self.folder, "hermes_kv_swap_llama7b.csv") if r["num_tokens"] == "16384"]
         slow = max(
-            np.median([float(r["time_ms"]) for r in rows if r["operation"] == way])
-            for way in ("gpu2cpu", "cpu2gpu")
+            np.median([float(r["time_ms"]) for r in rows if r["operation"] == way]) for way in ("gpu2cpu", "cpu2gpu")
         )
         one = 16384 * LLAMA_7B.kv_bytes / (slow / 1000) / 1e9
         text = "hermes_kv_swap_llama7b: slower direction at 16,384 tokens, GPU not stated (like PCIe 4 x16)"
@@ -121,18 +118,21 @@ def distserve(data: Data, model: Model, tp: int) -> Sample:
     """Return DistServe's fit of vLLM on A100 as points of a grid; its two laws are not for mixed batches."""
     law = json.loads((data.folder / "profiles" / "distserve_a100_80g_fits.json").read_text())
     law = law["vllm_engine"][model.name][str(tp)]
-    kv = {
-        (r["model"], r["tp"], r["pp"]): r for r in read(data.folder, "distserve_a100_80g_max_kv_tokens.csv")
-    }
+    kv = {(r["model"], r["tp"], r["pp"]): r for r in read(data.folder, "distserve_a100_80g_max_kv_tokens.csv")}
     tokens = int(kv[model.name, str(tp), "1"]["max_num_tokens"])
     batches = grid(tokens, 2048, mixed=False)
     return _sample(
-        data, model, A100, tp, batches, lambda batch: _distserve_ms(law, batch) / 1000,
+        data,
+        model,
+        A100,
+        tp,
+        batches,
+        lambda batch: _distserve_ms(law, batch) / 1000,
         coefficients="distserve_a100_80g_fits.json, vllm_engine (prefill a + b n + c n^2, decode "
         "a + b context + c batch with another set from batch 95): points of those laws, so errors are "
         "against them, not against a machine. No mixed batch was measured; theirs is an extrapolation.",
         kv=(tokens, "distserve_a100_80g_max_kv_tokens.csv, pp 1"),
-    )  # fmt: skip
+    )
 
 
 def between(data: Data, model: Model, less: Model, more: Model, there: Gpu, tp: int) -> Sample:
@@ -145,20 +145,23 @@ def between(data: Data, model: Model, less: Model, more: Model, there: Gpu, tp: 
     pairs = ((1 - share, laws[less.name][str(tp)]), (share, laws[more.name][str(tp)]))
     tokens = _room(model, there, tp)
     return _sample(
-        data, model, there, tp, grid(tokens, 2048, mixed=False),
+        data,
+        model,
+        there,
+        tp,
+        grid(tokens, 2048, mixed=False),
         lambda batch: sum(weight * _distserve_ms(law, batch) for weight, law in pairs) / 1000,
         coefficients=f"NOT measured: {1 - share:.2f} x {less.name} + {share:.2f} x {more.name}, by bytes of "
         f"weights, both of distserve_a100_80g_fits.json, vllm_engine, tp {tp}, measured on {A100.name} (this "
         f"one reads memory at {there.bandwidth / A100.bandwidth:.0%} of that). Errors are against that sum. "
         "No mixed batch was measured.",
         kv=None,
-    )  # fmt: skip
+    )
 
 
 def vidur(
-    data: Data, model: Model, gpu: Gpu, tp: int, attention: Attention, cpu: str,
-    cpu_as: tuple[Model, int] | None = None,
-) -> Sample:  # fmt: skip
+    data: Data, model: Model, gpu: Gpu, tp: int, attention: Attention, cpu: str, cpu_as: tuple[Model, int] | None = None
+) -> Sample:
     """Return iteration times added up from Vidur's operator profiles.
 
     cpu_as: model and tensor parallelism whose CPU overheads stand in for its own, which were not profiled.
@@ -166,11 +169,14 @@ def vidur(
     short = model.name.split("/")[1].lower().removesuffix("-hf").removeprefix("meta-")
     kind = gpu.name.split("-")[0].lower()
     layers = Layers(
-        model, gpu, tp, attention,
+        model,
+        gpu,
+        tp,
+        attention,
         operators=read(data.folder, f"vidur_mlp_{kind}_{short}.csv.gz"),
         cpu=_cpu_rows(data, cpu, *(cpu_as or (model, tp))),
         reduce_rows=read(data.folder, f"vidur_allreduce_{kind}_dgx.csv.gz") if tp > 1 else None,
-    )  # fmt: skip
+    )
     other = f" ({cpu_as[0].name}, tp {cpu_as[1]})" if cpu_as else ""
     tokens = _room(model, gpu, tp)
     profile = "A100 llama-2-70b TP 2" if attention is data.on_a100 else "A30 qwen2-7b"
@@ -194,16 +200,24 @@ def sarathi(data: Data) -> Sample:
     per_token = YI_34B.kv_bytes / 2 / (A100_PCIE.bandwidth * data.on_a100.bandwidth_share)
     moved = [
         (Batch(b.decodes, b.decodes * context, 0), s + per_token * (b.decodes * context - b.context))
-        for b, s in pairs for context in (256, 4096) if b.decodes
-    ]  # fmt: skip
+        for b, s in pairs
+        for context in (256, 4096)
+        if b.decodes
+    ]
     both = dict(pairs + moved)
     return _sample(
-        data, YI_34B, A100_PCIE, 2, list(both), both.__getitem__,
+        data,
+        YI_34B,
+        A100_PCIE,
+        2,
+        list(both),
+        both.__getitem__,
         coefficients="sarathi_yi34b_2xa100_prefill_decode.csv without its 256-token row (warm-up); every "
         "decode was at context 1,022 (sarathi-serve's figure-2 script), so the cost of context is MODELLED "
         f"as KV bytes at {data.on_a100.bandwidth_share:.0%} of the bandwidth. Errors over 15 measured rows.",
-        kv=None, measured=len(pairs),
-    )  # fmt: skip
+        kv=None,
+        measured=len(pairs),
+    )
 
 
 def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sample:
@@ -215,9 +229,13 @@ def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sam
     slower, narrower = here.flops / there.flops, here.bandwidth / there.bandwidth
     fitted = Bros.fit(Shapes.of(base.batches), base.seconds)
     law = Bros(
-        fitted.prefill_tokens * slower, fitted.prefill_pairs * slower, fitted.prefill_base * narrower,
-        fitted.decode_tokens * slower, fitted.decode_pairs * narrower, fitted.decode_base * narrower,
-    )  # fmt: skip
+        fitted.prefill_tokens * slower,
+        fitted.prefill_pairs * slower,
+        fitted.prefill_base * narrower,
+        fitted.decode_tokens * slower,
+        fitted.decode_pairs * narrower,
+        fitted.decode_base * narrower,
+    )
     batches = grid(_room(model, there, 1))
     times = dict(zip(batches, law.seconds(Shapes.of(batches)).tolist(), strict=True))
     text = (
@@ -248,17 +266,13 @@ def smollm(_: Data) -> Sample:
         "kv_copy": "not measured",
     }
     times = np.array(ms) / 1000
-    return Sample(
-        SMOLLM, "2 CPU cores", list(batches), times, source, tokens, (17.0, 0.14), None, block_size=128
-    )
+    return Sample(SMOLLM, "2 CPU cores", list(batches), times, source, tokens, (17.0, 0.14), None, block_size=128)
 
 
 FILES: dict[str, Callable[[Data], Sample]] = {
     "llama-2-70b-a100-tp4": lambda d: vidur(d, LLAMA_70B, A100, 4, d.on_a100, "a100"),
     "llama-2-70b-h100-tp4": lambda d: vidur(d, LLAMA_70B, H100, 4, d.on_a100, "a100"),
-    "llama-2-7b-a10": lambda d: scaled(
-        d, LLAMA_7B, vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"), A100, A10
-    ),
+    "llama-2-7b-a10": lambda d: scaled(d, LLAMA_7B, vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"), A100, A10),
     "llama-2-7b-a100": lambda d: vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"),
     "llama-2-7b-a40": lambda d: vidur(d, LLAMA_7B, A40, 1, d.on_a30, "a40"),
     "llama-2-7b-h100": lambda d: vidur(d, LLAMA_7B, H100, 1, d.on_a100, "a100"),
@@ -281,9 +295,19 @@ def build(sample: Sample) -> LatencyProfile:
     additive = laws["additive"]
     assert isinstance(additive, Additive)
     return LatencyProfile(
-        sample.model.name, sample.device, laws[best], additive, sample.block_size, sample.model.kv_bytes,
-        sample.model.weights_bytes, sample.kv_tokens, *sample.load, sample.copy_gb_s, off, sample.source,
-    )  # fmt: skip
+        sample.model.name,
+        sample.device,
+        laws[best],
+        additive,
+        sample.block_size,
+        sample.model.kv_bytes,
+        sample.model.weights_bytes,
+        sample.kv_tokens,
+        *sample.load,
+        sample.copy_gb_s,
+        off,
+        sample.source,
+    )
 
 
 def table(files: dict[str, LatencyProfile]) -> str:
@@ -317,9 +341,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _sample(
-    data: Data, model: Model, gpu: Gpu, tp: int, batches: list[Batch], law: Callable[[Batch], float],
-    *, coefficients: str, kv: tuple[int, str] | None, measured: int | None = None,
-) -> Sample:  # fmt: skip
+    data: Data,
+    model: Model,
+    gpu: Gpu,
+    tp: int,
+    batches: list[Batch],
+    law: Callable[[Batch], float],
+    *,
+    coefficients: str,
+    kv: tuple[int, str] | None,
+    measured: int | None = None,
+) -> Sample:
     load, load_text = data.load_seconds(model)
     copy, copy_text = data.copy_gb_s(tp)
     room = f"computed: {_UTILISATION:.0%} of memory - weights - 2 GiB of activations per GPU, by KV bytes"
@@ -357,17 +389,15 @@ def _cpu_rows(data: Data, cpu: str, model: Model, tp: int) -> Rows:
 
 def _check(data: Data, layers: Layers) -> dict[str, str]:
     """Compare with whole iterations of vLLM where a like model was measured on a like machine."""
-    like = {
-        LLAMA_7B.name: "meta-llama/Llama-3.1-8B-Instruct",
-        LLAMA_70B.name: "meta-llama/Llama-3.1-70B-Instruct",
-    }
+    like = {LLAMA_7B.name: "meta-llama/Llama-3.1-8B-Instruct", LLAMA_70B.name: "meta-llama/Llama-3.1-70B-Instruct"}
     if layers.gpu is not H100:
         return {}
     wanted = (like[layers.model.name], "H100", str(layers.tp))
     rows = [
-        r for r in read(data.folder, "mlenergy_vllm_h100_b200.csv.gz")
+        r
+        for r in read(data.folder, "mlenergy_vllm_h100_b200.csv.gz")
         if (r["model_id"], r["gpu_model"], r["num_gpus"]) == wanted and float(r["avg_batch_size"]) < 200
-    ]  # fmt: skip
+    ]
     ratios = [_ratio(row, layers) for row in rows]
     text = ", ".join(f"{float(r['avg_batch_size']):.0f}: {x:.2f}" for r, x in zip(rows, ratios, strict=True))
     note = "ours / median inter-token latency at a batch size, context 100 + half the answer (a guess)"

@@ -21,14 +21,23 @@ from headway.types import Batch, Floats
 Rows = list[dict[str, str]]
 _ONCE = "emb_ms"  # all other operators run in every layer
 _OPERATORS = (
-    "input_layernorm_ms", "attn_pre_proj_ms", "attn_rope_ms", "attn_post_proj_ms",
-    "post_attention_layernorm_ms", "mlp_up_proj_ms", "mlp_act_ms", "mlp_down_proj_ms", "add_ms",
-)  # fmt: skip
+    "input_layernorm_ms",
+    "attn_pre_proj_ms",
+    "attn_rope_ms",
+    "attn_post_proj_ms",
+    "post_attention_layernorm_ms",
+    "mlp_up_proj_ms",
+    "mlp_act_ms",
+    "mlp_down_proj_ms",
+    "add_ms",
+)
 # Not ray_comm_time_mean_ms: engines of today do not talk to their workers through Ray in every step.
 _AROUND = (
-    "schedule_median_ms", "sampler_e2e_median_ms", "prepare_inputs_e2e_median_ms",
+    "schedule_median_ms",
+    "sampler_e2e_median_ms",
+    "prepare_inputs_e2e_median_ms",
     "process_model_outputs_median_ms",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +140,7 @@ class Layers:
         head = 2 * self.model.vocab * self.model.hidden / self.tp
         share = self.attention.bandwidth_share
         return (
-            self.model.layers * layer
-            + self._embed(tokens)
-            + head / (self.gpu.bandwidth * share)
-            + self._cpu(sequences)
+            self.model.layers * layer + self._embed(tokens) + head / (self.gpu.bandwidth * share) + self._cpu(sequences)
         )
 
 
@@ -192,9 +198,7 @@ def _attention_rows(rows: Rows) -> tuple[list[Batch], Floats]:
         ms = float(row["attn_prefill_ms" if prompt else "attn_decode_ms"] or 0)
         count, kv = int(row["batch_size"]), int(row["kv_cache_size"])
         if ms > 0:
-            batches.append(
-                _chunk(int(row["prefill_chunk_size"]), kv) if prompt else Batch(count, count * kv, 0)
-            )
+            batches.append(_chunk(int(row["prefill_chunk_size"]), kv) if prompt else Batch(count, count * kv, 0))
             times.append(ms / 1000)
     return batches, np.array(times)
 

@@ -75,9 +75,14 @@ def rows(outcome: Outcome) -> list[Row]:
     setting = f"{count} faults, RabbitMQ of {outcome.nodes}"
     stuck = sum(one.recovered is None for one in outcome.records)
     counts = {
-        "accepted": verdict.accepted, "lost": verdict.lost, "twice": verdict.twice, "stuck": stuck,
-        "recomputed": verdict.recomputed, "told": outcome.told, "refused": outcome.refused,
-    }  # fmt: skip
+        "accepted": verdict.accepted,
+        "lost": verdict.lost,
+        "twice": verdict.twice,
+        "stuck": stuck,
+        "recomputed": verdict.recomputed,
+        "told": outcome.told,
+        "refused": outcome.refused,
+    }
     units = {"stuck": "faults", "recomputed": "computations"}
     made = [
         Row(f"faults.{name}", HEADWAY, setting, float(value), units.get(name, "requests"))
@@ -95,9 +100,7 @@ def rows(outcome: Outcome) -> list[Row]:
 def _seconds(outcome: Outcome, kind: str) -> list[float]:
     """Return the times to recover; one that was not seen counts as long as it was waited for."""
     return [
-        PATIENCE_S if one.recovered is None else one.recovered
-        for one in outcome.records
-        if kind in (ALL, one.kind)
+        PATIENCE_S if one.recovered is None else one.recovered for one in outcome.records if kind in (ALL, one.kind)
     ]
 
 

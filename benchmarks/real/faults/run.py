@@ -71,22 +71,15 @@ class Outcome:
 def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str]:
     """Return kinds of faults, each as often as any other, in random order. ConfigError for an unknown one."""
     if unknown := [name for name in only if name not in KINDS]:
-        raise ConfigError(
-            f"There is no fault {unknown[0]!r}.", f"Use some of: {', '.join(KINDS)}.", param="only"
-        )
+        raise ConfigError(f"There is no fault {unknown[0]!r}.", f"Use some of: {', '.join(KINDS)}.", param="only")
     kinds = list(only or KINDS)
     rounds = -(-count // len(kinds))
     return [kinds[i] for _ in range(rounds) for i in rng.permutation(len(kinds))][:count]
 
 
 def measure(
-    folder: Path,
-    sizes: Sizes,
-    seed: int,
-    tick: Callable[[str], None],
-    journal: IO[str],
-    only: Sequence[str] = (),
-) -> Outcome:  # fmt: skip
+    folder: Path, sizes: Sizes, seed: int, tick: Callable[[str], None], journal: IO[str], only: Sequence[str] = ()
+) -> Outcome:
     """Break parts under load, then let all that is owed end.
 
     tick: told of each fault before it. journal: each fault is written there as it ends, so that a run that is

@@ -184,10 +184,11 @@ class Cluster:
             "engines": [{"url": f"http://127.0.0.1:{one.port}", **engine} for one in self.engines],
             "wire": {"url": "env:HEADWAY_RABBITMQ_URL", "lease_seconds": self.shape.lease_s},
             "broker": {
-                "kind": "postgres", "lease_seconds": self.shape.lease_s * 1.5,
+                "kind": "postgres",
+                "lease_seconds": self.shape.lease_s * 1.5,
                 "postgres": {"url": "env:HEADWAY_POSTGRES_URL", "timeout_s": 2.0},
             },
-        }  # fmt: skip
+        }
         (self.folder / _CONFIG).write_text(tomli_w.dumps(config))
 
     def add(self, name: str, role: str, *more: str) -> Part:
@@ -219,9 +220,7 @@ class Cluster:
         while waiting := [one for one in waiting if not one.ready()]:
             if time.monotonic() > deadline:
                 one = waiting[0]
-                raise EngineError(
-                    f"{one.name} is not ready. {one.child.tail()}", "Try again on an idle machine."
-                )
+                raise EngineError(f"{one.name} is not ready. {one.child.tail()}", "Try again on an idle machine.")
             time.sleep(0.05)
 
 
@@ -238,8 +237,7 @@ def clusters(folder: Path, shape: Shape) -> Iterator[Cluster]:
         made.write_config()
         made.controllers = [made.add(f"controller-{i}", "controller") for i in range(shape.controllers)]
         made.agents = [
-            made.add(f"agent-{i}", "agent", "--name", f"agent-{i}", "--engine", f"e{i}")
-            for i in range(shape.engines)
+            made.add(f"agent-{i}", "agent", "--name", f"agent-{i}", "--engine", f"e{i}") for i in range(shape.engines)
         ]
         made.gateways = [made.add(f"gateway-{i}", "gateway") for i in range(shape.gateways)]
         for part in made.parts:

@@ -34,8 +34,7 @@ def binaries() -> Path:
         folders.append(Path(found).resolve().parent)
     if not folders:
         raise ConfigError(
-            "There is no PostgreSQL on this machine.",
-            "`make postgres` installs Debian's; or install another.",
+            "There is no PostgreSQL on this machine.", "`make postgres` installs Debian's; or install another."
         )
     return folders[-1]
 
@@ -65,14 +64,28 @@ class Server:
 
     def start(self, *more: str) -> None:
         """Start it, and wait until it answers; more: of its options."""
-        options = ["-c", f"port={self.port}", "-c", f"unix_socket_directories={self.folder}",
-                   "-c", "listen_addresses=127.0.0.1", "-c", "max_connections=200", *more]  # fmt: skip
+        options = [
+            "-c",
+            f"port={self.port}",
+            "-c",
+            f"unix_socket_directories={self.folder}",
+            "-c",
+            "listen_addresses=127.0.0.1",
+            "-c",
+            "max_connections=200",
+            *more,
+        ]
         with (self.folder / "log").open("ab") as out:
             self._process = subprocess.Popen(
-                [self.bin / "postgres", "-D", self.folder / "data", *options], env=self._env,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
-                preexec_fn=_die_with_parent, **self._as,
-            )  # fmt: skip
+                [self.bin / "postgres", "-D", self.folder / "data", *options],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=self.folder,
+                preexec_fn=_die_with_parent,
+                **self._as,
+            )
         deadline = time.monotonic() + _SECONDS
         while self._run("pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port), check=False).returncode:
             assert self._process.poll() is None, (self.folder / "log").read_text()
@@ -141,14 +154,23 @@ class Server:
         password.write_text(PASSWORD)
         password.chmod(0o644)
         self._run(
-            "initdb", "-D", str(self.folder / "data"), "-U", "headway", "--pwfile", str(password),
-            "--auth", "scram-sha-256", "--encoding", "UTF8", "--no-locale", "--no-sync",
-        )  # fmt: skip
+            "initdb",
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            "headway",
+            "--pwfile",
+            str(password),
+            "--auth",
+            "scram-sha-256",
+            "--encoding",
+            "UTF8",
+            "--no-locale",
+            "--no-sync",
+        )
 
     def _run(self, name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
-        done = subprocess.run(
-            [self.bin / name, *args], env=self._env, cwd=self.folder, capture_output=True, **self._as
-        )
+        done = subprocess.run([self.bin / name, *args], env=self._env, cwd=self.folder, capture_output=True, **self._as)
         assert not check or done.returncode == 0, done.stderr.decode()
         return done
 

@@ -43,9 +43,7 @@ def script() -> Path:
     if not found and (path := shutil.which("rabbitmq-server")):
         found = [Path(path)]
     if not found:
-        raise ConfigError(
-            "There is no RabbitMQ on this machine.", "Install one: `make rabbitmq` installs Debian's."
-        )
+        raise ConfigError("There is no RabbitMQ on this machine.", "Install one: `make rabbitmq` installs Debian's.")
     return found[-1]
 
 
@@ -147,14 +145,20 @@ class Server:
         ours = {key: value for key, value in os.environ.items() if key != _MARK and key[:8] != "RABBITMQ"}
         folder = str(self.folder)
         return ours | {
-            "HOME": folder, "ERL_EPMD_PORT": str(self.epmd.port), "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": self.node, "RABBITMQ_DIST_PORT": str(free_port()),
-            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf", "RABBITMQ_CONF_ENV_FILE": f"{folder}/none",
-            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins", "RABBITMQ_LOGS": "-",
-            "RABBITMQ_MNESIA_BASE": f"{folder}/data", "RABBITMQ_LOG_BASE": folder,
+            "HOME": folder,
+            "ERL_EPMD_PORT": str(self.epmd.port),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+            "RABBITMQ_CONF_ENV_FILE": f"{folder}/none",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_MNESIA_BASE": f"{folder}/data",
+            "RABBITMQ_LOG_BASE": folder,
             "RABBITMQ_PID_FILE": f"{folder}/pid",
             "RUNNING_UNDER_SYSTEMD": "1",  # its script then becomes the server, with no shell before it
-        }  # fmt: skip
+        }
 
 
 class PortMapper:
@@ -213,9 +217,16 @@ def _run(
     argv: Sequence[str], env: Mapping[str, str], out: Any, folder: Path, as_user: Mapping[str, Any]
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
-        start_new_session=True, preexec_fn=_die_with_parent, **as_user,
-    )  # fmt: skip
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        cwd=folder,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+        **as_user,
+    )
 
 
 def _is_user(name: str) -> bool:

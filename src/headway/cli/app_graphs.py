@@ -33,13 +33,7 @@ def files(config: Path | None, folder: Path | None) -> GraphFiles:
 def list_graphs(stored: GraphFiles) -> None:
     """Print a table of all graphs."""
     lines = [
-        [
-            _tenant(tenant),
-            graph.app,
-            str(len(graph.units)),
-            str(graph.runs),
-            f"{path.stat().st_size / 1024:.0f}",
-        ]
+        [_tenant(tenant), graph.app, str(len(graph.units)), str(graph.runs), f"{path.stat().st_size / 1024:.0f}"]
         for path, tenant, graph in _readable(stored)
     ]
     grid = Grid(("tenant", "application", "units", "runs", "KiB"), [lines], ("units", "runs", "KiB"))
@@ -102,8 +96,7 @@ def _find(stored: GraphFiles, app: str, tenant: str | None) -> tuple[str, Graph]
         raise ConfigError(f"Several tenants have a graph of {app!r}.", f"Give --tenant, one of {tenants}.")
     known = ", ".join(sorted({graph.app for _, graph in graphs})) or "none"
     raise ConfigError(
-        f"There is no graph of {app!r} in {stored.folder}.",
-        f"Known applications: {known} (`headway apps list`).",
+        f"There is no graph of {app!r} in {stored.folder}.", f"Known applications: {known} (`headway apps list`)."
     )
 
 

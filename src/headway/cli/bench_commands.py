@@ -63,9 +63,7 @@ def command(run: str = "", *, quick: object = Quick) -> Callable[[Callable[..., 
         _, *own = signature(function, eval_str=True).parameters.values()
         first, *others = signature(_common, eval_str=True).parameters.values()
         asked = Signature([*own, first.replace(annotation=quick), *others])
-        update_wrapper(call, function, ("__module__", "__name__", "__doc__"), ()).__dict__[
-            "__signature__"
-        ] = asked
+        update_wrapper(call, function, ("__module__", "__name__", "__doc__"), ()).__dict__["__signature__"] = asked
         call.__annotations__ = {one.name: one.annotation for one in asked.parameters.values()}
         bench_app.command()(call)
         return function
@@ -86,9 +84,7 @@ def serve(
     trace: Trace = None,
     limit: Limit = None,
     endpoint: Endpoint = "chat",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")] = None,
 ) -> None:
     """Send an open-loop load to an OpenAI-compatible server and report latency and SLO attainment."""
     from headway.whatif.load import generator
@@ -104,9 +100,7 @@ def serve(
 
     async def run() -> Any:
         before = await generator.scrape(url)
-        records = await generator.run(
-            url, model, calls, api_key=api_key, endpoint=kind, progress=not ask.as_json
-        )
+        records = await generator.run(url, model, calls, api_key=api_key, endpoint=kind, progress=not ask.as_json)
         return records, generator.gained(before, await generator.scrape(url))
 
     began = time.perf_counter()

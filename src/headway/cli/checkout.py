@@ -43,9 +43,10 @@ def bench_commands(package: Path | None = None) -> typer.Typer:
 
         own = typer.Typer(cls=Shipped, help=shipped.bench_app.info.help, no_args_is_help=True)
         own.registered_commands = [
-            command for command in shipped.bench_app.registered_commands
+            command
+            for command in shipped.bench_app.registered_commands
             if getattr(command.callback, "__module__", None) == shipped.__name__
-        ]  # fmt: skip
+        ]
         return own
     if str(root) not in sys.path:  # of this process, of those that it spawns, and of those that it runs
         sys.path.append(str(root))

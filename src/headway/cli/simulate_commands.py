@@ -32,9 +32,7 @@ Recipes = Annotated[str, typer.Option(help=f"Comma-separated: {_RECIPES}.")]
 _PROFILE = "opt-13b-a100"
 Profile = Annotated[
     str | None,
-    typer.Option(
-        help=f"Built-in latency profile, or a path. Default: {_PROFILE}; with --journal, its engines."
-    ),
+    typer.Option(help=f"Built-in latency profile, or a path. Default: {_PROFILE}; with --journal, its engines."),
 ]
 Specs = Annotated[
     list[str] | None,
@@ -55,22 +53,16 @@ KvTokens = Annotated[
     int | None, typer.Option(min=16, help="KV capacity per instance, in tokens; default: the profile's.")
 ]
 ContextLength = Annotated[int, typer.Option(min=16, help="Context length.")]
-PlanUs = Annotated[
-    float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")
-]
+PlanUs = Annotated[float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")]
 
 
 RealTraffic = Annotated[
     Path | None,
     typer.Option(help="Folder of a gateway's journal; with --since or --config alone, headway serve's own."),
 ]
-LoadFactor = Annotated[
-    float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")
-]
+LoadFactor = Annotated[float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")]
 RecordMb = Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")]
-RunsOut = Annotated[
-    Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")
-]
+RunsOut = Annotated[Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")]
 
 
 def simulate(
@@ -125,15 +117,11 @@ def _sizes(**given: int | None) -> dict[str, int]:
 def sweep(
     file: Annotated[Path | None, typer.Argument(help="A TOML file with the options' names as keys.")] = None,
     recipes: Annotated[str | None, typer.Option(help="Comma-separated: vllm,edf,slack,headway.")] = None,
-    rates: Annotated[
-        str | None, typer.Option(help="Request rates (requests/s) (default: 2,4,6,8,10).")
-    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Request rates (requests/s) (default: 2,4,6,8,10).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds (default: 3).")] = None,
     duration: Annotated[float | None, typer.Option(min=1, help="Seconds of arrivals (default: 120).")] = None,
     slo: Annotated[str | None, typer.Option(help="SLO of chat in ms (default: ttft:400 tpot:200).")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Latency profile or path (default: opt-13b-a100).")
-    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Latency profile or path (default: opt-13b-a100).")] = None,
     instances: Annotated[int | None, typer.Option(min=1, help="Number of instances (default: 1).")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Batch limit (default: 256).")] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Tokens per iteration (default: 2048).")] = None,

@@ -203,11 +203,7 @@ BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but
 
 
 def _tiers() -> dict[str, Tier]:
-    return {
-        "default": Tier(),
-        "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0, measured=True),
-        "batch": BATCH,
-    }
+    return {"default": Tier(), "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0, measured=True), "batch": BATCH}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -296,11 +292,24 @@ class Config:
 
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
-    "server": Server, "engines": Engine, "broker": Broker, "broker.sqlite": Sqlite,
-    "broker.postgres": Postgres, "wire": Wire, "up": Up, "predictor": Predictor,
-    "apps": Apps, "batches": Batches, "grammars": Grammars, "journal": Journal, "log": Log,
-    "tracing": Tracing, "backends": Backend, "classes": Tier, "keys": Key,
-}  # fmt: skip
+    "server": Server,
+    "engines": Engine,
+    "broker": Broker,
+    "broker.sqlite": Sqlite,
+    "broker.postgres": Postgres,
+    "wire": Wire,
+    "up": Up,
+    "predictor": Predictor,
+    "apps": Apps,
+    "batches": Batches,
+    "grammars": Grammars,
+    "journal": Journal,
+    "log": Log,
+    "tracing": Tracing,
+    "backends": Backend,
+    "classes": Tier,
+    "keys": Key,
+}
 
 
 def load(path: Path | None) -> Config:

@@ -80,9 +80,7 @@ class Engine:
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
-    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]] = field(
-        default_factory=dict
-    )
+    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]] = field(default_factory=dict)
     start_timeout_s: Positive = 300.0
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
     silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration

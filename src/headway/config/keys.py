@@ -62,14 +62,13 @@ def reveal(secret: str, setting: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
             problem = f"{setting} is in the file {place}, which cannot be read: {why}."
-            raise ConfigError(
-                problem, "Check the path after file: and its permissions.", param=setting
-            ) from None
+            raise ConfigError(problem, "Check the path after file: and its permissions.", param=setting) from None
     if len(found) < _LEAST or not found.isascii() or not found.isprintable():
         raise ConfigError(
             f"{setting} holds no usable secret.",
-            f"It needs {_LEAST} printable ASCII characters or more, on one line.", param=setting,
-        )  # fmt: skip
+            f"It needs {_LEAST} printable ASCII characters or more, on one line.",
+            param=setting,
+        )
     return found
 
 
@@ -80,8 +79,7 @@ def revealed(keys: tuple[Key, ...]) -> dict[str, Key]:
         text = reveal(key.key, f"keys.{i}.key")
         if text in found:
             raise ConfigError(
-                f"keys.{i}.key is the same as an earlier one.",
-                "Give each entry of [[keys]] a key of its own.",
+                f"keys.{i}.key is the same as an earlier one.", "Give each entry of [[keys]] a key of its own."
             )
         found[text] = key
     return found

@@ -61,9 +61,8 @@ def new_app() -> FastAPI:
     """Return an app without endpoints; `add_endpoints` adds them once the gateway is open."""
     # A redirect would lead to plain HTTP at the host that the client names.
     return FastAPI(
-        title="Headway", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None,
-        openapi_url=None,
-    )  # fmt: skip
+        title="Headway", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None
+    )
 
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
@@ -181,9 +180,8 @@ def _apis(app: FastAPI, state: AppState) -> None:
 
     for path, api in _APIS.items():
         app.router.add_api_route(
-            path, endpoint(api), methods=["POST"], response_model=None, route_class_override=_PlainRoute,
-            **api.docs,
-        )  # fmt: skip
+            path, endpoint(api), methods=["POST"], response_model=None, route_class_override=_PlainRoute, **api.docs
+        )
 
 
 def _documentation(app: FastAPI, state: AppState) -> None:
@@ -274,9 +272,15 @@ def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
     error = str(failure) if failure else None  # with the end of a log, paths and addresses
     if failure and not to_operator:
         error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
-    return {"model": engine.models.current, "models": list(engine.models.names),
-            "loading": engine.loading, "up": engine.up.is_set(), "restarts": engine.restarts,
-            "assumed": engine.instance.assumed, "error": error}  # fmt: skip
+    return {
+        "model": engine.models.current,
+        "models": list(engine.models.names),
+        "loading": engine.loading,
+        "up": engine.up.is_set(),
+        "restarts": engine.restarts,
+        "assumed": engine.instance.assumed,
+        "error": error,
+    }
 
 
 def _sqlite_files(config: Config) -> dict[str, Path]:

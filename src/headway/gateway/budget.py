@@ -55,9 +55,13 @@ class ByteBudget:
 
 def _refused(what: str, reason: str) -> RequestError:
     return RequestError(
-        what, "Try again in 1 s.", status=429, kind="rate_limit_error", code=reason,
+        what,
+        "Try again in 1 s.",
+        status=429,
+        kind="rate_limit_error",
+        code=reason,
         headers={"retry-after": "1", "x-headway-dropped-reason": reason, "connection": "close"},
-    )  # fmt: skip
+    )
 
 
 @dataclass(slots=True)
@@ -126,9 +130,7 @@ class AnswerMemory:
         if size > most:
             raise MalformedAnswer(self.engine, f"it has more than {most / 2**20:g} MiB (max_answer_mib)")
         if budget.used - self._counted + counted > _LARGE_ONES * budget.most:
-            raise EngineError(
-                "There is no memory for another large answer.", "Try again, or stream it.", status=503
-            )
+            raise EngineError("There is no memory for another large answer.", "Try again, or stream it.", status=503)
         budget.used += counted - self._counted
         self._counted = counted
 

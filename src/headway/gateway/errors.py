@@ -39,9 +39,7 @@ def refusal(reject: Reject) -> RequestError:
     headers = {"x-headway-dropped-reason": reject.reason}
     # OpenAI's clients retry every 429 by themselves unless this header forbids it.
     headers |= {"x-should-retry": "false"} if seconds is None else {"retry-after": seconds}
-    return RequestError(
-        what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers
-    )  # fmt: skip
+    return RequestError(what, hint, code=reject.reason, status=429, kind="rate_limit_error", headers=headers)
 
 
 def _what(reject: Reject) -> str:

@@ -84,9 +84,7 @@ class Gateway:
 
 
 @asynccontextmanager
-async def serving(
-    config: Config, *, log_dir: Path | None = None, link: Link | None = None
-) -> AsyncIterator[Gateway]:
+async def serving(config: Config, *, log_dir: Path | None = None, link: Link | None = None) -> AsyncIterator[Gateway]:
     """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
@@ -169,9 +167,7 @@ def _bodies(config: Config) -> ByteBudget:
     return ByteBudget(config.server.max_queued_mib * 2**20, config.tenant_share)
 
 
-def _add_warmers(
-    dispatcher: Dispatcher, backends: Mapping[str, Backend], config: Config
-) -> PrefixBook | None:
+def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend], config: Config) -> PrefixBook | None:
     """Add what carries out warm-ups; return where it learns prefixes, if the planner plans any."""
     warmers = dispatcher.warmups.warmers
     warmers["backend"], warmers["adapter"] = BackendWarmer(backends), AdapterWarmer(dispatcher.engines)

@@ -34,9 +34,10 @@ class EngineKilled(EngineError):
         super().__init__(
             f"The engine ({engine}) died each of the {attempts} times that this request ran.",
             "Do not send it again as it is; the log of the engine has the reason.",
-            status=500, code="engine_killed",
+            status=500,
+            code="engine_killed",
             headers={"x-should-retry": "false"},  # without it, OpenAI's clients send it again
-        )  # fmt: skip
+        )
 
 
 class TakenBack(Exception):
@@ -59,11 +60,13 @@ ReturnReason = Literal["engine_gone", "model_swap"]
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
-    EngineGone: ("engine_gone", "failed"), EngineKilled: ("engine_killed", "failed"),
+    EngineGone: ("engine_gone", "failed"),
+    EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
-    ModelUnavailable: ("model_unavailable", "failed"), EngineTimeout: ("engine_timeout", "failed"),
+    ModelUnavailable: ("model_unavailable", "failed"),
+    EngineTimeout: ("engine_timeout", "failed"),
     MalformedAnswer: ("invalid_answer", "failed"),
-}  # fmt: skip
+}
 
 
 def reason_of(error: HeadwayError) -> tuple[str, Outcome]:
@@ -140,9 +143,7 @@ class InFlightRequest:
         assert self.upstream is not None, "it is stored once, before its body is dropped"
         request, body = self.request, self.upstream.joined({})
         stored = with_digest(_REQUEST.dump_json(request).decode(), digest)
-        return Job(
-            request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background
-        )
+        return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def enter(self, state: RequestState) -> bool:
         """Enter a state; False when the request has ended, which it does once."""
@@ -179,11 +180,7 @@ class InFlightRequest:
         """Return the headers that tell a client the class of its request, and the SLO that counts, in ms."""
         request, slo = self.request, self.request.slo
         targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e)
-        told = [
-            (b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}")
-            for name, value in targets
-            if value is not None
-        ]
+        told = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
         return [(b"x-headway-class", quote(request.tier)), *told]
 
     def drop_body(self) -> None:

@@ -202,9 +202,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    config: Config, *, log_dir: Path | None = None, quiet: bool = False, file: Path | None = None,
+    config: Config,
+    *,
+    log_dir: Path | None = None,
+    quiet: bool = False,
+    file: Path | None = None,
     link: OpenLink | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Serve until a signal ends it; return the exit status.
 
     file: which SIGHUP reads again, unless a terminal may send that signal because it is closed.
@@ -273,22 +277,29 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: Config, log_dir: Path | None = None, file: Path | None = None,
-        link: OpenLink | None = None,
-    ) -> None:  # fmt: skip
+        self, config: Config, log_dir: Path | None = None, file: Path | None = None, link: OpenLink | None = None
+    ) -> None:
         self._app, self._file = new_app(), file
         app = Unwound(self._app)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(Limits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
-                AccessLog(app) if config.log.access else app, loop="uvloop",
-                log_level="warning", log_config=None, access_log=False, lifespan="off",
-                http=limited(self._connections), server_header=False, backlog=_BACKLOG, ws="none",
-                timeout_keep_alive=config.server.idle_timeout_s, proxy_headers=False,
+                AccessLog(app) if config.log.access else app,
+                loop="uvloop",
+                log_level="warning",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http=limited(self._connections),
+                server_header=False,
+                backlog=_BACKLOG,
+                ws="none",
+                timeout_keep_alive=config.server.idle_timeout_s,
+                proxy_headers=False,
                 timeout_graceful_shutdown=config.server.drain_s,
             )
-        )  # fmt: skip
+        )
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self._stopping = asyncio.Event()  # until the gateway is open
@@ -322,8 +333,9 @@ class Server(uvicorn.Server):
         if state.tasks:
             log.warning(
                 "stopping; requests in progress (%d) have up to %d s (Ctrl-C ends them now)",
-                len(state.tasks), self._settings.server.drain_s,
-            )  # fmt: skip
+                len(state.tasks),
+                self._settings.server.drain_s,
+            )
         await super().shutdown(sockets)
         for task in [task for task in state.tasks if not task.cancelling()]:  # after a second Ctrl-C
             task.cancel()

@@ -52,11 +52,11 @@ class Reload:
         if new.several_tenants != now.several_tenants or bool(new.keys) != bool(now.keys):
             raise ConfigError(
                 "It adds or removes the first key or the second tenant.",
-                "Restart the gateway for this change.", param="keys",
-            )  # fmt: skip
+                "Restart the gateway for this change.",
+                param="keys",
+            )
         drops = [any(tier.drop for tier in config.classes.values()) for config in (now, new)]
         if drops == [False, True]:
             raise ConfigError(
-                "A class drops requests, and none did before.", "Restart the gateway for this change.",
-                param="classes",
-            )  # fmt: skip
+                "A class drops requests, and none did before.", "Restart the gateway for this change.", param="classes"
+            )

@@ -91,10 +91,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def _weights(tensors: Iterable[Any], header: Header) -> dict[str, Any]:
     """Return the tensors as transformers names and lays them out: bfloat16, (out, in)."""
     torch, dequantize = need("torch"), need("gguf").dequantize
-    heads = {
-        "attn_q": header["llama.attention.head_count"],
-        "attn_k": header["llama.attention.head_count_kv"],
-    }
+    heads = {"attn_q": header["llama.attention.head_count"], "attn_k": header["llama.attention.head_count_kv"]}
     weights = {}
     for tensor in tensors:
         weight = dequantize(tensor.data, tensor.tensor_type)
@@ -156,17 +153,12 @@ def _tokenizer(header: Header) -> dict[str, Any]:
     """Return tokenizer.json: GPT-2's byte-level BPE behind a split of digits, which GGUF calls "smollm"."""
     tokens = header["tokenizer.ggml.tokens"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    special = [
-        number for number, kind in enumerate(header["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN
-    ]
+    special = [number for number, kind in enumerate(header["tokenizer.ggml.token_type"]) if kind == CONTROL_TOKEN]
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
         "added_tokens": [{"id": number, "content": tokens[number], **flags} for number in special],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, bytes_],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, bytes_]},
         "decoder": bytes_,
         "model": {
             "type": "BPE",

@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headway.errors import ConfigError
-from headway.models.convert import (
-    GGUF_FILE,
-    GGUF_SHA256,
-    NAME,
-    convert,
-    need,
-    packaged_gguf,
-    sha256,
-    write_json,
-)
+from headway.models.convert import GGUF_FILE, GGUF_SHA256, NAME, convert, need, packaged_gguf, sha256, write_json
 
 ALIASES = ("smollm2", NAME.lower())
 MANIFEST = "headway.json"
@@ -118,8 +109,7 @@ def _stamp(target: Path) -> dict[str, dict[str, Any]]:
     """Return what the manifest says of files that are as pinned. Raises OSError when one is missing."""
     stats = {name: (target / name).stat() for name in PINS}
     return {
-        name: {"sha256": PINS[name], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-        for name, stat in stats.items()
+        name: {"sha256": PINS[name], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for name, stat in stats.items()
     }
 
 
@@ -266,9 +256,7 @@ def _answer(directory: Path, question: str, torch: Any, transformers: Any) -> st
     with _no_bar(transformers.utils.logging):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     tokens = model.to(torch.bfloat16).generate(**inputs, max_new_tokens=24, do_sample=False)
     return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 

@@ -20,9 +20,7 @@ from headway.models.resolve import resolve
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def vary(
-    source: str, out: Path, *, seed: int = 0, scale: float = 0.01, layers: int | None = None
-) -> Path:  # fmt: skip
+def vary(source: str, out: Path, *, seed: int = 0, scale: float = 0.01, layers: int | None = None) -> Path:
     """Write a variant of the model `source` into the directory `out` and return that.
 
     scale: standard deviation of the noise on each weight, as a share of its tensor's; 0 = none. seed: of the

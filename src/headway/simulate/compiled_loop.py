@@ -116,9 +116,7 @@ def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
 def _end_iteration(run: RunState, now: float) -> None:
     progress = run.progress[0]
     size = progress["running"]
-    done = engine.complete(
-        run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now
-    )
+    done = engine.complete(run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now)
     progress["running"] = 0
     for row in done:
         run.jobs["live"][row] = False

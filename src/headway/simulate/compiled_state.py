@@ -31,21 +31,28 @@ _PLANNERS = {(ARRIVAL, False), (PRIORITY, True), (DUE, True), (ATTAINABLE, True)
 
 RequestColumns = np.dtype(
     [
-        ("max_tokens", int), ("task", int),  # what the output length is forecast from
+        ("max_tokens", int),
+        ("task", int),  # what the output length is forecast from
         ("blocks", int),  # KV blocks of prompt and forecast output
     ]
-)  # fmt: skip
+)
 Progress = np.dtype(
     [
-        ("now", float), ("arrived", int), ("serial", int),  # requests that have arrived, and been sent
-        ("inside", int), ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
+        ("now", float),
+        ("arrived", int),
+        ("serial", int),  # requests that have arrived, and been sent
+        ("inside", int),
+        ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
         ("refused", int),  # the head of the queue that does not belong inside as it is, -1 = not known
         ("late_at", float),  # when the next request inside is late, as of the last look at them
         ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
         ("iteration_end", float),
-        ("iterations", int), ("preempted", int), ("paused", int), ("busy", float),  # as in `Outcome`
+        ("iterations", int),
+        ("preempted", int),
+        ("paused", int),
+        ("busy", float),  # as in `Outcome`
     ]
-)  # fmt: skip
+)
 
 
 class PlannerParams(NamedTuple):
@@ -120,9 +127,7 @@ class RunState(NamedTuple):
     error: float
 
 
-def initial_state(
-    recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: Lengths
-) -> RunState | None:
+def initial_state(recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: Lengths) -> RunState | None:
     """Return the start of a compiled run; None when a part of it is known to Python only."""
     instance, planner, latency = spec.instance, recipe.planner(), OnlineLatency()
     if isinstance(planner, ByFleet):  # this instance cannot load other models
@@ -163,10 +168,16 @@ def outcome(state: RunState) -> Outcome:
     progress = state.progress[0]
     evictions = np.where(np.isnan(state.end), 0, state.jobs["evictions"])
     return Outcome(
-        state.first, state.end, np.where(state.jobs["serial"] > 0, 0, -1), evictions,
-        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]), int(progress["iterations"]),
-        float(progress["busy"]), int(progress["preempted"]), int(progress["paused"]),
-    )  # fmt: skip
+        state.first,
+        state.end,
+        np.where(state.jobs["serial"] > 0, 0, -1),
+        evictions,
+        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]),
+        int(progress["iterations"]),
+        float(progress["busy"]),
+        int(progress["preempted"]),
+        int(progress["paused"]),
+    )
 
 
 def _forecasts(workload: Workload, lengths: Lengths) -> tuple[Floats, TaskLengths] | None:

@@ -71,30 +71,32 @@ class Spec:
             )
         return [self._instance(f"e{first + i}", file, names, others) for i in range(self.count)]
 
-    def _instance(
-        self, id: str, file: LatencyProfile, names: list[str], others: list[LatencyProfile]
-    ) -> InstanceSpec:
+    def _instance(self, id: str, file: LatencyProfile, names: list[str], others: list[LatencyProfile]) -> InstanceSpec:
         variants = tuple(
             self._variant(id, other, name, None, ()) for name, other in zip(names[1:], others, strict=True)
         )
         return self._variant(id, file, names[0], self.kv_tokens, variants)
 
     def _variant(
-        self,
-        id: str,
-        file: LatencyProfile,
-        model: str,
-        kv_tokens: int | None,
-        others: tuple[InstanceSpec, ...],
+        self, id: str, file: LatencyProfile, model: str, kv_tokens: int | None, others: tuple[InstanceSpec, ...]
     ) -> InstanceSpec:
         blocks = self._blocks(file, kv_tokens)
         instance = Instance(id, model, self.max_running, blocks, file.block_size, self.max_model_len)
         return InstanceSpec(
-            instance, file.latency(), 2 * self.max_running, self.budget, file.copy_seconds(),
-            _load(file) if self.loads else None, others, int(self.host_gb * 1e9),
-            file.request_overhead_s or 0.0, file.token_overhead_s or 0.0, file.interruption_s or 0.0,
-            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token, prefix_caching=self.prefix_caching,
-        )  # fmt: skip
+            instance,
+            file.latency(),
+            2 * self.max_running,
+            self.budget,
+            file.copy_seconds(),
+            _load(file) if self.loads else None,
+            others,
+            int(self.host_gb * 1e9),
+            file.request_overhead_s or 0.0,
+            file.token_overhead_s or 0.0,
+            file.interruption_s or 0.0,
+            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
+            prefix_caching=self.prefix_caching,
+        )
 
     def _blocks(self, file: LatencyProfile, kv_tokens: int | None) -> int:
         """Return the KV blocks of an instance, or say why it could not hold or compute a request."""

@@ -125,11 +125,7 @@ class Provisioned:
     def shares(self) -> tuple[float, float, float]:
         """Return which share of requests has enough, and the mean unused and missing shares, as in `of`."""
         apart = (self.lengths - self.workload.output) / self.lengths
-        return (
-            float((apart >= 0).mean()),
-            float(np.maximum(apart, 0).mean()),
-            float(-np.minimum(apart, 0).mean()),
-        )
+        return (float((apart >= 0).mean()), float(np.maximum(apart, 0).mean()), float(-np.minimum(apart, 0).mean()))
 
     def forecast(self, request: Request) -> Forecast:
         """Return the allocated tokens as the only sample."""

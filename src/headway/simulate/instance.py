@@ -89,9 +89,16 @@ class InstanceSpec:
         """Return what packers are told about this instance; every simulated engine keeps reservations."""
         instance = self.instance
         return EngineSpec(
-            instance.max_running, self.budget, instance.block_size, instance.max_model_len, self.copy_seconds,
-            self.host_tokens, two_ended=bool(self.host_tokens), reservations=True, latency=latency,
-        )  # fmt: skip
+            instance.max_running,
+            self.budget,
+            instance.block_size,
+            instance.max_model_len,
+            self.copy_seconds,
+            self.host_tokens,
+            two_ended=bool(self.host_tokens),
+            reservations=True,
+            latency=latency,
+        )
 
     def variants(self) -> dict[str, InstanceSpec]:
         """Return this instance by the model that it serves, its first one first."""
@@ -206,9 +213,7 @@ class SimulatedInstance:
 
     def instance(self) -> Instance:
         """Return what the controller is told about this instance as it is now."""
-        others = tuple(
-            _loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model
-        )
+        others = tuple(_loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model)
         loaded = _loadable(self.variant) if others else None
         latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
         return replace(self.variant.instance, loadable=others, warm=warm, latency=latency, loaded=loaded)
@@ -234,10 +239,18 @@ class SimulatedInstance:
         if before is not None:
             tokens_left = max(tokens_left - before.output_tokens, 1.0)
         row = self.engine.add(
-            request.id, request.prompt_tokens, submission.output, arrival=request.arrival, slo=request.slo,
-            priority=request.priority, tokens_left=tokens_left, urgency=submission.rank,
-            spread=submission.spread, prefix=request.prefix, soft=submission.soft,
-        )  # fmt: skip
+            request.id,
+            request.prompt_tokens,
+            submission.output,
+            arrival=request.arrival,
+            slo=request.slo,
+            priority=request.priority,
+            tokens_left=tokens_left,
+            urgency=submission.rank,
+            spread=submission.spread,
+            prefix=request.prefix,
+            soft=submission.soft,
+        )
         if before is not None:
             jobs = self.engine.jobs
             jobs.output_tokens[row], jobs.evictions[row] = before.output_tokens, before.evictions
@@ -310,9 +323,13 @@ def engine(packer: Packer, spec: InstanceSpec) -> SimulatedEngine:
     """Return the engine of an instance: with a host pool where there is one and the packer uses it."""
     instance, use = spec.instance, packer.kv
     common: dict[str, Any] = {
-        "blocks": instance.blocks_total, "size": instance.block_size, "slots": spec.slots,
-        "budget": spec.budget, "max_model_len": instance.max_model_len, "copy_seconds": spec.copy_seconds,
-    }  # fmt: skip
+        "blocks": instance.blocks_total,
+        "size": instance.block_size,
+        "slots": spec.slots,
+        "budget": spec.budget,
+        "max_model_len": instance.max_model_len,
+        "copy_seconds": spec.copy_seconds,
+    }
     if spec.prefix_caching:
         return CachingEngine(packer, **common)
     host = spec.host_tokens if pools(use, spec) else None
@@ -369,6 +386,13 @@ def _loadable(spec: InstanceSpec) -> Loadable:
     load, instance = _load(spec), spec.instance
     kv_tokens = instance.blocks_total * instance.block_size
     return Loadable(
-        instance.model, load.cold_s, load.warm_s, instance.limit, spec.latency.seconds, kv_tokens,
-        load.in_place_of, load.in_place_s + load.cold_s - load.warm_s, load.in_place_s,
-    )  # fmt: skip
+        instance.model,
+        load.cold_s,
+        load.warm_s,
+        instance.limit,
+        spec.latency.seconds,
+        kv_tokens,
+        load.in_place_of,
+        load.in_place_s + load.cold_s - load.warm_s,
+        load.in_place_s,
+    )

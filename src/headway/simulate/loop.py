@@ -50,10 +50,16 @@ class Loop:
     """
 
     def __init__(
-        self, workload: Workload, controller: Controller, instances: Sequence[SimulatedInstance], *,
-        plan_seconds: Callable[[int], float], tick: float, failures: Sequence[Failure] = (),
+        self,
+        workload: Workload,
+        controller: Controller,
+        instances: Sequence[SimulatedInstance],
+        *,
+        plan_seconds: Callable[[int], float],
+        tick: float,
+        failures: Sequence[Failure] = (),
         observer: Observer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.workload, self.outcome = workload, Outcome.of(len(workload))
         self.controller, self.observer = controller, observer
         self.instances = {instance.id: instance for instance in instances}

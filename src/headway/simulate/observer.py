@@ -23,9 +23,7 @@ class Observer:
     def returned(self, request: int, now: float) -> None:
         """A request was taken out of its instance unfinished."""
 
-    def iteration(
-        self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
-    ) -> None:
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         """An iteration was decided; the jobs are as they were before it computes.
 
         ran: without rows, and with 0 seconds: the engine idles from now on.

@@ -27,11 +27,7 @@ class PlanningTime:
     """
 
     def __init__(
-        self,
-        controller: Controller,
-        plan_seconds: Callable[[int], float],
-        future: EventQueue,
-        execute: Execute,
+        self, controller: Controller, plan_seconds: Callable[[int], float], future: EventQueue, execute: Execute
     ) -> None:
         self._controller, self._plan_seconds = controller, plan_seconds
         self._future, self._execute = future, execute

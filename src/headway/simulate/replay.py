@@ -66,12 +66,17 @@ class ReplayLoop(Loop):
     """
 
     def __init__(
-        self, apps: Applications, controller: Controller, instances: Sequence[SimulatedInstance], *,
-        pause: float, pool: WarmPool, observer: Observer | None = None, warm: WarmEngine | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer
-        )
+        self,
+        apps: Applications,
+        controller: Controller,
+        instances: Sequence[SimulatedInstance],
+        *,
+        pause: float,
+        pool: WarmPool,
+        observer: Observer | None = None,
+        warm: WarmEngine | None = None,
+    ) -> None:
+        super().__init__(apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer)
         self._arrivals = []  # each request arrives when its run gets there
         self.end = np.full(len(apps), math.nan)
         self._apps, self._pause, self._pool, self._warm_engine = apps, pause, pool, warm
@@ -178,10 +183,17 @@ class ReplayLoop(Loop):
 
 
 def replay(
-    recipe: Recipe, instances: Sequence[InstanceSpec], apps: Applications, *, pause: float = 0.0,
-    cold_s: Mapping[str, float] | None = None, progress: Callable[[int], None] | None = None,
-    observer: Observer | None = None, until: float = math.inf, cache: KvCache | Adapters | None = None,
-) -> Replayed:  # fmt: skip
+    recipe: Recipe,
+    instances: Sequence[InstanceSpec],
+    apps: Applications,
+    *,
+    pause: float = 0.0,
+    cold_s: Mapping[str, float] | None = None,
+    progress: Callable[[int], None] | None = None,
+    observer: Observer | None = None,
+    until: float = math.inf,
+    cache: KvCache | Adapters | None = None,
+) -> Replayed:
     """Run applications to their end, at most to the instant `until`.
 
     Each application is a tenant, as fair sharing (VTC) counts it. cold_s: seconds that backends outside the
@@ -209,8 +221,7 @@ def _install(fleet: Sequence[SimulatedInstance], cache: KvCache | Adapters) -> W
     """Give the only instance an engine with a cache."""
     if len(fleet) != 1:
         raise ConfigError(
-            f"A cache of KV or adapters is simulated on one instance, not on {len(fleet)}.",
-            "Give one instance.",
+            f"A cache of KV or adapters is simulated on one instance, not on {len(fleet)}.", "Give one instance."
         )
     engine = around(fleet[0].engine, cache)
     fleet[0].engine = engine
@@ -236,6 +247,4 @@ def _service(step: Step, costs: Costs) -> float:
 
 def _path(step: Step, costs: Costs) -> float:
     prompts = sum(prompt for prompt, _ in step.requests)
-    return (
-        step.seconds + prompts * costs.prompt + max((o for _, o in step.requests), default=0) * costs.output
-    )
+    return step.seconds + prompts * costs.prompt + max((o for _, o in step.requests), default=0) * costs.output

@@ -91,9 +91,14 @@ class Simulation:
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
         controller = Controller(planner, self.lengths, self.max_queued)
         loop = Loop(
-            self.workload, controller, instances, plan_seconds=self.plan_seconds, tick=self.tick,
-            failures=self.failures, observer=observer,
-        )  # fmt: skip
+            self.workload,
+            controller,
+            instances,
+            plan_seconds=self.plan_seconds,
+            tick=self.tick,
+            failures=self.failures,
+            observer=observer,
+        )
         return loop.run(progress, self.until)
 
     @property

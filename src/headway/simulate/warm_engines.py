@@ -208,8 +208,7 @@ class KvCacheEngine(WarmEngine):
         prefix, stage = request.prefix, request.stage
         if prefix is None or prefix.parent is None or stage is None:
             raise ConfigError(
-                f"Request {request.id} does not say what it shares.",
-                "Give the runs prefixes (`with_prefixes`).",
+                f"Request {request.id} does not say what it shares.", "Give the runs prefixes (`with_prefixes`)."
             )
         self._chains.setdefault(stage.run, {})[prefix.parent.id] = prefix.id
         self._of_run.setdefault(stage.run, set()).add(prefix.id)
@@ -365,9 +364,13 @@ def around(engine: SimulatedEngine, cache: KvCache | Adapters) -> WarmEngine:
         )
     limits = engine.limits
     same: dict[str, Any] = {
-        "blocks": engine.blocks, "size": limits.size, "slots": limits.slots, "budget": limits.budget,
-        "max_model_len": limits.max_model_len, "copy_seconds": engine.copy_seconds,
-    }  # fmt: skip
+        "blocks": engine.blocks,
+        "size": limits.size,
+        "slots": limits.slots,
+        "budget": limits.budget,
+        "max_model_len": limits.max_model_len,
+        "copy_seconds": engine.copy_seconds,
+    }
     if isinstance(cache, KvCache):
         return KvCacheEngine(engine.packer, cache, **same)
     return AdapterEngine(engine.packer, cache, **same)

@@ -10,9 +10,7 @@ from pathlib import Path
 from headway import private
 
 
-def connect(
-    path: str | Path, patience: float, prepare: Callable[[sqlite3.Connection], object]
-) -> sqlite3.Connection:
+def connect(path: str | Path, patience: float, prepare: Callable[[sqlite3.Connection], object]) -> sqlite3.Connection:
     """Return a connection to a file of this user alone, made if missing, once `prepare` has used it.
 
     Transactions are begun by hand; any thread may use it, one at a time.

@@ -136,9 +136,8 @@ class Keep:
     about: str
 
     def run(
-        self, recipe: str, instances: Sequence[InstanceSpec], workload: Workload, outcome: Outcome,
-        recording: Recording,
-    ) -> Run:  # fmt: skip
+        self, recipe: str, instances: Sequence[InstanceSpec], workload: Workload, outcome: Outcome, recording: Recording
+    ) -> Run:
         """Write a run folder and return its run."""
         machines = tuple(map(Machine.of, instances))
         header = Header(recipe, machines, self.seed, self.command, self.about)
@@ -167,9 +166,14 @@ def chat_batch(rate: float, duration: float, seed: int, chat: Slo, longest: int)
 
 
 def simulate(
-    recipes: Sequence[str], fleet: Machines, workload: Workload, *, bar: bool = True,
-    plan_seconds: Callable[[int], float] = no_time, keep: Keep | None = None,
-) -> Results:  # fmt: skip
+    recipes: Sequence[str],
+    fleet: Machines,
+    workload: Workload,
+    *,
+    bar: bool = True,
+    plan_seconds: Callable[[int], float] = no_time,
+    keep: Keep | None = None,
+) -> Results:
     """Run the workload under each recipe; with `keep`, record each run and write its folder."""
     _check(recipes, fleet.instances(workload.models[0]))
     found = Results()
@@ -185,9 +189,14 @@ def simulate(
 
 
 def _simulate(
-    name: str, fleet: Machines, workload: Workload, plan_seconds: Callable[[int], float],
-    keep: Keep | None, advance: Callable[[int], None], found: Results,
-) -> None:  # fmt: skip
+    name: str,
+    fleet: Machines,
+    workload: Workload,
+    plan_seconds: Callable[[int], float],
+    keep: Keep | None,
+    advance: Callable[[int], None],
+    found: Results,
+) -> None:
     """Run the workload under one recipe and add what it gave to `found`."""
     instances = fleet.instances(workload.models[0])
     recorder = Recorder(keep.megabytes) if keep else None
@@ -214,8 +223,7 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
         unknown = [
             spec.instance.id
             for spec in instances
-            if not math.isfinite(spec.copy_seconds)
-            and recipe.packer(spec.engine_spec(OnlineLatency())).kv.saves
+            if not math.isfinite(spec.copy_seconds) and recipe.packer(spec.engine_spec(OnlineLatency())).kv.saves
         ]
         if unknown:
             needs = recipe.packer(EngineSpec(1, 1)).kv.saves
@@ -230,10 +238,12 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
 def _events(outcome: Outcome) -> str:
     """Describe what a table of latencies does not show: refusals, model swaps, planner time."""
     parts = {
-        "requests shed": outcome.shed, "requests infeasible": outcome.infeasible,
-        "requests failed": outcome.failed, "model swaps": outcome.swaps,
+        "requests shed": outcome.shed,
+        "requests infeasible": outcome.infeasible,
+        "requests failed": outcome.failed,
+        "model swaps": outcome.swaps,
         "s of planning": round(outcome.planning, 3),
-    }  # fmt: skip
+    }
     return "".join(f", {count:g} {what}" for what, count in parts.items() if count)
 
 
@@ -241,9 +251,15 @@ def records(workload: Workload, outcome: Outcome) -> list[Record]:
     """Return the simulated requests as records."""
     slos = _slos(workload)
     columns = zip(
-        workload.tier.tolist(), workload.arrival.tolist(), outcome.first.tolist(), outcome.end.tolist(),
-        workload.prompt.tolist(), workload.output.tolist(), slos, strict=True,
-    )  # fmt: skip
+        workload.tier.tolist(),
+        workload.arrival.tolist(),
+        outcome.first.tolist(),
+        outcome.end.tolist(),
+        workload.prompt.tolist(),
+        workload.output.tolist(),
+        slos,
+        strict=True,
+    )
     return [_record(workload.tiers[tier], *rest) for tier, *rest in columns]
 
 

@@ -37,10 +37,17 @@ _NO_LOG = (
 )
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
-    OUT: "blue", "waiting": "cyan", "prefill": "yellow", "running": "green", "paused": "magenta",
-    "evicted": "red", "saved": "red", "recompute": "bright_yellow", "unseen": "white",
+    OUT: "blue",
+    "waiting": "cyan",
+    "prefill": "yellow",
+    "running": "green",
+    "paused": "magenta",
+    "evicted": "red",
+    "saved": "red",
+    "recompute": "bright_yellow",
+    "unseen": "white",
     "transit": "white",
-}  # fmt: skip
+}
 
 
 def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool, whole: bool) -> None:
@@ -50,9 +57,15 @@ def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool,
 
 
 def show(
-    run: Run, timeline: Callable[[int], Timeline], source: str, request: str | None, *, worst: int | None,
-    as_json: bool, whole: bool,
-) -> None:  # fmt: skip
+    run: Run,
+    timeline: Callable[[int], Timeline],
+    source: str,
+    request: str | None,
+    *,
+    worst: int | None,
+    as_json: bool,
+    whole: bool,
+) -> None:
     """Print the story of a request of a run, or those with the largest SLO violations.
 
     timeline: what happened to the request of a row. source: where the run is from.
@@ -107,10 +120,7 @@ def _pair(kept: SloResult) -> str:
 def _window(story: Timeline, promise: str) -> tuple[float, float]:
     """Return the interval over which an SLO metric is measured."""
     first = story.first if math.isfinite(story.first) else story.end
-    return (
-        story.arrival if promise != "tpot" else first,
-        story.end if promise != "ttft" else first,
-    )
+    return (story.arrival if promise != "tpot" else first, story.end if promise != "ttft" else first)
 
 
 def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
@@ -261,9 +271,7 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
         "seconds": story.seconds(),
         "before_first_token": story.seconds(end=first) if first is not None else story.seconds(),
         "after_first_token": story.seconds(start=first) if first is not None else {},
-        "timeline": [
-            asdict(span) | {"seconds": span.seconds, "because": _because(run, span)} for span in story.spans
-        ],
+        "timeline": [asdict(span) | {"seconds": span.seconds, "because": _because(run, span)} for span in story.spans],
     }
 
 
@@ -298,9 +306,14 @@ def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
     )
     unseen = [Text(_NO_LOG, style="dim")] if "unseen" in story.seconds() else []
     return Group(
-        Text(verdict(run, story), style="bold"), Text(about, style="dim"), "",
-        _states(run, story), *unseen, "", _timeline(run, story, whole),
-    )  # fmt: skip
+        Text(verdict(run, story), style="bold"),
+        Text(about, style="dim"),
+        "",
+        _states(run, story),
+        *unseen,
+        "",
+        _timeline(run, story, whole),
+    )
 
 
 def _states(run: Run, story: Timeline) -> Table:
@@ -330,12 +343,14 @@ def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
     note = f"{hidden} shorter stretches are left out (--all shows them)" if hidden else ""
     lines: list[Line] = [
         [
-            f"{span.start - story.arrival:.3f}", f"{span.seconds:.3f}",
+            f"{span.start - story.arrival:.3f}",
+            f"{span.seconds:.3f}",
             Text(span.state, style=_COLOURS[span.state]),
-            Text(_bar(story, span), style=_COLOURS[span.state]), _because(run, span),
+            Text(_bar(story, span), style=_COLOURS[span.state]),
+            _because(run, span),
         ]
         for span in spans
-    ]  # fmt: skip
+    ]
     grid = Grid(("from", "seconds", "state", "", "because of"), [lines], ("from", "seconds"))
     return grid.table("Timeline, seconds after its arrival", note)
 
@@ -405,6 +420,4 @@ def _s(seconds: float) -> str:
     """Format seconds with three significant digits, never with an exponent."""
     if math.isinf(seconds):
         return "forever"
-    return (
-        f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3f} s"
-    )
+    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3f} s"

@@ -60,11 +60,13 @@ def timeline(run: Run, bins: int = _BINS) -> Timeline:
         edges,
         _mean(lines, _rate(lines, "prefill"), edges),
         _mean(lines, _rate(lines, "recompute"), edges),
-        mean("decodes"), mean("paused"), mean("waiting"),
+        mean("decodes"),
+        mean("paused"),
+        mean("waiting"),
         100 * mean("blocks") / blocks,
         _queue(run, edges),
         np.bincount(place, lines["evicted"] + lines["saved"], bins).astype(float),
-    )  # fmt: skip
+    )
 
 
 def draw(run: Run) -> bytes:
@@ -96,9 +98,14 @@ def _prompts(axes: Axes, seen: Timeline) -> None:
     if seen.recompute.any():
         both = seen.prefill + seen.recompute
         axes.stairs(
-            both, seen.edges, baseline=seen.prefill, fill=True, color=colour(4), alpha=0.8,
+            both,
+            seen.edges,
+            baseline=seen.prefill,
+            fill=True,
+            color=colour(4),
+            alpha=0.8,
             label="recomputed after eviction",
-        )  # fmt: skip
+        )
     axes.set_ylabel("prompt tokens/s")
     _beside(axes)
 

@@ -102,9 +102,7 @@ def of_trace(trace: Trace, classes: Sequence[TrafficClass], slo: Slo, model: str
     return concat(*parts).take(np.argsort(np.concatenate(rows)))
 
 
-def uniform(
-    fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0
-) -> Scenario:
+def uniform(fleet: Fleet, rate: float, duration: float, slo: str, seed: int, plan_us: float = 0.0) -> Scenario:
     """Return chat and best effort on equal instances of one model."""
     about = (
         f"{SIMULATED}: {fleet.count} x {fleet.profile}, batch limit {fleet.max_running}; {rate:g} req/s for "
@@ -114,9 +112,14 @@ def uniform(
 
 
 def mixed(
-    specs: Sequence[fleets.Spec], classes: Sequence[TrafficClass], rate: float, duration: float, slo: str,
-    seed: int, plan_us: float = 0.0,
-) -> Scenario:  # fmt: skip
+    specs: Sequence[fleets.Spec],
+    classes: Sequence[TrafficClass],
+    rate: float,
+    duration: float,
+    slo: str,
+    seed: int,
+    plan_us: float = 0.0,
+) -> Scenario:
     """Return `classes` (default: chat and best effort for every model) on instances of several kinds."""
     fleet = Mixed(tuple(specs))
     models = fleets.models(fleet.instances())
@@ -158,9 +161,7 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficCl
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"The fleet file {path} cannot be read: {error.strerror}.", "Check --fleet."
-        ) from error
+        raise ConfigError(f"The fleet file {path} cannot be read: {error.strerror}.", "Check --fleet.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}.", "See https://toml.io for the syntax.") from error
     for key in data:
@@ -178,9 +179,7 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficCl
 def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
     found = data.get(key, [])
     if not (isinstance(found, list) and all(isinstance(entry, dict) for entry in found)):
-        raise ConfigError(
-            f"{key!r} in {path} is not a list of tables.", f"Write [[{key}]], with double brackets."
-        )
+        raise ConfigError(f"{key!r} in {path} is not a list of tables.", f"Write [[{key}]], with double brackets.")
     return found
 
 
@@ -205,6 +204,4 @@ def _explain(error: ValidationError, path: Path) -> ConfigError:
         near = get_close_matches(key, keys, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
         return ConfigError(f"[[traffic]] in {path} has no {key!r}.", hint)
-    return ConfigError(
-        f"{key} of [[traffic]] in {path}: {problem['msg']} (it is {problem['input']!r}).", "Correct it."
-    )
+    return ConfigError(f"{key} of [[traffic]] in {path}: {problem['msg']} (it is {problem['input']!r}).", "Correct it.")

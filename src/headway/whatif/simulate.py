@@ -15,21 +15,14 @@ from headway.whatif.scenario import Recorded, Scenario
 
 
 def main(
-    recipes: Sequence[str],
-    scenario: Scenario | Recorded,
-    *,
-    as_json: bool,
-    out: Path | None,
-    record_mb: float = 1000.0,
+    recipes: Sequence[str], scenario: Scenario | Recorded, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
 ) -> None:
     """Simulate, print the result, and write page, plots and runs when a folder is given."""
     began = time.perf_counter()
     workload, longer = scenario.workload()
     about = About(_describe(recipes, scenario, workload.models[0], longer), scenario.seed)
     keep = Keep(out, record_mb, scenario.seed, about.command, about.workload) if out else None
-    found = simulate(
-        recipes, scenario.fleet, workload, bar=not as_json, plan_seconds=scenario.plan_seconds, keep=keep
-    )
+    found = simulate(recipes, scenario.fleet, workload, bar=not as_json, plan_seconds=scenario.plan_seconds, keep=keep)
     seconds = time.perf_counter() - began
     result = report.build(
         found.records, bench="simulate", host="sim", seconds=seconds, about=about, notes=_speeds(found)

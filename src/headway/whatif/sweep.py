@@ -32,9 +32,15 @@ from headway.whatif.load import metrics
 from headway.whatif.load.mix import parse_slo
 
 _SOURCES = (
-    "types.py", "compiled.py", "policy", "simulate", "engines/simulated", "whatif/experiment.py",
-    "whatif/load/metrics.py", "whatif/load/records.py",
-)  # fmt: skip
+    "types.py",
+    "compiled.py",
+    "policy",
+    "simulate",
+    "engines/simulated",
+    "whatif/experiment.py",
+    "whatif/load/metrics.py",
+    "whatif/load/records.py",
+)
 _DIED = "its process died (out of memory?)"
 
 
@@ -111,9 +117,11 @@ class Sweep:
         if len(rates) > 3:
             rates = (rates[0], rates[len(rates) // 2], rates[-1])
         few: dict[str, Any] = {
-            "recipes": self.recipes[:4], "rates": rates, "seeds": min(self.seeds, 2),
+            "recipes": self.recipes[:4],
+            "rates": rates,
+            "seeds": min(self.seeds, 2),
             "duration": min(self.duration, 20.0),
-        }  # fmt: skip
+        }
         return replace(self, **{name: value for name, value in few.items() if name not in given})
 
 
@@ -143,9 +151,7 @@ def build(given: Mapping[str, Any], fleet: Mapping[str, Any], where: str = "the 
         rates = {"rates": tuple(float(rate) for rate in lists.pop("rates"))} if "rates" in lists else {}
         return replace(base, **{**given, **lists, **rates}, fleet=replace(base.fleet, **fleet))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{where} has a value of a wrong type: {error}.", "recipes and rates are lists."
-        ) from error
+        raise ConfigError(f"{where} has a value of a wrong type: {error}.", "recipes and rates are lists.") from error
 
 
 def _known(file: Path, table: Any, kind: type[Sweep] | type[Fleet]) -> None:
@@ -161,13 +167,23 @@ def _known(file: Path, table: Any, kind: type[Sweep] | type[Fleet]) -> None:
 
 
 _VALUES: dict[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "float": (int, float), "int | None": (int,),
-    "tuple[str, ...]": (list,), "tuple[float, ...]": (list,), "Fleet": (dict,),
-}  # fmt: skip
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "int | None": (int,),
+    "tuple[str, ...]": (list,),
+    "tuple[float, ...]": (list,),
+    "Fleet": (dict,),
+}
 _EXPECTED = {
-    "str": "text", "int": "a whole number", "float": "a number", "int | None": "a whole number",
-    "tuple[str, ...]": "a list of names", "tuple[float, ...]": "a list of numbers", "Fleet": "a table",
-}  # fmt: skip
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "int | None": "a whole number",
+    "tuple[str, ...]": "a list of names",
+    "tuple[float, ...]": "a list of numbers",
+    "Fleet": "a table",
+}
 
 
 # ---- one cell

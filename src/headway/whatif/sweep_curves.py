@@ -60,8 +60,7 @@ def collect(sweep: Sweep, found: Mapping[Cell, dict[str, Any]]) -> Curves:
             values += [] if ours is None else [ours]
             units[figure] = unit
     points = {
-        key: {rate: _point(values, units[key[2]]) for rate, values in by_rate.items()}
-        for key, by_rate in seen.items()
+        key: {rate: _point(values, units[key[2]]) for rate, values in by_rate.items()} for key, by_rate in seen.items()
     }
     tiers = dict.fromkeys(tier for _, tier, _ in points if tier != ALL)
     return Curves(points, sweep.recipes, tuple(sorted(set(sweep.rates))), (*tiers, ALL), parse_slo(sweep.slo))

@@ -26,8 +26,10 @@ _STEEP = 20.0  # largest over smallest from which an axis is logarithmic
 def draw(curves: Curves) -> dict[str, bytes]:
     """Return {name: PNG}."""
     pictures: dict[str, Callable[[Curves], Figure]] = {
-        "attainment-rate": _attainment, "latency-rate": _latency, "throughput-rate": _throughput,
-    }  # fmt: skip
+        "attainment-rate": _attainment,
+        "latency-rate": _latency,
+        "throughput-rate": _throughput,
+    }
     return {name: png(make(curves), SIMULATED) for name, make in pictures.items()}
 
 
@@ -43,9 +45,7 @@ def _attainment(curves: Curves) -> Figure:
 
 def _latency(curves: Curves) -> Figure:
     tiers = [tier for tier in curves.classes if tier != ALL] or [ALL]
-    figure, panels = sheet(
-        len(_LATENCIES), len(tiers), 1.0 + _WIDE * len(tiers), 0.7 + _HIGH * len(_LATENCIES)
-    )
+    figure, panels = sheet(len(_LATENCIES), len(tiers), 1.0 + _WIDE * len(tiers), 0.7 + _HIGH * len(_LATENCIES))
     for place, axes in enumerate(panels):
         metric, tier = _LATENCIES[place // len(tiers)], tiers[place % len(tiers)]
         seen = _curves(axes, curves, tier, metric, 1e-3)
@@ -54,9 +54,14 @@ def _latency(curves: Curves) -> Figure:
         if limit:
             axes.axhline(limit, color="#444444", linestyle="--", linewidth=1)
             axes.annotate(
-                f"SLO {limit * 1000:g} ms", (0.01, limit), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                textcoords="offset points", fontsize=8, color="#444444",
-            )  # fmt: skip
+                f"SLO {limit * 1000:g} ms",
+                (0.01, limit),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                fontsize=8,
+                color="#444444",
+            )
         axes.set(title=f"{tier}: {metric}", ylabel="s")
     legend(figure, curves.recipes)
     return figure

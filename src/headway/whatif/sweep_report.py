@@ -14,14 +14,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headway.whatif import sweep as sweeps
 from headway.whatif.load.metrics import ALL
@@ -31,9 +24,15 @@ from headway.whatif.sweep_curves import Curves, Point, collect
 
 _STOPPED = 130  # exit status of a shell command that Ctrl-C ended
 _SHOWN = (
-    "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "goodput.req_per_s",
-    "throughput.tokens_per_s", "preemptions",
-)  # fmt: skip
+    "attainment",
+    "ttft.p50",
+    "ttft.p99",
+    "tpot.p99",
+    "e2el.p50",
+    "goodput.req_per_s",
+    "throughput.tokens_per_s",
+    "preemptions",
+)
 _ONCE = ("goodput.req_per_s", "throughput.tokens_per_s", "preemptions")  # shown over all classes only
 
 
@@ -46,9 +45,7 @@ def main(sweep: Sweep, *, jobs: int | None, as_json: bool, out: Path) -> None:
         failed = _compute(cells, folder, jobs or len(os.sched_getaffinity(0)), console)
     except KeyboardInterrupt:
         ready = sum(sweeps.done(cell, folder) is not None for cell in cells)
-        console.print(
-            f"stopped: {ready} of {len(cells)} cells are done; run the same command again to continue"
-        )
+        console.print(f"stopped: {ready} of {len(cells)} cells are done; run the same command again to continue")
         raise typer.Exit(_STOPPED) from None
     found = {cell: data for cell in cells if (data := sweeps.done(cell, folder)) is not None}
     curves = collect(sweep, found)
@@ -88,10 +85,16 @@ def _pictures(curves: Curves) -> Pictures:
 def build(sweep: Sweep, curves: Curves, failed: Mapping[Cell, str], seconds: float) -> Report:
     """Return the report; a failed cell is a note."""
     return Report(
-        "sweep", "sim", f"sweep ({SIMULATED})", rows(curves), seconds, About(describe(sweep), sweep.seed),
-        _grid(curves, ranges=False), _grid(curves, ranges=True),
+        "sweep",
+        "sim",
+        f"sweep ({SIMULATED})",
+        rows(curves),
+        seconds,
+        About(describe(sweep), sweep.seed),
+        _grid(curves, ranges=False),
+        _grid(curves, ranges=True),
         [f"failed: {cell}: {error}" for cell, error in failed.items()],
-    )  # fmt: skip
+    )
 
 
 def rows(curves: Curves) -> list[Row]:
@@ -121,9 +124,7 @@ def describe(sweep: Sweep) -> str:
 
 def _grid(curves: Curves, *, ranges: bool) -> Grid:
     """Return a line per class, figure and rate, a column per recipe, with or without the seeds' range."""
-    wanted = [
-        (tier, figure) for tier in curves.classes for figure in _SHOWN if _belongs(curves, tier, figure)
-    ]
+    wanted = [(tier, figure) for tier in curves.classes for figure in _SHOWN if _belongs(curves, tier, figure)]
     groups = [[_line(curves, *pair, rate, ranges) for rate in curves.rates] for pair in wanted]
     full = [[line for line in group if any(cell != "-" for cell in line[2:])] for group in groups]
     return Grid(["figure", "req/s", *curves.recipes], [group for group in full if group])

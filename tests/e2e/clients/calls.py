@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 QUESTION = "What is the capital of France?"
-SCHEMA = {
-    "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
-}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 
 
 def openai(url: str, _: str) -> dict[str, Any]:
@@ -32,20 +30,28 @@ def openai(url: str, _: str) -> dict[str, Any]:
     shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     structured = client.chat.completions.create(**ask, max_tokens=40, temperature=0, response_format=shape)
     return {
-        "chat": chat.choices[0].message.content, "stream": text, "completions": plain.choices[0].text,
+        "chat": chat.choices[0].message.content,
+        "stream": text,
+        "completions": plain.choices[0].text,
         "structured output": sorted(json.loads(structured.choices[0].message.content or "")),
-        "models": [model.id for model in client.models.list()], "tools": _tool(client),
-        **_responses(client), "files and batches": _batch(client),
-    }  # fmt: skip
+        "models": [model.id for model in client.models.list()],
+        "tools": _tool(client),
+        **_responses(client),
+        "files and batches": _batch(client),
+    }
 
 
 def _tool(client: Any) -> list[str]:
     """Have a tool called; return the names of its arguments."""
     tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
     made = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": QUESTION}], max_tokens=100, temperature=0,
-        tools=[tool], tool_choice={"type": "function", "function": {"name": "find"}},
-    )  # fmt: skip
+        model="smollm2",
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=100,
+        temperature=0,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "find"}},
+    )
     calls = made.choices[0].message.tool_calls
     assert calls, made
     return sorted(json.loads(calls[0].function.arguments))
@@ -59,39 +65,32 @@ def pooling(url: str, _: str) -> dict[str, Any]:
     text = "The capital of France is Paris."
     asked = {"model": "smollm2", "text_1": text, "text_2": [text, "def f(x): return x"]}
     scored = client.post("/score", body=asked, cast_to=object)
-    return {
-        "embeddings": [len(one.embedding) for one in made.data],
-        "scores": [one["score"] for one in scored["data"]],
-    }  # fmt: skip
+    return {"embeddings": [len(one.embedding) for one in made.data], "scores": [one["score"] for one in scored["data"]]}
 
 
 def _responses(client: Any) -> dict[str, Any]:
-    ask: dict[str, Any] = {
-        "model": "smollm2", "input": QUESTION, "max_output_tokens": 12, "temperature": 0,
-    }  # fmt: skip
+    ask: dict[str, Any] = {"model": "smollm2", "input": QUESTION, "max_output_tokens": 12, "temperature": 0}
     streamed = list(client.responses.create(**ask, stream=True))[-1].response
     later = client.responses.create(**ask, background=True)
     while (seen := client.responses.retrieve(later.id)).status in ("queued", "in_progress"):
         time.sleep(0.2)
     client.responses.delete(later.id)
     return {
-        "responses": client.responses.create(**ask).output_text, "responses stream": streamed.output_text,
+        "responses": client.responses.create(**ask).output_text,
+        "responses stream": streamed.output_text,
         "background": seen.output_text,
-    }  # fmt: skip
+    }
 
 
 def _batch(client: Any) -> int:
     """Run a batch of three lines and return how many were answered."""
     chat = {"model": "smollm2", "max_tokens": 4, "messages": [{"role": "user", "content": QUESTION}]}
     lines = [
-        {"custom_id": f"line {i}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
-        for i in range(3)
+        {"custom_id": f"line {i}", "method": "POST", "url": "/v1/chat/completions", "body": chat} for i in range(3)
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("lines.jsonl", data), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     while (batch := client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "finalizing"):
         time.sleep(0.2)
     told = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
@@ -103,25 +102,33 @@ def anthropic(url: str, _: str) -> dict[str, Any]:
 
     client = Anthropic(base_url=url, api_key="none", max_retries=0, timeout=600)
     ask: dict[str, Any] = {
-        "model": "smollm2", "max_tokens": 12, "extra_body": {"temperature": 0},
+        "model": "smollm2",
+        "max_tokens": 12,
+        "extra_body": {"temperature": 0},
         "messages": [{"role": "user", "content": QUESTION}],
-    }  # fmt: skip
+    }
     with client.messages.stream(**ask) as stream:
         text = "".join(stream.text_stream)
     counted = client.messages.count_tokens(model="smollm2", messages=ask["messages"])
     return {
-        "messages": client.messages.create(**ask).content[0].text, "stream": text,
+        "messages": client.messages.create(**ask).content[0].text,
+        "stream": text,
         "count tokens": counted.input_tokens,
-    }  # fmt: skip
+    }
 
 
 def langchain(url: str, _: str) -> dict[str, Any]:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
-        base_url=f"{url}/v1", api_key="none", model="smollm2", temperature=0, max_tokens=12, timeout=600,
+        base_url=f"{url}/v1",
+        api_key="none",
+        model="smollm2",
+        temperature=0,
+        max_tokens=12,
+        timeout=600,
         default_headers={"x-slo-ttft-ms": "60000"},
-    )  # fmt: skip
+    )
     return {
         "invoke": model.invoke(QUESTION).content,
         "stream": "".join(str(chunk.content) for chunk in model.stream(QUESTION)),
@@ -132,9 +139,14 @@ def litellm(url: str, _: str) -> dict[str, Any]:
     import litellm as lite
 
     ask: dict[str, Any] = {
-        "model": "openai/smollm2", "api_base": f"{url}/v1", "api_key": "none", "max_tokens": 12,
-        "temperature": 0, "messages": [{"role": "user", "content": QUESTION}], "timeout": 600,
-    }  # fmt: skip
+        "model": "openai/smollm2",
+        "api_base": f"{url}/v1",
+        "api_key": "none",
+        "max_tokens": 12,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "timeout": 600,
+    }
     stream = lite.completion(**ask, stream=True)
     return {
         "completion": lite.completion(**ask).choices[0].message.content,
@@ -147,13 +159,27 @@ def guidellm(url: str, model: str) -> dict[str, Any]:
         file = Path(folder) / "out.json"
         subprocess.run(
             [
-                str(Path(sys.executable).with_name("guidellm")), "benchmark", "--target", url,
-                "--model", "smollm2", "--processor", model, "--rate-type", "synchronous",
-                "--max-requests", "4", "--data", "prompt_tokens=32,output_tokens=8",
-                "--output-path", str(file),
+                str(Path(sys.executable).with_name("guidellm")),
+                "benchmark",
+                "--target",
+                url,
+                "--model",
+                "smollm2",
+                "--processor",
+                model,
+                "--rate-type",
+                "synchronous",
+                "--max-requests",
+                "4",
+                "--data",
+                "prompt_tokens=32,output_tokens=8",
+                "--output-path",
+                str(file),
             ],
-            check=True, stdout=sys.stderr, timeout=900,
-        )  # fmt: skip
+            check=True,
+            stdout=sys.stderr,
+            timeout=900,
+        )
         runs = json.loads(file.read_text())["benchmarks"]
     return {"requests": len(runs[0]["requests"]["successful"])}
 
@@ -164,14 +190,39 @@ def vllm_bench_serve(url: str, model: str) -> dict[str, Any]:
         vllm = str(Path(__file__).parents[3] / ".venv" / "bin" / "vllm")
         subprocess.run(
             [
-                os.environ.get("HEADWAY_VLLM", vllm), "bench", "serve", "--backend", "openai-chat",
-                "--base-url", url, "--endpoint", "/v1/chat/completions", "--model", "smollm2",
-                "--tokenizer", model, "--dataset-name", "random", "--random-input-len", "32",
-                "--random-output-len", "8", "--num-prompts", "6", "--request-rate", "4", "--save-result",
-                "--result-dir", folder, "--result-filename", "out.json",
+                os.environ.get("HEADWAY_VLLM", vllm),
+                "bench",
+                "serve",
+                "--backend",
+                "openai-chat",
+                "--base-url",
+                url,
+                "--endpoint",
+                "/v1/chat/completions",
+                "--model",
+                "smollm2",
+                "--tokenizer",
+                model,
+                "--dataset-name",
+                "random",
+                "--random-input-len",
+                "32",
+                "--random-output-len",
+                "8",
+                "--num-prompts",
+                "6",
+                "--request-rate",
+                "4",
+                "--save-result",
+                "--result-dir",
+                folder,
+                "--result-filename",
+                "out.json",
             ],
-            check=True, stdout=sys.stderr, timeout=900,
-        )  # fmt: skip
+            check=True,
+            stdout=sys.stderr,
+            timeout=900,
+        )
         return {"completed": json.loads((Path(folder) / "out.json").read_text())["completed"]}
 
 

@@ -34,9 +34,7 @@ class LocalLink:
             yield await self.inbox.get()
 
     def take(self, sender: LocalLink, data: bytes) -> None:
-        message = Message(
-            sender.name, self.term or sender.term, pickle.loads(data), sender.apart - self.apart
-        )
+        message = Message(sender.name, self.term or sender.term, pickle.loads(data), sender.apart - self.apart)
         self.loop.call_soon_threadsafe(self.inbox.put_nowait, message)
 
 

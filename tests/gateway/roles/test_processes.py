@@ -39,9 +39,11 @@ class Cluster:
         argv = [sys.executable, "-m", "headway.cli", role, "-c", str(self.file), *more]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [*argv, "--port", str(self.ports[name])], stdout=log, stderr=log,
+                [*argv, "--port", str(self.ports[name])],
+                stdout=log,
+                stderr=log,
                 env=os.environ | {"HEADWAY_RABBITMQ_URL": self.url},
-            )  # fmt: skip
+            )
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         process = self.running.pop(name)

@@ -223,9 +223,7 @@ def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None
         assert isinstance(control, RemoteControl)
         until(lambda: control.leader.epoch == 2)
         before = control.leader.heard
-        gateway.loop.call_soon_threadsafe(
-            control.receive, Message("c1", 1, (Standing(frozenset(), {}),), 0.0)
-        )
+        gateway.loop.call_soon_threadsafe(control.receive, Message("c1", 1, (Standing(frozenset(), {}),), 0.0))
         headway.exchange.mend("c1")
         assert gateway.post(gateway.chat()).status_code == 200
         assert control.leader.epoch == 2

@@ -27,14 +27,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 def headway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> Iterator[Parts]:
     """A controller, and an agent whose engine serves `a` and can load b (the same shape) and c."""
     use_fake_engines(monkeypatch)
-    names = [
-        str(make_model(tmp_path, name, layers=layers)) for name, layers in (("a", 1), ("b", 1), ("c", 2))
-    ]
+    names = [str(make_model(tmp_path, name, layers=layers)) for name, layers in (("a", 1), ("b", 1), ("c", 2))]
     engine = Engine(names[0], models=tuple(names[1:]), max_running=8)
     queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"), "normal"))
-    config = Config(
-        "tests.gateway.swapping:RECIPE", Server(port=free_port()), (engine,), broker=queue, classes=CLASSES
-    )
+    config = Config("tests.gateway.swapping:RECIPE", Server(port=free_port()), (engine,), broker=queue, classes=CLASSES)
     with parts(config, tmp_path) as made:
         made.controller("c1")
         made.agent("a1", "e0")

@@ -25,9 +25,15 @@ _REMOVE_S = 20.0  # for the daemon to remove a container
 _NOBODY = 65534
 # What the command needs to find its daemon.
 _OURS = (
-    "PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_CERT_PATH",
+    "PATH",
+    "HOME",
+    "XDG_RUNTIME_DIR",
+    "DOCKER_HOST",
+    "DOCKER_CONFIG",
+    "DOCKER_CONTEXT",
+    "DOCKER_CERT_PATH",
     "DOCKER_TLS_VERIFY",
-)  # fmt: skip
+)
 
 
 def check_docker(name: str, image: str) -> None:
@@ -38,12 +44,13 @@ def check_docker(name: str, image: str) -> None:
             f"backends.{name} has no Docker for its sandboxes here: {why}.",
             'Install Docker and start its daemon, or take isolation = "namespaces".',
             param=f"backends.{name}.isolation",
-        )  # fmt: skip
+        )
     if failure("docker", "image", "inspect", image) is not None:
         raise ConfigError(
-            f"backends.{name}: Docker does not have the image {image}.", f"Get it: docker pull {image}",
+            f"backends.{name}: Docker does not have the image {image}.",
+            f"Get it: docker pull {image}",
             param=f"backends.{name}.image",
-        )  # fmt: skip
+        )
 
 
 def command_env(passed: Mapping[str, str]) -> dict[str, str]:
@@ -65,17 +72,37 @@ class Container:
         """
         settings, memory = self._settings, f"{self._settings.memory_mib}m"
         bounds = [
-            "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
-            f"--user={_NOBODY}:{_NOBODY}", f"--memory={memory}", f"--memory-swap={memory}",
-            f"--pids-limit={PROCESSES}", f"--tmpfs=/tmp:rw,uid={_NOBODY},size={settings.disk_mib}m",
+            "--network=none",
+            "--read-only",
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+            f"--user={_NOBODY}:{_NOBODY}",
+            f"--memory={memory}",
+            f"--memory-swap={memory}",
+            f"--pids-limit={PROCESSES}",
+            f"--tmpfs=/tmp:rw,uid={_NOBODY},size={settings.disk_mib}m",
             "--workdir=/tmp",
-        ]  # fmt: skip
+        ]
         variables = [f"--env={name}={value}" for name, value in env.items()]
         variables += [f"--env={name}" for name in passed]
         named = [f"--name={self._name}", f"--label=headway.backend={self._backend}"]
         source = Path(sandbox_main.__file__).read_text()  # nothing is mounted: the daemon may be elsewhere
-        return ["docker", "run", "--rm", "--interactive", "--pull=never", *named, *bounds, *variables,
-                settings.image, "python3", "-I", "-c", source, told]  # fmt: skip
+        return [
+            "docker",
+            "run",
+            "--rm",
+            "--interactive",
+            "--pull=never",
+            *named,
+            *bounds,
+            *variables,
+            settings.image,
+            "python3",
+            "-I",
+            "-c",
+            source,
+            told,
+        ]
 
     async def remove(self) -> None:
         """Kill and remove it, if it is still there; a daemon that hangs is not waited for."""

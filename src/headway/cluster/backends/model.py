@@ -48,9 +48,8 @@ class Model(Backend):
         self._name, self._settings, self._load = name, settings, settings.load
         self._most = settings.output_kib * 1024
         self._pool = WorkerPool(
-            name, self._start, most=settings.processes, waiting=settings.waiting, share=share,
-            keep_s=settings.keep_s,
-        )  # fmt: skip
+            name, self._start, most=settings.processes, waiting=settings.waiting, share=share, keep_s=settings.keep_s
+        )
 
     @property
     def shared(self) -> bool:
@@ -71,14 +70,7 @@ class Model(Backend):
 
     async def _start(self) -> _Loaded:
         options = json.dumps(self._settings.options)
-        argv = [
-            sys.executable,
-            "-m",
-            "headway.cluster.backends.model_main",
-            self._load,
-            options,
-            str(self._most),
-        ]
+        argv = [sys.executable, "-m", "headway.cluster.backends.model_main", self._load, options, str(self._most)]
         return _Loaded(
             await Worker.start(
                 self._name, argv, os.environ, limit=self._most + 1024, seconds=self._settings.start_timeout_s
@@ -96,8 +88,10 @@ class Model(Backend):
             if isinstance(error, TimeoutError):
                 raise BackendError(
                     f"The backend {self._name} did not answer within {self._settings.timeout_s:g} s.",
-                    "Ask for less, or raise its timeout_s.", status=504, code="backend_timeout",
-                ) from None  # fmt: skip
+                    "Ask for less, or raise its timeout_s.",
+                    status=504,
+                    code="backend_timeout",
+                ) from None
             raise
         if not line.endswith(b"\n"):
             await worker.end()
@@ -107,14 +101,15 @@ class Model(Backend):
     def _result(self, said: dict[str, Any]) -> Any:
         if "refused" in said:
             raise RequestError(
-                f"The backend {self._name} refused the input: {said['refused']}.", "Send what it can use.",
-                param="input", code="backend_refused",
-            )  # fmt: skip
+                f"The backend {self._name} refused the input: {said['refused']}.",
+                "Send what it can use.",
+                param="input",
+                code="backend_refused",
+            )
         if "failed" in said:
             raise BackendError(
-                f"The backend {self._name} failed: {said['failed']}.", "Look at its code.",
-                code="backend_failed",
-            )  # fmt: skip
+                f"The backend {self._name} failed: {said['failed']}.", "Look at its code.", code="backend_failed"
+            )
         return said["output"]
 
 

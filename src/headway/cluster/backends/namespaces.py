@@ -16,9 +16,15 @@ from headway.cluster.backends.worker import failure
 from headway.errors import ConfigError
 
 _SYSTEM = (
-    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/etc/alternatives",
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
     "/usr/share/zoneinfo",
-)  # fmt: skip
+)
 
 
 def argv(told: str, disk_mib: int) -> list[str]:
@@ -46,10 +52,14 @@ def _visible() -> dict[str, str]:
     """Return what the interpreter needs: paths inside and, without links, outside; none is in another."""
     paths = sysconfig.get_paths()
     wanted = {
-        *_SYSTEM, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(), f"{sys.base_prefix}/lib", f"{sys.prefix}/pyvenv.cfg",
-        sys.executable, os.path.realpath(sys.executable),
-    }  # fmt: skip
+        *_SYSTEM,
+        *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        f"{sys.base_prefix}/lib",
+        f"{sys.prefix}/pyvenv.cfg",
+        sys.executable,
+        os.path.realpath(sys.executable),
+    }
     found: dict[str, str] = {}
     for path in sorted(wanted):
         if os.path.exists(path) and not any(Path(path).is_relative_to(above) for above in found):

@@ -26,17 +26,49 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 # What namespaces and limits do not bound: memory that belongs to no process, the gateway's keyrings, the
 # kernel's log, and interfaces with a history of faults. By architecture: its audit number, socket's number.
 _MACHINES = {
-    "x86_64": (0xC000003E, 41, {
-        "add_key": 248, "request_key": 249, "keyctl": 250, "memfd_create": 319, "memfd_secret": 447,
-        "shmget": 29, "semget": 64, "msgget": 68, "syslog": 103, "bpf": 321, "perf_event_open": 298,
-        "userfaultfd": 323, "io_uring_setup": 425, "ptrace": 101, "unshare": 272,
-    }),
-    "aarch64": (0xC00000B7, 198, {
-        "add_key": 217, "request_key": 218, "keyctl": 219, "memfd_create": 279, "memfd_secret": 447,
-        "shmget": 194, "semget": 190, "msgget": 186, "syslog": 116, "bpf": 280, "perf_event_open": 241,
-        "userfaultfd": 282, "io_uring_setup": 425, "ptrace": 117, "unshare": 97,
-    }),
-}  # fmt: skip
+    "x86_64": (
+        0xC000003E,
+        41,
+        {
+            "add_key": 248,
+            "request_key": 249,
+            "keyctl": 250,
+            "memfd_create": 319,
+            "memfd_secret": 447,
+            "shmget": 29,
+            "semget": 64,
+            "msgget": 68,
+            "syslog": 103,
+            "bpf": 321,
+            "perf_event_open": 298,
+            "userfaultfd": 323,
+            "io_uring_setup": 425,
+            "ptrace": 101,
+            "unshare": 272,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        198,
+        {
+            "add_key": 217,
+            "request_key": 218,
+            "keyctl": 219,
+            "memfd_create": 279,
+            "memfd_secret": 447,
+            "shmget": 194,
+            "semget": 190,
+            "msgget": 186,
+            "syslog": 116,
+            "bpf": 280,
+            "perf_event_open": 241,
+            "userfaultfd": 282,
+            "io_uring_setup": 425,
+            "ptrace": 117,
+            "unshare": 97,
+        },
+    ),
+}
 _FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others, such as VSOCK, have no network namespaces
 _X32 = 0x40000000  # from here on a second set of numbers for x86_64's calls
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000

@@ -70,9 +70,15 @@ class WorkerPool(Generic[W]):
     """
 
     def __init__(
-        self, name: str, start: Callable[[], Awaitable[W]], *, most: int, waiting: int, share: float,
+        self,
+        name: str,
+        start: Callable[[], Awaitable[W]],
+        *,
+        most: int,
+        waiting: int,
+        share: float,
         keep_s: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._name, self._make, self._most = name, start, most
         self._places = Places(name, most, waiting, share)
         self._turn: Ticket | None = None  # the unit that gets the next worker

@@ -23,9 +23,7 @@ def make(name: str, settings: Settings, share: float = 1.0) -> Backend:
     share: of its workers that others leave, and of what may wait for them, for one tenant.
     """
     if name == LLM:
-        raise ConfigError(
-            f"backends.{name}: this name is that of the LLM.", "Take another.", param=f"backends.{name}"
-        )
+        raise ConfigError(f"backends.{name}: this name is that of the LLM.", "Take another.", param=f"backends.{name}")
     if settings.kind == "sandbox":
         return Sandboxes(name, settings, share)
     if settings.kind == "model":

@@ -68,13 +68,13 @@ class Sandboxes(Backend):
         if settings.load is not None or settings.options:
             raise ConfigError(
                 f"backends.{name} is a sandbox, which neither loads a model nor has options.",
-                "Leave out load and options.", param=f"backends.{name}",
-            )  # fmt: skip
+                "Leave out load and options.",
+                param=f"backends.{name}",
+            )
         self._name, self._settings = name, settings
         self._pool = WorkerPool(
-            name, self._start, most=settings.processes, waiting=settings.waiting, share=share,
-            keep_s=None,
-        )  # fmt: skip
+            name, self._start, most=settings.processes, waiting=settings.waiting, share=share, keep_s=None
+        )
 
     @property
     def shared(self) -> bool:
@@ -91,8 +91,9 @@ class Sandboxes(Backend):
         except ValidationError as error:
             raise RequestError(
                 f"A sandbox cannot execute this input: {error.errors(include_url=False)[0]['msg']}.",
-                'Send {"input": {"code": "print(6 * 7)"}}.', param="input",
-            ) from None  # fmt: skip
+                'Send {"input": {"code": "print(6 * 7)"}}.',
+                param="input",
+            ) from None
         async with self._pool.worker(tenant) as taken:
             output = await self._execute(taken.worker.worker, code.code)
         return Ran(output, taken.warm, taken.waited, taken.started)
@@ -116,9 +117,8 @@ class Sandboxes(Backend):
         return await self._started(argv, env, folder, partial(_remove, folder))
 
     async def _started(
-        self, argv: list[str], env: Mapping[str, str], folder: Path | None,
-        clean: Callable[[], Awaitable[None]],
-    ) -> _Sandbox:  # fmt: skip
+        self, argv: list[str], env: Mapping[str, str], folder: Path | None, clean: Callable[[], Awaitable[None]]
+    ) -> _Sandbox:
         try:
             worker = await Worker.start(
                 self._name, argv, env, cwd=folder, limit=_MIB, seconds=self._settings.start_timeout_s
@@ -131,12 +131,7 @@ class Sandboxes(Backend):
     def _told(self) -> str:
         """Return the argument of the sandbox's own side."""
         settings = self._settings
-        limits = {
-            "AS": settings.memory_mib * _MIB,
-            "FSIZE": settings.disk_mib * _MIB,
-            "CORE": 0,
-            "NOFILE": _FILES,
-        }
+        limits = {"AS": settings.memory_mib * _MIB, "FSIZE": settings.disk_mib * _MIB, "CORE": 0, "NOFILE": _FILES}
         told: dict[str, Any] = {"limits": limits, "imports": settings.imports}
         if settings.isolation == "namespaces":
             limits["NPROC"] = PROCESSES
@@ -162,9 +157,13 @@ class Sandboxes(Backend):
             ending.cancel()
         (stdout, more), (stderr, still) = (_text(task) for task in reading)
         return {
-            "exit_code": await worker.wait(), "stdout": stdout, "stderr": stderr, "truncated": more or still,
-            "timed_out": timed_out, "seconds": time.monotonic() - began,
-        }  # fmt: skip
+            "exit_code": await worker.wait(),
+            "stdout": stdout,
+            "stderr": stderr,
+            "truncated": more or still,
+            "timed_out": timed_out,
+            "seconds": time.monotonic() - began,
+        }
 
 
 def _env(home: str) -> dict[str, str]:

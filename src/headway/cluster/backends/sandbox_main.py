@@ -41,9 +41,7 @@ def main() -> None:
         return
     code = json.loads(line)["code"]
     if "seconds" in settings:  # also for process 1 of a container, which signals do not end
-        faulthandler.dump_traceback_later(
-            settings["seconds"], exit=True, file=os.open(os.devnull, os.O_WRONLY)
-        )
+        faulthandler.dump_traceback_later(settings["seconds"], exit=True, file=os.open(os.devnull, os.O_WRONLY))
     sys.argv = ["code"]
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})

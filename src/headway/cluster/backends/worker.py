@@ -38,9 +38,15 @@ class Worker:
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], env: Mapping[str, str], *, seconds: float, limit: int,
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        seconds: float,
+        limit: int,
         cwd: Path | None = None,
-    ) -> Worker:  # fmt: skip
+    ) -> Worker:
         """Start a child and wait until it is ready.
 
         limit: bytes of a line that it may write. BackendError when it ends before it is ready, or is not
@@ -49,9 +55,8 @@ class Worker:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                *argv, env=dict(env), cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
-                limit=limit,
-            )  # fmt: skip
+                *argv, env=dict(env), cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, limit=limit
+            )
         except OSError as error:
             raise BackendError(
                 f"The backend {name} cannot start {argv[0]}: {error.strerror or error}.", "Install it."

@@ -6,14 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from headway.cluster.wire.messages import (
-    Asked,
-    EngineState,
-    Gone,
-    Item,
-    Progressed,
-    Standing,
-)
+from headway.cluster.wire.messages import Asked, EngineState, Gone, Item, Progressed, Standing
 from headway.cluster.wire.port import Link, Message
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -102,12 +95,18 @@ class Agent:
     def _state(self, engine: VllmEngine) -> EngineState:
         errors = {name: engine.models.unavailable(name) for name in engine.models.names}
         return EngineState(
-            engine.id, engine.url, engine.key, self._instances.get(engine.id),
-            engine.models.current, engine.loading,
+            engine.id,
+            engine.url,
+            engine.key,
+            self._instances.get(engine.id),
+            engine.models.current,
+            engine.loading,
             {name: str(error) for name, error in errors.items() if error is not None},
-            engine.prefix_caching, engine.restarts, None if engine.failure is None else str(engine.failure),
+            engine.prefix_caching,
+            engine.restarts,
+            None if engine.failure is None else str(engine.failure),
             engine.fatal,
-        )  # fmt: skip
+        )
 
     def end(self) -> None:
         """Report that these engines are gone."""

@@ -83,9 +83,8 @@ def controller(config: Config, *, port: int | None = None) -> int:
 
 
 def agent(
-    config: Config, name: str | None, engines: Sequence[str], *, log_dir: Path | None = None,
-    port: int | None = None,
-) -> int:  # fmt: skip
+    config: Config, name: str | None, engines: Sequence[str], *, log_dir: Path | None = None, port: int | None = None
+) -> int:
     """Run engines until a signal; return the exit status.
 
     name: of this agent, which keeps it over restarts; None = that of the machine. engines: their ids, none =
@@ -121,9 +120,7 @@ def _chosen(config: Config, engines: Sequence[str]) -> frozenset[str]:
     known = [f"e{i}" for i in range(len(config.engines))]
     if strange := [id for id in engines if id not in known]:
         raise ConfigError(
-            f"The configuration has no engine {strange[0]!r}.",
-            f"Name some of {', '.join(known)}.",
-            param="engines",
+            f"The configuration has no engine {strange[0]!r}.", f"Name some of {', '.join(known)}.", param="engines"
         )
     return frozenset(engines or known)
 

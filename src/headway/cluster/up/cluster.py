@@ -69,9 +69,14 @@ class Actors:
             self._stop(part.name)
         actor = self._ray.remote(_Located)
         actor.options(
-            name=part.name, lifetime="detached", max_restarts=-1, num_cpus=part.cpus, num_gpus=part.gpus,
-            memory=part.memory or None, resources=dict(part.custom) or None,
-        ).remote(part, self._text, self._env)  # fmt: skip
+            name=part.name,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=part.cpus,
+            num_gpus=part.gpus,
+            memory=part.memory or None,
+            resources=dict(part.custom) or None,
+        ).remote(part, self._text, self._env)
 
     def state(self, name: str) -> State | None:
         """Return how a part is, None = it is on no node, or does not answer."""
@@ -139,9 +144,7 @@ def connected(config: Config) -> Iterator[Actors]:
     address = config.up.address
     try:
         _knock(address)
-        ray.init(
-            address, namespace=f"headway-{config.wire.name}", log_to_driver=False, logging_level=logging.ERROR
-        )
+        ray.init(address, namespace=f"headway-{config.wire.name}", log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"There is no Ray cluster at {address!r}: {str(error).splitlines()[0]}"
         fix = "`ray start --head` makes this machine its first node; or set up.address."

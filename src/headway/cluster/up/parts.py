@@ -57,8 +57,7 @@ def parts_of(config: Config) -> list[Part]:
         Part(f"controller-{i}", ("controller", *common), None, up.cpus, memory) for i in range(up.controllers)
     ]
     gateways = [
-        Part(f"gateway-{i}", ("gateway", *common), config.server.port + i, up.cpus, memory)
-        for i in range(up.gateways)
+        Part(f"gateway-{i}", ("gateway", *common), config.server.port + i, up.cpus, memory) for i in range(up.gateways)
     ]
     return [*agents, *controllers, *gateways]
 

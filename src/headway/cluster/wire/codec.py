@@ -73,10 +73,16 @@ def encode(envelope: Envelope) -> bytes:
     """Return an envelope as bytes. WireError when a field of an item cannot travel."""
     items = [{"kind": type(item).__name__, "body": item} for item in envelope.items]
     try:
-        return _ENCODER.encode({
-            "version": VERSION, "epoch": envelope.epoch, "sender": envelope.sender,
-            "number": envelope.number, "sent": envelope.sent, "items": items,
-        })  # fmt: skip
+        return _ENCODER.encode(
+            {
+                "version": VERSION,
+                "epoch": envelope.epoch,
+                "sender": envelope.sender,
+                "number": envelope.number,
+                "sent": envelope.sent,
+                "items": items,
+            }
+        )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         kinds = ", ".join(sorted({type(item).__name__ for item in envelope.items}))
         raise WireError(

@@ -152,9 +152,15 @@ class Connection:
         await _close(self._connection, self.address.timeout_s)
 
     async def publish(
-        self, body: bytes, key: str, *, exchange: str = "", mandatory: bool = True, id: str | None = None,
+        self,
+        body: bytes,
+        key: str,
+        *,
+        exchange: str = "",
+        mandatory: bool = True,
+        id: str | None = None,
         **headers: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Return when the server has the message on disk. Lost, or Unroutable when no queue takes it.
 
         key: routing key; without an exchange the whole name of a queue. id: of the message.
@@ -173,9 +179,7 @@ class Connection:
         with self._losing():
             await self.channel.basic_ack(tag)
 
-    async def consume(
-        self, queue: str, take: Callable[[DeliveredMessage], None], *, prefetch: int = 0
-    ) -> None:
+    async def consume(self, queue: str, take: Callable[[DeliveredMessage], None], *, prefetch: int = 0) -> None:
         """Have `take` called with each message of a queue, in order.
 
         prefetch: deliveries without an ack, 0 = none wants one.
@@ -188,9 +192,7 @@ class Connection:
             await self.channel.basic_qos(prefetch_count=prefetch)
             await self.channel.basic_consume(queue, callback, no_ack=not prefetch)
 
-    async def take_all(
-        self, name: str, take: Callable[[DeliveredMessage], None], *bindings: tuple[str, str]
-    ) -> None:
+    async def take_all(self, name: str, take: Callable[[DeliveredMessage], None], *bindings: tuple[str, str]) -> None:
         """Have `take` called with what comes for a process, which has a queue while it is connected.
 
         bindings: (exchange, routing key). ConfigError when another process has this name.
@@ -318,9 +320,7 @@ def explained(address: Address) -> Iterator[None]:
         raise ConfigError(f"RabbitMQ ({place}) does not answer.", fix, param=VARIABLE) from None
     except (aiormq.exceptions.AuthenticationError, aiormq.exceptions.ProbableAuthenticationError):
         fix = f"Correct user and password in {VARIABLE}, or make the user with rabbitmqctl add_user."
-        raise ConfigError(
-            f"RabbitMQ ({place}) refuses the user or the password.", fix, param=VARIABLE
-        ) from None
+        raise ConfigError(f"RabbitMQ ({place}) refuses the user or the password.", fix, param=VARIABLE) from None
     except aiormq.exceptions.ChannelPreconditionFailed as error:
         fix = "Delete that queue or exchange, or give this installation another prefix."
         raise ConfigError(f"RabbitMQ ({place}): {_text(error)}.", fix, param=VARIABLE) from None
@@ -335,9 +335,7 @@ def explained(address: Address) -> Iterator[None]:
         raise ConfigError(f"RabbitMQ ({place}): {_text(error)}.", fix, param=VARIABLE) from None
     except (AMQPError, ChannelInvalidStateError, OSError) as error:
         fix = f"Start it, or correct {VARIABLE}."
-        raise ConfigError(
-            f"RabbitMQ ({place}) cannot be reached: {_text(error)}.", fix, param=VARIABLE
-        ) from None
+        raise ConfigError(f"RabbitMQ ({place}) cannot be reached: {_text(error)}.", fix, param=VARIABLE) from None
 
 
 def _text(error: Exception) -> str:
@@ -371,9 +369,7 @@ def pauses() -> Iterator[float]:
         yield min(_FIRST_S * 2 ** min(power, 16), _LONGEST_S) * random.uniform(0.5, 1.0)
 
 
-async def reconnected(
-    connect: Callable[[], Coroutine[Any, Any, Connection]], why: str, seconds: float
-) -> Connection:
+async def reconnected(connect: Callable[[], Coroutine[Any, Any, Connection]], why: str, seconds: float) -> Connection:
     """Return a new link, however long that takes.
 
     why: the reason why the last one has ended, for the log. seconds: that one attempt may take as a whole.

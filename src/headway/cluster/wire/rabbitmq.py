@@ -65,9 +65,7 @@ class RabbitLink:
 
     @classmethod
     @asynccontextmanager
-    async def opened(
-        cls, address: Address, name: str, *, controls: bool = False
-    ) -> AsyncIterator[RabbitLink]:
+    async def opened(cls, address: Address, name: str, *, controls: bool = False) -> AsyncIterator[RabbitLink]:
         """Yield a link that connects again whenever it must; at the end what waits is sent, if it can be.
 
         ConfigError when there is no connection to be had at first. A controller may wait to lead.
@@ -131,9 +129,11 @@ class RabbitLink:
         try:
             if not self._controls:
                 await connection.take_all(
-                    self.name, partial(self._take, connection), (self._address.name(DIRECT), self.name),
+                    self.name,
+                    partial(self._take, connection),
+                    (self._address.name(DIRECT), self.name),
                     (self._address.name(ALL), ""),
-                )  # fmt: skip
+                )
                 self._is_connected()
         except BaseException:
             await connection.close()
@@ -235,11 +235,7 @@ class RabbitLink:
         if envelope.sender == self.name:
             return
         received = Message(
-            envelope.sender,
-            self.term or envelope.epoch,
-            envelope.items,
-            self._estimate(envelope),
-            envelope.number,
+            envelope.sender, self.term or envelope.epoch, envelope.items, self._estimate(envelope), envelope.number
         )
         self._inbox.put_nowait(_Delivery(connection, tag_of(message) if self._controls else None, received))
 

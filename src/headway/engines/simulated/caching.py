@@ -41,9 +41,16 @@ class CachingEngine(SimulatedEngine):
     """
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        self,
+        packer: Packer,
+        *,
+        blocks: int,
+        size: int,
+        slots: int,
+        budget: int,
+        max_model_len: int,
         copy_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         use = packer.kv
         if use.saves or use.reserves or use.two_ended:
             raise ConfigError(
@@ -51,9 +58,14 @@ class CachingEngine(SimulatedEngine):
                 "Set prefix_caching = false, or use a recipe that does neither, such as headway or vllm.",
             )
         super().__init__(
-            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            packer,
+            blocks=blocks,
+            size=size,
+            slots=slots,
+            budget=budget,
+            max_model_len=max_model_len,
             copy_seconds=copy_seconds,
-        )  # fmt: skip
+        )
         self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
         self.follows = not packer.own_order
         self._waiting: OrderedDict[int, None] = OrderedDict()  # rows in the order of vLLM's queue
@@ -81,15 +93,33 @@ class CachingEngine(SimulatedEngine):
         return {name: int(state[name]) for name in (*names, *(f"preempted_{name}" for name in names))}
 
     def add(
-        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
-        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        id: str,
+        prompt: int,
+        output: int,
+        *,
+        arrival: float,
+        slo: Slo | None = None,
+        priority: int = 0,
+        tokens_left: float | None = None,
+        urgency: float = 0.0,
+        spread: float = 0.0,
+        prefix: Prefix | None = None,
+        soft: float | None = None,
+    ) -> int:
         assert prefix is None or prefix.fits(prompt), f"{id} of {prompt} tokens cannot begin with {prefix}"
         row = super().add(
-            id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
-            urgency=urgency, spread=spread, soft=soft,
-        )  # fmt: skip
+            id,
+            prompt,
+            output,
+            arrival=arrival,
+            slo=slo,
+            priority=priority,
+            tokens_left=tokens_left,
+            urgency=urgency,
+            spread=spread,
+            soft=soft,
+        )
         if self.target.size > self.pool.held.size:
             self.pool = prefix_blocks.resized(self.pool, self.target.size)
         size = self.limits.size
@@ -132,9 +162,16 @@ class CachingEngine(SimulatedEngine):
             self._waiting.pop(row, None)
         lost, after = np.concatenate([step.evict, ran.lost]), self.cache_stats
         return Ran(
-            now, ran.rows, ran.tokens, paused, lost, ran.lost.size, ran.admitted,
-            queried=after["queries"] - before["queries"], hits=after["hits"] - before["hits"],
-        )  # fmt: skip
+            now,
+            ran.rows,
+            ran.tokens,
+            paused,
+            lost,
+            ran.lost.size,
+            ran.admitted,
+            queried=after["queries"] - before["queries"],
+            hits=after["hits"] - before["hits"],
+        )
 
     def complete(self, ran: Ran, now: float) -> Done:
         done = super().complete(ran, now)
@@ -184,9 +221,17 @@ def _preempt(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, row: 
 
 @compiled
 def _run(
-    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, order: Ints, caps: Ints, max_running: int,
-    budget: int, named: Ints, ahead: Ints,
-) -> kernels.Ran:  # fmt: skip
+    jobs: Rows,
+    pool: PrefixBlocks,
+    usage: Usage,
+    limits: Limits,
+    order: Ints,
+    caps: Ints,
+    max_running: int,
+    budget: int,
+    named: Ints,
+    ahead: Ints,
+) -> kernels.Ran:
     """Account one iteration of the rows of `order`; see `kernels.run_reserved`.
 
     named: waiting rows of `order`, which are looked up; if what is found has changed, so are those `ahead`.
@@ -234,9 +279,7 @@ def _continue(
         if give == 0:
             continue
         more = -(-(jobs["computed"][row] + give) // limits.size) - pool.held[row]
-        while (
-            more > pool.state[0]["free"] and end > i
-        ):  # the last row is preempted, at the end the row itself
+        while more > pool.state[0]["free"] and end > i:  # the last row is preempted, at the end the row itself
             end -= 1
             lost[n - 1 - end] = chosen[end]
             _preempt(jobs, pool, usage, limits, chosen[end])
@@ -250,9 +293,15 @@ def _continue(
 
 @compiled
 def _admit(
-    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, waiting: Ints, caps: Ints, budget: int,
+    jobs: Rows,
+    pool: PrefixBlocks,
+    usage: Usage,
+    limits: Limits,
+    waiting: Ints,
+    caps: Ints,
+    budget: int,
     free_slots: int,
-) -> Ints:  # fmt: skip
+) -> Ints:
     """Admit waiting rows in order until one does not fit whole, or slots or budget run out."""
     granted, size = np.empty(waiting.size, np.int64), 0
     for i in range(waiting.size):

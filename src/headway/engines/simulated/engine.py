@@ -77,9 +77,16 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
+        self,
+        packer: Packer,
+        *,
+        blocks: int,
+        size: int,
+        slots: int,
+        budget: int,
+        max_model_len: int,
         copy_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
         self.limits = Limits(size, slots, budget, max_model_len)
         self.usage = kernels.usage_of(blocks)
@@ -150,9 +157,7 @@ class SimulatedEngine:
         kernels.evict(jobs.data, self.usage, step.evict)
         copied = kernels.save(jobs.data, self.usage, step.save)
         if step.lend is not None:
-            reservations.begin_loans(
-                jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks
-            )
+            reservations.begin_loans(jobs.data, step.lend.borrower, step.lend.lender, step.lend.start, step.lend.blocks)
         caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget

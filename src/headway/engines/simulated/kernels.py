@@ -93,9 +93,7 @@ def save(jobs: Rows, usage: Usage, rows: Ints) -> int:
 
 
 @compiled
-def run(
-    jobs: Rows, usage: Usage, limits: Limits, order: Ints, caps: Ints, max_running: int, budget: int
-) -> Ran:
+def run(jobs: Rows, usage: Usage, limits: Limits, order: Ints, caps: Ints, max_running: int, budget: int) -> Ran:
     """Account one iteration of the rows of `order`, without reservations."""
     none = np.zeros(order.size, np.int64)
     return run_reserved(jobs, usage, limits, order, caps, none, max_running, budget)
@@ -103,9 +101,8 @@ def run(
 
 @compiled
 def run_reserved(
-    jobs: Rows, usage: Usage, limits: Limits, order: Ints, caps: Ints, reserve: Ints, max_running: int,
-    budget: int,
-) -> Ran:  # fmt: skip
+    jobs: Rows, usage: Usage, limits: Limits, order: Ints, caps: Ints, reserve: Ints, max_running: int, budget: int
+) -> Ran:
     """Account one iteration of the rows of `order`, of each at most its cap of tokens.
 
     reserve: tokens whose blocks each row holds from now on, at least (`Step.reserve`).
@@ -158,9 +155,7 @@ def _continue(
         if give == 0:
             continue
         more = _grows(jobs, row, give, reserve[i], limits.size)
-        while (
-            more > usage["free_blocks"] and end > i
-        ):  # vLLM preempts the last row, at the end the row itself
+        while more > usage["free_blocks"] and end > i:  # vLLM preempts the last row, at the end the row itself
             end -= 1
             lost[n - 1 - end] = chosen[end]
             evict(jobs, usage, chosen[end : end + 1])
@@ -175,9 +170,8 @@ def _continue(
 
 @compiled
 def _admit(
-    jobs: Rows, usage: Usage, limits: Limits, waiting: Ints, caps: Ints, reserve: Ints, budget: int,
-    free_slots: int,
-) -> tuple[Ints, int]:  # fmt: skip
+    jobs: Rows, usage: Usage, limits: Limits, waiting: Ints, caps: Ints, reserve: Ints, budget: int, free_slots: int
+) -> tuple[Ints, int]:
     """Admit waiting rows in order until one does not fit whole, or slots or budget run out."""
     granted, size, copied = np.empty(waiting.size, np.int64), 0, 0
     for i in range(waiting.size):

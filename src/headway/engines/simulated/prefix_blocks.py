@@ -84,9 +84,21 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
     state = np.zeros(1, _STATE)
     state["free"] = blocks
     return PrefixBlocks(
-        none, none.copy(), none.copy(), ring - 1, ring + 1, first, wide, flat, flat.copy(), wide.copy(),
-        flat.copy(), flat.copy(), flat.copy(), state,
-    )  # fmt: skip
+        none,
+        none.copy(),
+        none.copy(),
+        ring - 1,
+        ring + 1,
+        first,
+        wide,
+        flat,
+        flat.copy(),
+        wide.copy(),
+        flat.copy(),
+        flat.copy(),
+        flat.copy(),
+        state,
+    )
 
 
 def resized(pool: PrefixBlocks, rows: int) -> PrefixBlocks:

@@ -20,12 +20,7 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.two_ended import allocation, checkpoint
 from headway.policy.memory.two_ended import block_table as slots_of
 from headway.policy.memory.two_ended.allocation import TwoEndedBudget
-from headway.policy.memory.two_ended.block_table import (
-    BEST_EFFORT,
-    FREE,
-    REAL_TIME,
-    TwoEndedTable,
-)
+from headway.policy.memory.two_ended.block_table import BEST_EFFORT, FREE, REAL_TIME, TwoEndedTable
 from headway.policy.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.prefix import Prefix
@@ -40,13 +35,27 @@ class HostPoolEngine(SimulatedEngine):
     """
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
-        host: int, copy_seconds: float, overlap: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        packer: Packer,
+        *,
+        blocks: int,
+        size: int,
+        slots: int,
+        budget: int,
+        max_model_len: int,
+        host: int,
+        copy_seconds: float,
+        overlap: bool = True,
+    ) -> None:
         super().__init__(
-            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
+            packer,
+            blocks=blocks,
+            size=size,
+            slots=slots,
+            budget=budget,
+            max_model_len=max_model_len,
             copy_seconds=copy_seconds,
-        )  # fmt: skip
+        )
         self.host, self.overlap = host, overlap
 
     def schedule(self, now: float) -> Ran:
@@ -96,13 +105,30 @@ class TwoEndedEngine(HostPoolEngine):
     """
 
     def __init__(
-        self, packer: Packer, *, blocks: int, size: int, slots: int, budget: int, max_model_len: int,
-        host: int, copy_seconds: float, overlap: bool = True, decode_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        packer: Packer,
+        *,
+        blocks: int,
+        size: int,
+        slots: int,
+        budget: int,
+        max_model_len: int,
+        host: int,
+        copy_seconds: float,
+        overlap: bool = True,
+        decode_only: bool = False,
+    ) -> None:
         super().__init__(
-            packer, blocks=blocks, size=size, slots=slots, budget=budget, max_model_len=max_model_len,
-            host=host, copy_seconds=copy_seconds, overlap=overlap,
-        )  # fmt: skip
+            packer,
+            blocks=blocks,
+            size=size,
+            slots=slots,
+            budget=budget,
+            max_model_len=max_model_len,
+            host=host,
+            copy_seconds=copy_seconds,
+            overlap=overlap,
+        )
         rows = self.target.size
         self.kv = slots_of.new(
             blocks, size, max_model_len, host, rows, decode_only=decode_only, most_empty=packer.kv.most_empty
@@ -120,14 +146,32 @@ class TwoEndedEngine(HostPoolEngine):
         return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
     def add(
-        self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
-        priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        id: str,
+        prompt: int,
+        output: int,
+        *,
+        arrival: float,
+        slo: Slo | None = None,
+        priority: int = 0,
+        tokens_left: float | None = None,
+        urgency: float = 0.0,
+        spread: float = 0.0,
+        prefix: Prefix | None = None,
+        soft: float | None = None,
+    ) -> int:
         row = super().add(
-            id, prompt, output, arrival=arrival, slo=slo, priority=priority, tokens_left=tokens_left,
-            urgency=urgency, spread=spread, soft=soft,
-        )  # fmt: skip
+            id,
+            prompt,
+            output,
+            arrival=arrival,
+            slo=slo,
+            priority=priority,
+            tokens_left=tokens_left,
+            urgency=urgency,
+            spread=spread,
+            soft=soft,
+        )
         if self.target.size > self.kv.kind.size:
             self.kv = slots_of.resized(self.kv, self.target.size)
         promised = slo is not None and slo.objective != "best_effort"
@@ -173,9 +217,7 @@ class TwoEndedEngine(HostPoolEngine):
         assert self.usage["held_slots"] == np.count_nonzero(self.jobs.running[rows])
 
 
-def account(
-    jobs: Jobs, kv: TwoEndedTable, usage: Usage, limits: Limits, step: Step
-) -> tuple[Ints, Ints, Ints, int]:  # fmt: skip
+def account(jobs: Jobs, kv: TwoEndedTable, usage: Usage, limits: Limits, step: Step) -> tuple[Ints, Ints, Ints, int]:
     """Account a step within its own and the engine's limits; returns what `run` returns."""
     caps = np.full(step.order.size, NO_CAP) if step.tokens is None else step.tokens
     most = limits.slots if step.max_running is None else step.max_running

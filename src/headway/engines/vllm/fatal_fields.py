@@ -59,10 +59,13 @@ _FATAL = {
     "top_k": _Fatal(("0.32.",), "cpu", "drafts", _has_top_k, "Leave it out, or use top_p."),
     # Adapters are looked up by request where there are as many rows as tokens.
     "prompt_logprobs": _Fatal(
-        ("0.32.",), "cpu", "adapters", _has_prompt_logprobs,
+        ("0.32.",),
+        "cpu",
+        "adapters",
+        _has_prompt_logprobs,
         "Leave it out, and echo with logprobs, which asks for it, too.",
     ),
-}  # fmt: skip
+}
 
 
 def fatal_fields(version: str, device: str, features: Iterable[str]) -> list[str]:
@@ -88,6 +91,8 @@ def check_fields(raw: Mapping[str, Any], fatal: Iterable[str]) -> None:
     for name in fatal:
         if _FATAL[name].there(raw):
             raise RequestError(
-                f"{name} would crash the engine of this model: its vLLM has a bug there.", _FATAL[name].hint,
-                param=name, code="unsupported_parameter",
-            )  # fmt: skip
+                f"{name} would crash the engine of this model: its vLLM has a bug there.",
+                _FATAL[name].hint,
+                param=name,
+                code="unsupported_parameter",
+            )

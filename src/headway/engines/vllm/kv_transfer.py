@@ -11,9 +11,11 @@ def host_pool(gib: float, **extra: float) -> dict[str, Any]:
     extra: copy_seconds, to move one token's KV; measured where it is not given.
     """
     return {
-        "kv_connector": "HostPool", "kv_connector_module_path": "headway.engines.vllm.plugin.connector",
-        "kv_role": "kv_both", "kv_connector_extra_config": {"host_gib": gib, **extra},
-    }  # fmt: skip
+        "kv_connector": "HostPool",
+        "kv_connector_module_path": "headway.engines.vllm.plugin.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": gib, **extra},
+    }
 
 
 def two_ended_pool(gib: float, **extra: float) -> dict[str, Any]:

@@ -52,15 +52,15 @@ def scheduler(vllm_config: Any, blocks: int, block_size: int, cls: Callable[...,
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=_HEADS, head_size=_HEAD_SIZE, dtype=torch.float32
-    )
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=_HEADS, head_size=_HEAD_SIZE, dtype=torch.float32)
     kv = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
     vllm_config.cache_config.num_gpu_blocks = blocks
     return (cls or Scheduler)(
-        vllm_config=vllm_config, kv_cache_config=kv, block_size=block_size,
+        vllm_config=vllm_config,
+        kv_cache_config=kv,
+        block_size=block_size,
         structured_output_manager=StructuredOutputManager(vllm_config),
-    )  # fmt: skip
+    )
 
 
 def block_hasher(scheduler: Any, size: int) -> Any:
@@ -90,9 +90,17 @@ class SchedulerOracle:
             self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def add(
-        self, id: str, prompt: int, output: int, *, priority: int = 0, metadata: dict[str, Any] | None = None,
-        arrival: float | None = None, tokens: Sequence[int] = (), answer: int = _TOKEN,
-    ) -> None:  # fmt: skip
+        self,
+        id: str,
+        prompt: int,
+        output: int,
+        *,
+        priority: int = 0,
+        metadata: dict[str, Any] | None = None,
+        arrival: float | None = None,
+        tokens: Sequence[int] = (),
+        answer: int = _TOKEN,
+    ) -> None:
         """Add a request of `prompt` tokens that answers with exactly `output` tokens.
 
         metadata: its `vllm_xargs` (`request_metadata.py`).
@@ -108,10 +116,15 @@ class SchedulerOracle:
         self._answers[id] = answer
         self.scheduler.add_request(
             Request(
-                id, list(tokens) or [_TOKEN] * prompt, params, None, arrival_time=at, priority=priority,
+                id,
+                list(tokens) or [_TOKEN] * prompt,
+                params,
+                None,
+                arrival_time=at,
+                priority=priority,
                 block_hasher=self._hasher,
             )
-        )  # fmt: skip
+        )
 
     @property
     def busy(self) -> bool:
@@ -148,9 +161,7 @@ class SchedulerOracle:
         return bool(request.num_computed_tokens >= request.num_tokens)
 
 
-def run(
-    oracle: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05
-) -> list[Any]:
+def run(oracle: SchedulerOracle, arrivals: Sequence[tuple[float, str, int, int]], seconds: float = 0.05) -> list[Any]:
     """Run (instant, id, prompt, output) requests to the end; return the tokens of every step, in order."""
     steps, todo = [], sorted(arrivals)
     while todo or oracle.busy:

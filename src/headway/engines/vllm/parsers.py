@@ -60,8 +60,9 @@ def no_tool_parser() -> RequestError:
         "This model cannot call tools here: its engine has no tool_parser.",
         'Set tool_parser in [[engines]], such as "hermes" (of a vLLM at a url, its --tool-call-parser), '
         'or send "tool_choice": "none".',
-        param="tools", code="tools_unsupported",
-    )  # fmt: skip
+        param="tools",
+        code="tools_unsupported",
+    )
 
 
 def options(engine: Engine) -> list[str]:

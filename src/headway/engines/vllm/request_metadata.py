@@ -61,10 +61,16 @@ def write_metadata(
     """
     slo = request.slo
     values = {
-        "ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.e2e, "soft": slo.soft if soft is None else soft,
-        "weight": slo.weight if slo.weight != 1.0 else None, "line": 1.0 if slo.line else None,
-        "tokens_left": forecast.mean, "spread": forecast.spread, "urgency": finite(rank),
-    }  # fmt: skip
+        "ttft": slo.ttft,
+        "tpot": slo.tpot,
+        "e2e": slo.e2e,
+        "soft": slo.soft if soft is None else soft,
+        "weight": slo.weight if slo.weight != 1.0 else None,
+        "line": 1.0 if slo.line else None,
+        "tokens_left": forecast.mean,
+        "spread": forecast.spread,
+        "urgency": finite(rank),
+    }
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival + ahead, **numbers}
 

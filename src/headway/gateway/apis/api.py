@@ -114,9 +114,11 @@ def api_docs(
     """Return the documentation of the route of an API. errors: and other answers than a finished one."""
     answer = {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}}
     return {
-        "name": name, "description": description, "responses": {200: answer, **errors},
+        "name": name,
+        "description": description,
+        "responses": {200: answer, **errors},
         "openapi_extra": body_docs(schema) | {"parameters": header_docs()},
-    }  # fmt: skip
+    }
 
 
 def body_docs(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:

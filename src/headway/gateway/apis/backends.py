@@ -116,8 +116,11 @@ def _check_open(key: Key, units: int) -> None:
     if key.max_queued is not None and units >= key.max_queued:
         raise RequestError(
             f"{units} units of yours are open; at most {key.max_queued} may be (keys.max_queued).",
-            "Send more when some have ended.", status=429, code="tenant_queue_full", kind="rate_limit_error",
-        )  # fmt: skip
+            "Send more when some have ended.",
+            status=429,
+            code="tenant_queue_full",
+            kind="rate_limit_error",
+        )
 
 
 def _find(gateway: Gateway, name: str) -> Backend:
@@ -126,9 +129,7 @@ def _find(gateway: Gateway, name: str) -> Backend:
     if found is None:
         known = ", ".join(gateway.backends)
         hint = f"Use one of {known}." if known else "Add a table [backends.NAME] to the configuration."
-        raise RequestError(
-            f"There is no backend {name[:64]!r}.", hint, status=404, code="backend_not_found"
-        )  # fmt: skip
+        raise RequestError(f"There is no backend {name[:64]!r}.", hint, status=404, code="backend_not_found")
     return found
 
 

@@ -98,10 +98,9 @@ def _states(app: FastAPI, state: AppState) -> None:
                 learned |= {app: graph.runs for (of, app), graph in graphs.items() if of == owner}
         names = sorted(name for name in {*live, *learned} if not name.startswith(PLAIN))
         data = [
-            {"id": name, "object": "headway.app", "live_runs": live.get(name, 0),
-             "learned_runs": learned.get(name, 0)}
+            {"id": name, "object": "headway.app", "live_runs": live.get(name, 0), "learned_runs": learned.get(name, 0)}
             for name in names
-        ]  # fmt: skip
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/runs/{id:path}", responses=error_docs(400, 401, 404), openapi_extra=_QUERY)
@@ -131,8 +130,9 @@ def _known(state: AppState, key: Key) -> Run | EndedRun:
             f"There is no run {key[2][:64]!r} of the application {key[1][:64]!r}.",
             f"Name its application (app, or the header {APP}); a run begins with its first request, and is "
             "forgotten some time after its end.",
-            status=404, code="run_not_found",
-        )  # fmt: skip
+            status=404,
+            code="run_not_found",
+        )
     return found
 
 
@@ -140,25 +140,31 @@ def _check_backend(body: UnitBody) -> None:
     if body.backend == LLM:
         raise RequestError(
             f"The backend {LLM!r} is for requests to this gateway.",
-            "Name the unit in the request (x-headway-unit), or another backend.", param="backend",
-        )  # fmt: skip
+            "Name the unit in the request (x-headway-unit), or another backend.",
+            param="backend",
+        )
 
 
 def check_begins(run: Run | None) -> None:
     """Refuse a unit that begins outside the LLM while too many of its run are in progress."""
     if run is not None and run.outside >= MOST_OUTSIDE:
         raise RequestError(
-            f"{MOST_OUTSIDE} units of this run are in progress.", "Report the end of those that have ended.",
-            param="state", code="too_many_units",
-        )  # fmt: skip
+            f"{MOST_OUTSIDE} units of this run are in progress.",
+            "Report the end of those that have ended.",
+            param="state",
+            code="too_many_units",
+        )
 
 
 def _check_ended(run: Run | EndedRun, body: UnitBody) -> None:
     if isinstance(run, EndedRun) or (body.unit, True) not in run.open:
         raise RequestError(
-            f"No unit {body.unit!r} of this run is in progress.", 'Report its start first (state "started").',
-            status=409, param="unit", code="unit_not_started",
-        )  # fmt: skip
+            f"No unit {body.unit!r} of this run is in progress.",
+            'Report its start first (state "started").',
+            status=409,
+            param="unit",
+            code="unit_not_started",
+        )
 
 
 # ---- descriptions of runs
@@ -173,30 +179,39 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
         promised = _promised(ended.began, ended.target)
         return told | promised | {"status": "ended", "outcome": ended.outcome, "seconds": ended.seconds}
     visits: list[dict[str, Any]] = [
-        {"unit": visit.unit, "backend": visit.backend, "in_progress": visit.inside,
-         "requests": visit.requests, "prompt_tokens": visit.prompt, "output_tokens": visit.output,
-         "seconds": visit.seconds}
+        {
+            "unit": visit.unit,
+            "backend": visit.backend,
+            "in_progress": visit.inside,
+            "requests": visit.requests,
+            "prompt_tokens": visit.prompt,
+            "output_tokens": visit.output,
+            "seconds": visit.seconds,
+        }
         for visit in run.visits
-    ]  # fmt: skip
+    ]
     rest = dispatcher.control.controller.planner.run_rest(*key, now)
     status = "ending" if run.final else "live"
-    took = {
-        name: sum(visit[name] for visit in visits) for name in ("prompt_tokens", "output_tokens", "seconds")
-    }
-    return told | _promised(run.began, run.target) | {
-        "status": status, "outcome": None, "seconds": now - run.began, "units": visits,
-        "units_left_out": run.steps - len(visits), "attained": took, "expected_rest_s": rest,
-    }  # fmt: skip
+    took = {name: sum(visit[name] for visit in visits) for name in ("prompt_tokens", "output_tokens", "seconds")}
+    return (
+        told
+        | _promised(run.began, run.target)
+        | {
+            "status": status,
+            "outcome": None,
+            "seconds": now - run.began,
+            "units": visits,
+            "units_left_out": run.steps - len(visits),
+            "attained": took,
+            "expected_rest_s": rest,
+        }
+    )
 
 
 def _promised(began: float, target: float | None) -> dict[str, Any]:
     created = clock.shown(began)
     due = None if target is None else created + target
-    return {
-        "created_at": int(created),
-        "slo_run_ms": None if target is None else target * 1000,
-        "due_at": due,
-    }
+    return {"created_at": int(created), "slo_run_ms": None if target is None else target * 1000, "due_at": due}
 
 
 # ---- OpenAPI

@@ -84,9 +84,11 @@ class AppState:
             request.scope[TENANT] = key.tenant  # for the access log
         else:
             raise RequestError(
-                "This server needs an API key.", "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
-                status=401, code="invalid_api_key",
-            )  # fmt: skip
+                "This server needs an API key.",
+                "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                status=401,
+                code="invalid_api_key",
+            )
         return key
 
     def _check_page(self, request: Request) -> None:
@@ -104,8 +106,9 @@ class AppState:
             raise RequestError(
                 f"A web page ({origin[:64]!r}) may not use a server without API keys.",
                 "Configure keys ([[keys]]), or open the page by the server's address.",
-                status=403, code="foreign_page",
-            )  # fmt: skip
+                status=403,
+                code="foreign_page",
+            )
 
     def _given(self, request: Request) -> bytes | None:
         """Return the digest of the key that a request carries; two different ones are none.
@@ -143,13 +146,17 @@ class AppState:
         if self._operator is None:
             raise RequestError(
                 "This is for the operator, whose key is not configured.",
-                f"Set server.operator_key, and send it{otherwise}.", status=403, code="control_off",
-            )  # fmt: skip
+                f"Set server.operator_key, and send it{otherwise}.",
+                status=403,
+                code="control_off",
+            )
         if not self.is_operator(request):
             raise RequestError(
-                "This needs the operator's key.", "Send `Authorization: Bearer KEY` (server.operator_key).",
-                status=401, code="invalid_api_key",
-            )  # fmt: skip
+                "This needs the operator's key.",
+                "Send `Authorization: Bearer KEY` (server.operator_key).",
+                status=401,
+                code="invalid_api_key",
+            )
 
     def check_reader(self, request: Request) -> None:
         """Refuse what describes the server to those without a key, where keys are configured; 401."""
@@ -190,9 +197,11 @@ class AppState:
     def _too_long(self, limit: int) -> RequestError:
         return RequestError(
             f"The body is larger than {limit} bytes.",
-            "Send less, or raise server.max_body_kib.", status=413, code="body_too_large",
+            "Send less, or raise server.max_body_kib.",
+            status=413,
+            code="body_too_large",
             headers={"connection": "close"},
-        )  # fmt: skip
+        )
 
     async def json(self, request: Request, empty: bytes = b"") -> dict[str, Any]:
         """Read the JSON object of a request that is answered at once; errors as `read`.
@@ -244,9 +253,11 @@ def refuse_compressed(request: Request) -> None:
     if coding not in ("", "identity"):
         raise RequestError(
             f"The body is compressed ({coding[:40]!r}), which is not read here.",
-            "Send it as it is, without Content-Encoding.", status=415, code="unsupported_encoding",
+            "Send it as it is, without Content-Encoding.",
+            status=415,
+            code="unsupported_encoding",
             headers={"accept-encoding": "identity"},
-        )  # fmt: skip
+        )
 
 
 def _is_address(name: str) -> bool:

@@ -22,14 +22,16 @@ _TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string
 _TOKENIZE = {
     "type": "object",
     "properties": {
-        **_TEXT, "messages": {"type": "array", "items": {"type": "object"}},
+        **_TEXT,
+        "messages": {"type": "array", "items": {"type": "object"}},
         "return_token_strs": {"type": "boolean"},
     },
-}  # fmt: skip
+}
 _DETOKENIZE = {
-    "type": "object", "required": ["tokens"],
+    "type": "object",
+    "required": ["tokens"],
     "properties": {"model": _TEXT["model"], "tokens": {"type": "array", "items": {"type": "integer"}}},
-}  # fmt: skip
+}
 
 
 _ERRORS = error_docs(400, 401, 404, 413, 415, 429)
@@ -66,9 +68,8 @@ def _told(prompt: Prompt, served: Served, *, words: bool) -> Response:
     ids = prompt.ids
     if ids is None:
         raise RequestError(
-            "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.",
-            param="prompt",
-        )  # fmt: skip
+            "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.", param="prompt"
+        )
     answer = {"count": prompt.tokens, "max_model_len": served.context, "tokens": list(ids)}
     return JSONResponse(answer | {"token_strs": served.counter.words(ids)} if words else answer)
 
@@ -76,8 +77,6 @@ def _told(prompt: Prompt, served: Served, *, words: bool) -> Response:
 def _text_of(ids: Any, counter: TokenCounter) -> Response:
     if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
         raise RequestError(
-            "tokens is not a list of token ids.",
-            f"Send a list of up to {_MOST_IDS:,} integers.",
-            param="tokens",
+            "tokens is not a list of token ids.", f"Send a list of up to {_MOST_IDS:,} integers.", param="tokens"
         )
     return JSONResponse({"prompt": counter.text(ids)})

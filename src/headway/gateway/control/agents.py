@@ -78,9 +78,7 @@ class Agents:
                 if isinstance(learned, EngineError):
                     log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
                 elif isinstance(learned, BaseException):
-                    log.error(
-                        "engine %s could not be asked for what it has learned", engine.id, exc_info=learned
-                    )
+                    log.error("engine %s could not be asked for what it has learned", engine.id, exc_info=learned)
                 elif learned is not None and engine.up.is_set() and engine.loading is None:
                     self._tell(learned)
             await asyncio.sleep(_POLL)

@@ -76,9 +76,8 @@ class Control(ControlView):
     """
 
     def __init__(
-        self, controller: Controller, execute: Execute, inquire: Inquire, *, drops: bool = False,
-        swaps: bool = False,
-    ) -> None:  # fmt: skip
+        self, controller: Controller, execute: Execute, inquire: Inquire, *, drops: bool = False, swaps: bool = False
+    ) -> None:
         self.controller, self.execute, self._inquire = controller, execute, inquire
         self._planning = Planning(controller, execute)
         planner = controller.planner

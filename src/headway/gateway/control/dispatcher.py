@@ -166,10 +166,7 @@ class Dispatcher:
     def _refuse_unavailable(self) -> None:
         """End the queued requests of models that are given up."""
         for one in self.in_flight.values():
-            if (
-                one.state is RequestState.QUEUED
-                and (error := self.unavailable(one.request.model)) is not None
-            ):
+            if one.state is RequestState.QUEUED and (error := self.unavailable(one.request.model)) is not None:
                 one.refuse(error)
 
     def state(self, id: str) -> str | None:

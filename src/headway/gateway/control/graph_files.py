@@ -71,8 +71,9 @@ class GraphFiles:
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror or error}.",
-                "Make room there, or set apps.dir to another directory.", param="apps.dir",
-            ) from error  # fmt: skip
+                "Make room there, or set apps.dir to another directory.",
+                param="apps.dir",
+            ) from error
 
     def delete(self, tenant: str, app: str) -> None:
         """Delete the file of a graph, if there is one; a disk error is logged."""

@@ -171,13 +171,21 @@ class _Pin:
     async def _compute(self) -> None:
         """Let the engine compute the prefix, as a best-effort request that ranks behind all others."""
         request = Request(
-            f"prewarm-{uuid.uuid4().hex[:20]}", self.model, len(self.tokens), 1,
-            clock.now() + self.engine.ahead, priority=_LAST,
-        )  # fmt: skip
+            f"prewarm-{uuid.uuid4().hex[:20]}",
+            self.model,
+            len(self.tokens),
+            1,
+            clock.now() + self.engine.ahead,
+            priority=_LAST,
+        )
         body = {
-            "model": self.model, "prompt": self.tokens, "max_tokens": 1, "temperature": 0, "priority": _LAST,
+            "model": self.model,
+            "prompt": self.tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "priority": _LAST,
             "vllm_xargs": write_metadata(request, Forecast(np.ones(1)), math.inf),
-        }  # fmt: skip
+        }
         async with self.engine.open(PATHS["completions"], [json.dumps(body).encode()]) as response:
             said = await response.content.read(2**16)  # all of an answer with one token
             if response.status != 200:

@@ -38,9 +38,13 @@ def be_ready(planner: Planner, config: Config) -> None:
 
 
 def engines_of(
-    config: Config, log_dir: Path | None, tell: Listener, metrics: Metrics,
-    only: frozenset[str] | None = None, on_pace: Callable[[str, Pace], None] | None = None,
-) -> dict[str, VllmEngine]:  # fmt: skip
+    config: Config,
+    log_dir: Path | None,
+    tell: Listener,
+    metrics: Metrics,
+    only: frozenset[str] | None = None,
+    on_pace: Callable[[str, Pace], None] | None = None,
+) -> dict[str, VllmEngine]:
     """Return the engines by id.
 
     only: ids of those that are wanted, None = all. on_pace: receives their measured pace, None = none is.

@@ -47,9 +47,7 @@ class Paces:
     def told(self, classes: Mapping[str, Tier]) -> list[str]:
         """Return a line for each class that is `measured`, and for its targets if they cannot be met."""
         pace = self.slowest
-        return [] if pace is None else [
-            _told(name, tier, pace) for name, tier in classes.items() if tier.measured
-        ]  # fmt: skip
+        return [] if pace is None else [_told(name, tier, pace) for name, tier in classes.items() if tier.measured]
 
     def warnings(self, classes: Mapping[str, Tier]) -> Iterator[str]:
         """Yield a line for each class whose targets, stated as they are, no engine here can meet."""

@@ -52,10 +52,12 @@ class LocalGateway:
 
         made = engines(notify)
         control = Control(
-            controller, execute, inquire,
+            controller,
+            execute,
+            inquire,
             drops=drops(config),
             swaps=any(engine.models.swaps for engine in made.values()),
-        )  # fmt: skip
+        )
         agents = Agents(made, notify, control.progressed)
         dispatcher = Dispatcher(control, made, RunAccount(config.apps.run_timeout_s), metrics)
         return cls(control, agents, dispatcher, metrics)

@@ -60,9 +60,8 @@ class Limits:
                 param="server.max_connections",
             )
         return cls(
-            server.max_header_kib * 1024, server.head_timeout_s, server.body_timeout_s,
-            server.write_timeout_s, most,
-        )  # fmt: skip
+            server.max_header_kib * 1024, server.head_timeout_s, server.body_timeout_s, server.write_timeout_s, most
+        )
 
 
 class Watcher(Protocol):

@@ -44,14 +44,27 @@ class LimitedHttp(HttpToolsProtocol):
     limits: ClassVar[Limits]
     # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
     __slots__ = (
-        "_due", "_error", "_head", "_in_body", "_last", "_open", "_running", "_size", "_unsent", "_upgrades",
-        "_watcher", "_write_due",
-    )  # fmt: skip
+        "_due",
+        "_error",
+        "_head",
+        "_in_body",
+        "_last",
+        "_open",
+        "_running",
+        "_size",
+        "_unsent",
+        "_upgrades",
+        "_watcher",
+        "_write_due",
+    )
 
     def __init__(
-        self, config: Config, server_state: ServerState, app_state: dict[str, Any],
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.pipeline = Pipeline()  # type: ignore[assignment]
         self._head = 0  # bytes read since an unfinished head began
@@ -236,11 +249,7 @@ class LimitedHttp(HttpToolsProtocol):
         """
         error = self._error or RequestError("This is not an HTTP request.", "Send HTTP/1.1.")
         body = json.dumps(error.body()).encode()
-        lines = (
-            b"content-type: application/json",
-            b"content-length: %d" % len(body),
-            b"connection: close",
-        )
+        lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
         self._last = STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body
         running = self._running
         if running is not None and running is self.cycle and self._in_body:  # the rest of its body is missing
@@ -371,9 +380,8 @@ def _status_alone(app: ASGI3Application) -> ASGI3Application:
 
 
 async def _until_stopped(
-    cycle: RequestResponseCycle, app: ASGI3Application, turns: Turns | None,
-    scope: Scope, receive: Receive, send: Send,
-) -> None:  # fmt: skip
+    cycle: RequestResponseCycle, app: ASGI3Application, turns: Turns | None, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Run the application in its turn; the end of the gateway, which alone cancels it, is not an error."""
     try:
         if turns is not None:
@@ -410,6 +418,10 @@ def _too_slow(limit: Limit, limits: Limits) -> RequestError:
 
 def _no_room() -> HeadwayError:
     return RequestError(
-        "All connections are in use (server.max_connections).", "Try again in 1 s.", status=503,
-        kind="server_error", code="too_many_connections", headers={"retry-after": "1", "connection": "close"},
-    )  # fmt: skip
+        "All connections are in use (server.max_connections).",
+        "Try again in 1 s.",
+        status=503,
+        kind="server_error",
+        code="too_many_connections",
+        headers={"retry-after": "1", "connection": "close"},
+    )

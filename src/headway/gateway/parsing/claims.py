@@ -15,20 +15,25 @@ def check_claims(key: Key, request: Request, priority: int | None) -> None:
     if key.classes is not None and request.tier not in key.classes:
         raise _refused(
             f"This API key may not use the class {request.tier!r}",
-            f"Set service_tier to one of {', '.join(key.classes)}", "keys.classes", "service_tier",
-        )  # fmt: skip
+            f"Set service_tier to one of {', '.join(key.classes)}",
+            "keys.classes",
+            "service_tier",
+        )
     for name, seconds in _targets(request):
         least = getattr(key, f"{name}_ms")
         if seconds is not None and least is not None and seconds * 1000 < least:
             raise _refused(
                 f"This API key may not ask for a {name} of {seconds * 1000:g} ms, by its SLO or its class",
-                f"Ask for {least:g} ms or more", f"keys.{name}_ms",
-            )  # fmt: skip
+                f"Ask for {least:g} ms or more",
+                f"keys.{name}_ms",
+            )
     if key.priority is not None and priority is not None and priority < key.priority:
         raise _refused(
-            f"This API key may not ask for the priority {priority}", f"Use {key.priority} or a higher number",
-            "keys.priority", "priority",
-        )  # fmt: skip
+            f"This API key may not ask for the priority {priority}",
+            f"Use {key.priority} or a higher number",
+            "keys.priority",
+            "priority",
+        )
 
 
 def _targets(request: Request) -> list[tuple[str, float | None]]:
@@ -40,6 +45,10 @@ def _targets(request: Request) -> list[tuple[str, float | None]]:
 
 def _refused(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:
     return RequestError(
-        f"{what} ({setting}).", f"{hint}, or ask the operator for more.",
-        status=403, kind="permission_error", code="beyond_key", param=param,
-    )  # fmt: skip
+        f"{what} ({setting}).",
+        f"{hint}, or ask the operator for more.",
+        status=403,
+        kind="permission_error",
+        code="beyond_key",
+        param=param,
+    )

@@ -56,8 +56,10 @@ def reused() -> RequestError:
     return RequestError(
         "This idempotency key was used for another request.",
         "Send each request under a key of its own, and again only as it was.",
-        status=422, param=HEADER, code="idempotency_key_reused",
-    )  # fmt: skip
+        status=422,
+        param=HEADER,
+        code="idempotency_key_reused",
+    )
 
 
 def _key(tenant: str, headers: Mapping[str, str]) -> str | None:
@@ -67,7 +69,6 @@ def _key(tenant: str, headers: Mapping[str, str]) -> str | None:
         return None
     if not 0 < len(key) <= _LONGEST:
         raise RequestError(
-            f"The idempotency key has {len(key)} characters.", f"Send 1 to {_LONGEST}, such as a UUID.",
-            param=HEADER,
-        )  # fmt: skip
+            f"The idempotency key has {len(key)} characters.", f"Send 1 to {_LONGEST}, such as a UUID.", param=HEADER
+        )
     return sha256(f"{tenant}\0{key}".encode()).hexdigest()

@@ -26,8 +26,7 @@ def check_aliases(config: Config) -> None:
     }
     hint = f"Let another name stand for one of {', '.join(sorted(served))}."
     errors = [
-        ConfigError(f"The alias {alias!r} {problem}.", hint, param="aliases")
-        for alias, problem in problems.items()
+        ConfigError(f"The alias {alias!r} {problem}.", hint, param="aliases") for alias, problem in problems.items()
     ]
     if errors:
         raise together(errors)
@@ -55,22 +54,23 @@ def base_models(engines: Sequence[Engine]) -> dict[str, str]:
             if engine.models:
                 raise ConfigError(
                     f"The engine of {engine.name} has adapters and models, but adapters fit one model only.",
-                    "Give the models, or the adapters, an engine of their own.", param="engines.adapters",
-                )  # fmt: skip
+                    "Give the models, or the adapters, an engine of their own.",
+                    param="engines.adapters",
+                )
             if bases.setdefault(name, engine.name) != engine.name or any(name in e.served for e in engines):
                 raise ConfigError(
                     f"An adapter of {engine.name} and another model have the same name {name!r}.",
-                    "Give it another.", param="engines.adapters",
-                )  # fmt: skip
+                    "Give it another.",
+                    param="engines.adapters",
+                )
     for engine in engines:
-        missing = [
-            name for name, base in bases.items() if base == engine.name and name not in engine.adapters
-        ]
+        missing = [name for name, base in bases.items() if base == engine.name and name not in engine.adapters]
         if missing:
             raise ConfigError(
                 f"Not all engines of {engine.name} have the adapter {missing[0]!r}.",
-                "Give all engines of a model the same adapters.", param="engines.adapters",
-            )  # fmt: skip
+                "Give all engines of a model the same adapters.",
+                param="engines.adapters",
+            )
     return bases
 
 
@@ -106,9 +106,7 @@ class ServedModels:
     engines: by id, as they are now. counters: by model.
     """
 
-    def __init__(
-        self, config: Config, engines: Mapping[str, EngineView], counters: Mapping[str, TokenCounter]
-    ) -> None:
+    def __init__(self, config: Config, engines: Mapping[str, EngineView], counters: Mapping[str, TokenCounter]) -> None:
         self._aliases, self._engines, self._counters = config.aliases, engines, counters
         self._adapters = base_models(config.engines)
         self.engines = {name: engine for engine in config.engines for name in engine.served}
@@ -131,8 +129,10 @@ class ServedModels:
             raise RequestError(
                 f"The model {own[:100]!r} does not exist here.",
                 f"Use one of {', '.join(sorted(self.names))}.",
-                status=404, code="model_not_found", param="model",
-            )  # fmt: skip
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
         engines = [view for view in tuple(self._engines.values()) if model in view.config.served]
         return Served(model, adapter, self.engines[model], engines, self._counters[model])
 
@@ -146,5 +146,10 @@ class ServedModels:
         served, own = self.find(name), self.meant(name)
         parent = served.model if name == served.adapter else own
         base = {} if parent == name else {"parent": parent}
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "headway",
-                "max_model_len": served.context} | base  # fmt: skip
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "headway",
+            "max_model_len": served.context,
+        } | base

@@ -14,15 +14,7 @@ from headway.gateway.parsing.claims import check_claims
 from headway.gateway.parsing.grammars import check_grammars
 from headway.gateway.parsing.models import Served, ServedModels
 from headway.gateway.parsing.pooling import PATHS as POOLING
-from headway.gateway.parsing.requests import (
-    PATHS,
-    ChatBody,
-    CompletionBody,
-    Kind,
-    ParsedRequest,
-    interpret,
-    validate,
-)
+from headway.gateway.parsing.requests import PATHS, ChatBody, CompletionBody, Kind, ParsedRequest, interpret, validate
 from headway.gateway.parsing.tokens import Prompt
 
 Fields = dict[str, Any]
@@ -38,9 +30,8 @@ class Parser:
         self._models, self.config = models, config
 
     def parse(
-        self, kind: Kind, raw: Fields, headers: Mapping[str, str], key: Key | None, *, tenant: str,
-        arrival: float,
-    ) -> ParsedRequest:  # fmt: skip
+        self, kind: Kind, raw: Fields, headers: Mapping[str, str], key: Key | None, *, tenant: str, arrival: float
+    ) -> ParsedRequest:
         """Parse a request; RequestError names the field or header that is wrong.
 
         raw: its body as JSON. key: what its claims are held against, None = nothing.
@@ -50,10 +41,19 @@ class Parser:
         _check_engines(served, kind, raw, body)
         prompt = served.counter.read(body, served.context)
         parsed = interpret(
-            kind, raw, body, headers, self.config, model=served.model, adapter=served.adapter, tenant=tenant,
-            arrival=arrival, lengths=prompt.lengths, max_model_len=served.context,
+            kind,
+            raw,
+            body,
+            headers,
+            self.config,
+            model=served.model,
+            adapter=served.adapter,
+            tenant=tenant,
+            arrival=arrival,
+            lengths=prompt.lengths,
+            max_model_len=served.context,
             max_running=served.max_running,
-        )  # fmt: skip
+        )
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
@@ -80,8 +80,9 @@ def _check_engines(served: Served, kind: Kind, raw: Fields, body: ChatBody | Com
         raise RequestError(
             f"{PATHS[kind]} needs another model: {body.model!r} {does}.",
             f'Use a model whose engine has runner = "{wanted}" in [[engines]].',
-            code="unsupported_task", param="model",
-        )  # fmt: skip
+            code="unsupported_task",
+            param="model",
+        )
     if isinstance(body, ChatBody) and body.tools:
         _check_tools(served.engine, raw.get("tool_choice"))
     for engine in served.engines:

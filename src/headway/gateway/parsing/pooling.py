@@ -14,12 +14,17 @@ from headway.gateway.parsing.text import texts_in
 
 PoolingKind = Literal["embeddings", "pooling", "classify", "score", "rerank"]
 PATHS: dict[PoolingKind, str] = {
-    "embeddings": "/v1/embeddings", "pooling": "/pooling", "classify": "/classify", "score": "/v1/score",
+    "embeddings": "/v1/embeddings",
+    "pooling": "/pooling",
+    "classify": "/classify",
+    "score": "/v1/score",
     "rerank": "/v1/rerank",
-}  # fmt: skip
+}
 ENDPOINTS: dict[str, PoolingKind] = {path: kind for kind, path in PATHS.items()} | {
-    "/score": "score", "/rerank": "rerank", "/v2/rerank": "rerank",
-}  # fmt: skip
+    "/score": "score",
+    "/rerank": "rerank",
+    "/v2/rerank": "rerank",
+}
 # The fields with texts, by kind; of synonyms the first one present is read.
 _INPUTS: dict[PoolingKind, tuple[tuple[str, ...], ...]] = {
     "embeddings": (("input", "messages"),),
@@ -53,15 +58,19 @@ def _check(kind: PoolingKind, raw: Mapping[str, Any]) -> None:
     for name in _NOT_HERE:
         if raw.get(name):
             raise RequestError(
-                f"{PATHS[kind]} cannot be asked with {name}.", f"Leave out {name}.", param=name,
+                f"{PATHS[kind]} cannot be asked with {name}.",
+                f"Leave out {name}.",
+                param=name,
                 code="unsupported_value",
-            )  # fmt: skip
+            )
     encoding = raw.get("encoding_format")
     if encoding is not None and encoding not in _JSON:
         raise RequestError(
             f"The encoding_format {str(encoding)[:40]!r} is not served here.",
-            f"Use one of {', '.join(_JSON)}.", param="encoding_format", code="unsupported_value",
-        )  # fmt: skip
+            f"Use one of {', '.join(_JSON)}.",
+            param="encoding_format",
+            code="unsupported_value",
+        )
 
 
 def _texts(name: str, value: Any, most: int) -> list[Any]:

@@ -53,9 +53,7 @@ HEADERS: dict[str, str] = {
     **run_identity.HEADERS,
 }
 # OpenAI's names, unless a class has them; where there is no class for one, vLLM ignores it, and so do we.
-_OPENAI_TIERS = {
-    "auto": "default", "default": "default", "scale": "default", "priority": "chat", "flex": "batch",
-}  # fmt: skip
+_OPENAI_TIERS = {"auto": "default", "default": "default", "scale": "default", "priority": "chat", "flex": "batch"}
 _OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
 
 
@@ -180,9 +178,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
     """Parse a body; RequestError when it is not a JSON object that can be passed on."""
     if (nested := _nested(raw)) > _MOST_NESTED:
         raise RequestError(
-            f"The JSON body has {nested} objects and arrays.",
-            f"Send at most {_MOST_NESTED}.",
-            code="too_many_values",
+            f"The JSON body has {nested} objects and arrays.", f"Send at most {_MOST_NESTED}.", code="too_many_values"
         )
     try:
         text = raw.decode("utf-8-sig")  # editors of Windows begin a file with a mark of its encoding
@@ -194,9 +190,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
             f"The body is not valid JSON: {str(error)[:200]}.", "Send a JSON object.", code="invalid_json"
         ) from error
     if not isinstance(value, dict):
-        raise RequestError(
-            f"The body is a JSON {type(value).__name__}, not an object.", 'Send {"model": ..., ...}.'
-        )
+        raise RequestError(f"The body is a JSON {type(value).__name__}, not an object.", 'Send {"model": ..., ...}.')
     return value
 
 
@@ -225,10 +219,7 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
         value = raw.get(name)
         if isinstance(value, list) and len(value) > limit:
             raise RequestError(
-                f"{name} has {len(value)} elements.",
-                f"Send at most {limit}.",
-                param=name,
-                code="too_many_values",
+                f"{name} has {len(value)} elements.", f"Send at most {limit}.", param=name, code="too_many_values"
             )
     if kind == "chat":
         refuse_in_chat(raw)
@@ -291,17 +282,17 @@ def _check_names(headers: Mapping[str, str], body: Body) -> None:
             if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:
                 near = get_close_matches(low, known, n=1, cutoff=0.0)[0]
                 raise RequestError(
-                    f"{name[:64]!r} is not the name of an SLO.", f"Did you mean {near!r}?", param=name[:64],
+                    f"{name[:64]!r} is not the name of an SLO.",
+                    f"Did you mean {near!r}?",
+                    param=name[:64],
                     code="unknown_slo",
-                )  # fmt: skip
+                )
 
 
 def _delivery(body: Body) -> tuple[bool, bool]:
     """Return whether the client polls for the answer, and whether it reads it as it comes."""
     if body.background and body.stream:
-        raise RequestError(
-            "A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}."
-        )
+        raise RequestError("A background request cannot stream.", "Leave out stream, and poll GET /v1/responses/{id}.")
     return bool(body.background), bool(body.stream)
 
 
@@ -341,9 +332,7 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
     own: dict[str, Any] = {
-        target: value
-        for target, names in _SLO_NAMES.items()
-        if (value := _target(names, body, headers)) is not None
+        target: value for target, names in _SLO_NAMES.items() if (value := _target(names, body, headers)) is not None
     }
     if not own:
         return tier.slo  # one object for all requests without targets of their own
@@ -371,8 +360,7 @@ def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
         value = 2**31
     if not -(2**31) <= value < 2**31:
         raise RequestError(
-            f"The header x-vllm-priority is {text[:40]!r}.",
-            "It must be a 32-bit integer; lower is more urgent.",
+            f"The header x-vllm-priority is {text[:40]!r}.", "It must be a 32-bit integer; lower is more urgent."
         )
     return value
 

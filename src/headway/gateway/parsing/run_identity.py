@@ -21,13 +21,20 @@ FINAL, DEADLINE = "x-headway-run-final", "x-slo-run-ms"
 # Headers by which agents name their sessions; the first one present is the run. In this order: general,
 # Claude Code, opencode (two), Codex (now and before), LiteLLM.
 _SESSIONS = (
-    "x-session-id", "x-claude-code-session-id", "x-opencode-session", "x-session-affinity", "session-id",
-    "session_id", "x-litellm-session-id",
-)  # fmt: skip
+    "x-session-id",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-session-affinity",
+    "session-id",
+    "session_id",
+    "x-litellm-session-id",
+)
 # The headers that are read, with their JSON types.
 HEADERS: dict[str, str] = {
-    **dict.fromkeys((APP, RUN, UNIT, *_SESSIONS), "string"), FINAL: "boolean", DEADLINE: "number",
-}  # fmt: skip
+    **dict.fromkeys((APP, RUN, UNIT, *_SESSIONS), "string"),
+    FINAL: "boolean",
+    DEADLINE: "number",
+}
 
 
 def _printable(name: str) -> str:

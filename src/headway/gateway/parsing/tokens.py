@@ -20,9 +20,17 @@ Encode = Callable[[str, bool], Sized]
 Content = str | list[str | dict[str, Any]] | None  # of a message
 # Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
 _OWN_WAY = frozenset(
-    ("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template", "chat_template_kwargs",
-     "continue_final_message", "documents", "prompt_embeds")
-)  # fmt: skip
+    (
+        "add_generation_prompt",
+        "add_special_tokens",
+        "cache_salt",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "prompt_embeds",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +183,7 @@ def _text(content: Content) -> str:
 
 
 def _is_text(content: Content) -> bool:
-    return not isinstance(content, list) or all(
-        isinstance(part, str) or part.get("type") == "text" for part in content
-    )
+    return not isinstance(content, list) or all(isinstance(part, str) or part.get("type") == "text" for part in content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +224,5 @@ def _symbols() -> set[tuple[int, str]]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-    begins = (
-        *range(0x800),
-        *range(0x800, 0xD000, 0x800),
-        0xE000,
-        0xF000,
-        0x10000,
-        *range(2**18, 0x110000, 2**18),
-    )
+    begins = (*range(0x800), *range(0x800, 0xD000, 0x800), 0xE000, 0xF000, 0x10000, *range(2**18, 0x110000, 2**18))
     return {pair for code in begins for pair in zip(chr(code).encode(), split(chr(code))[0][0], strict=True)}

@@ -17,9 +17,12 @@ _MODERATE = "Leave it out, and moderate texts in your program."
 _CONVERSATION = "Headway keeps no conversations; send the earlier items in input."
 
 CHAT: Fields = {
-    "functions": "Send tools instead.", "function_call": "Send tool_choice instead.", "audio": _TEXT,
-    "web_search_options": "Send a tool of type function that searches.", "moderation": _MODERATE,
-}  # fmt: skip
+    "functions": "Send tools instead.",
+    "function_call": "Send tool_choice instead.",
+    "audio": _TEXT,
+    "web_search_options": "Send a tool of type function that searches.",
+    "moderation": _MODERATE,
+}
 RESPONSES: Fields = {
     "previous_response_id": _CONVERSATION,
     "conversation": _CONVERSATION,

@@ -100,8 +100,10 @@ class BackgroundWork:
         if id in self._path.closings:
             raise HeadwayError(
                 f"{id} has ended, but the queue cannot be written at the moment.",
-                "Ask again: its end is stored as soon as the disk allows.", status=503, kind="server_error",
-            )  # fmt: skip
+                "Ask again: its end is stored as soon as the disk allows.",
+                status=503,
+                kind="server_error",
+            )
         return in_flight is not None or await self._path.closings.cancel(id, clock.now())
 
     async def drop(self, id: str) -> None:

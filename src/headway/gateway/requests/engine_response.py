@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from headway.engines.vllm.process.answers import read_answer, told_error
-from headway.engines.vllm.process.connection import (
-    BROKEN,
-    EngineGone,
-    MalformedAnswer,
-    OpenRequest,
-    engine_error,
-)
+from headway.engines.vllm.process.connection import BROKEN, EngineGone, MalformedAnswer, OpenRequest, engine_error
 from headway.gateway.budget import AnswerBudget, AnswerMemory
 from headway.gateway.offload import offload
 
@@ -180,6 +174,4 @@ def _is_stream(response: aiohttp.ClientResponse) -> bool:
 
 def _has_event(data: bytes) -> bool:
     """Tell whether this has more of a stream of events than comments."""
-    return data.startswith(b"data:") or any(
-        line.strip() and not line.startswith(b":") for line in data.split(b"\n")
-    )
+    return data.startswith(b"data:") or any(line.strip() and not line.startswith(b":") for line in data.split(b"\n"))

@@ -52,9 +52,15 @@ class RequestPath:
     """Takes requests from acceptance to their end."""
 
     def __init__(
-        self, limits: Server, dispatcher: Dispatcher, broker: Broker, lengths: LengthService,
-        usage: Usage, tracing: Tracing, observers: Observer,
-    ) -> None:  # fmt: skip
+        self,
+        limits: Server,
+        dispatcher: Dispatcher,
+        broker: Broker,
+        lengths: LengthService,
+        usage: Usage,
+        tracing: Tracing,
+        observers: Observer,
+    ) -> None:
         self.limits, self._dispatcher, self.broker = limits, dispatcher, broker
         self._lengths, self._tracing, self.observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
@@ -93,9 +99,7 @@ class RequestPath:
         HeadwayError (503) while the controller cannot be reached. most: places of its tenant that may wait.
         """
         if (problem := self._dispatcher.control.problem()) is not None:
-            raise HeadwayError(
-                problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable"
-            )
+            raise HeadwayError(problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable")
         unavailable = self._dispatcher.unavailable(request.model)
         if unavailable is not None:
             raise unavailable
@@ -144,9 +148,7 @@ class RequestPath:
 
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps what its body holds of the memory."""
-        in_flight = InFlightRequest(
-            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background
-        )
+        in_flight = InFlightRequest(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
@@ -236,9 +238,7 @@ class RequestPath:
         streams, pooled = in_flight.streams, in_flight.kind in POOLING
         request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
         try:
-            response = await EngineResponse.open(
-                engine.id, request, self._answers, stream=streams, pooled=pooled
-            )
+            response = await EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)
             if not await engine.lives():
@@ -297,9 +297,7 @@ class RequestPath:
 
     # ---- out
 
-    async def finish(
-        self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None
-    ) -> bool:
+    async def finish(self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None) -> bool:
         """End a request as answered, first in the core, then in the broker. False when it had ended."""
         if not in_flight.enter(RequestState.ENDED):
             return False

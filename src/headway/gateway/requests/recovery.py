@@ -34,9 +34,8 @@ class Recovery:
     """
 
     def __init__(
-        self, broker: Broker, closings: Closings, background: BackgroundWork, models: Container[str],
-        config: Config,
-    ) -> None:  # fmt: skip
+        self, broker: Broker, closings: Closings, background: BackgroundWork, models: Container[str], config: Config
+    ) -> None:
         self._broker, self._closings, self._background = broker, closings, background
         self._models, self._lease_seconds = models, config.broker.lease_seconds
         self._max_attempts = config.server.max_attempts

@@ -129,25 +129,17 @@ class ResponseStream(LateResponse):
         except Exception as error:  # whatever it was, the request ends and the client gets an error
             log.exception("request %s failed", self._in_flight.id)
             await self._path.fail(self._in_flight, f"internal: {error!r}")
-            wrapped = EngineError(
-                f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500
-            )
+            wrapped = EngineError(f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500)
             await self._send_error(wrapped, scope, receive, send)
 
     @contextmanager
     def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
         """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
-        every, loop, begun = (
-            self._path.limits.keepalive_s,
-            asyncio.get_running_loop(),
-            list[asyncio.Task[None]](),
-        )
+        every, loop, begun = (self._path.limits.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]())
         if not (every and self._in_flight.streams):
             yield
             return
-        timer = loop.call_later(
-            every, lambda: begun.append(loop.create_task(self._comment(every, scope, send)))
-        )
+        timer = loop.call_later(every, lambda: begun.append(loop.create_task(self._comment(every, scope, send))))
         try:
             yield
         finally:

@@ -44,17 +44,19 @@ def figures(history: History, view: View, now: float) -> dict[str, Any]:
     recent = history.table(View(FINEST, view.tier, view.tenant), now)[1]
     whole = table.counts.sum(axis=0)
     tiers = sorted({pair.tier for pair in pairs})
-    by_class = {
-        tier: attained(table.counts[[pair.tier == tier for pair in pairs]].sum(axis=0)) for tier in tiers
-    }
+    by_class = {tier: attained(table.counts[[pair.tier == tier for pair in pairs]].sum(axis=0)) for tier in tiers}
     return {
-        "window_s": view.seconds, "ends": table.ends.tolist(),
-        "requests_per_s": _latest(recent, [ANSWERED]), "tokens_per_s": _latest(recent, [IN, OUT]),
-        "answered": int(whole[:, ANSWERED].sum()), "failed": int(whole[:, FAILED].sum()),
+        "window_s": view.seconds,
+        "ends": table.ends.tolist(),
+        "requests_per_s": _latest(recent, [ANSWERED]),
+        "tokens_per_s": _latest(recent, [IN, OUT]),
+        "answered": int(whole[:, ANSWERED].sum()),
+        "failed": int(whole[:, FAILED].sum()),
         "attained": {tier: one for tier, one in by_class.items() if one.owed},
-        "ttft": _quantiles(whole, TTFT), "tpot": _quantiles(whole, TPOT),
+        "ttft": _quantiles(whole, TTFT),
+        "tpot": _quantiles(whole, TPOT),
         "tokens": {"in": _rate(table, IN), "out": _rate(table, OUT)},
-    }  # fmt: skip
+    }
 
 
 def attained(counts: npt.NDArray[np.int64]) -> Attained:

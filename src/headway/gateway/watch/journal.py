@@ -105,9 +105,15 @@ class JournalKeeper(Observer):
         if word == "dropped" and in_flight.refusal is not None:
             word = in_flight.refusal.code or word
         row = self._row(
-            request, in_flight, end.at, end.outcome, 0 if counts else None,
-            word if _WORD.fullmatch(word) else "other", in_flight.first_token, 0,
-        )  # fmt: skip
+            request,
+            in_flight,
+            end.at,
+            end.outcome,
+            0 if counts else None,
+            word if _WORD.fullmatch(word) else "other",
+            in_flight.first_token,
+            0,
+        )
         self._put(row)
 
     def refused(self, refusal: Refused) -> None:
@@ -119,9 +125,11 @@ class JournalKeeper(Observer):
             met = None if request.slo.objective == "best_effort" else 0
             self._put(self._row(request, None, clock.now(), "refused", met, reason, None, 0))
             return
-        key = (tenant[:_NAME], request.tier[:_NAME], request.model[:_NAME], reason) if request else (
-            tenant[:_NAME], "", "", reason
-        )  # fmt: skip
+        key = (
+            (tenant[:_NAME], request.tier[:_NAME], request.model[:_NAME], reason)
+            if request
+            else (tenant[:_NAME], "", "", reason)
+        )
         if key not in self._refusals and len(self._refusals) >= _KINDS_OF_REFUSALS:
             key = ("", "", "", reason)
         self._refusals[key] += 1
@@ -226,9 +234,12 @@ class JournalKeeper(Observer):
         while True:
             await engine.up.wait()
             message = {
-                "op": "state", "jobs": False, "iterations": _ITERATIONS, "requests": _STAYS,
+                "op": "state",
+                "jobs": False,
+                "iterations": _ITERATIONS,
+                "requests": _STAYS,
                 "since": [instant - self._offset for instant in last],
-            }  # fmt: skip
+            }
             try:
                 state = await engine.control(message)
             except EngineGone:
@@ -258,10 +269,17 @@ class JournalKeeper(Observer):
             self._put(packed(engine, shifted))
             last = shifted[-1][0], last[1]
         for id, entered, first, ended, admitted, stops in stays:
-            self._put(StayRow(
-                id[:_NAME], engine, self._wall(entered), self._when(admitted), self._wall(first),
-                self._wall(ended), stops_text(entered, stops),
-            ))  # fmt: skip
+            self._put(
+                StayRow(
+                    id[:_NAME],
+                    engine,
+                    self._wall(entered),
+                    self._when(admitted),
+                    self._wall(first),
+                    self._wall(ended),
+                    stops_text(entered, stops),
+                )
+            )
             last = last[0], self._wall(ended)
         return last, len(rows) == _ITERATIONS or len(stays) == _STAYS
 
@@ -280,12 +298,15 @@ def _stays(
     """Return an engine's requests; ValueError for what are none."""
     found = [
         (
-            str(row[0]), float(row[1]), float(row[2]), float(row[3]),
+            str(row[0]),
+            float(row[1]),
+            float(row[2]),
+            float(row[3]),
             None if row[4] is None else float(row[4]),
             [(float(low), float(high), "e" if kind == "e" else "p") for low, high, kind in row[5]],
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in found):
         raise ValueError("not a log of requests")
     return found
@@ -300,6 +321,13 @@ def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: 
 
     instance = engine.instance
     return EngineRow(
-        engine.id, at, engine.models.current, recipe, told("max_running") or instance.max_running,
-        instance.max_model_len, told("token_budget"), told("blocks_total"), told("block_size"),
-    )  # fmt: skip
+        engine.id,
+        at,
+        engine.models.current,
+        recipe,
+        told("max_running") or instance.max_running,
+        instance.max_model_len,
+        told("token_budget"),
+        told("blocks_total"),
+        told("block_size"),
+    )

@@ -20,9 +20,10 @@ class JsonFormatter(logging.Formatter):
         """Return the line."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(),
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
             "logger": record.name,
-        }  # fmt: skip
+        }
         told = getattr(record, "request", None)
         line |= told if told is not None else {"message": record.getMessage()}
         if record.exc_info:

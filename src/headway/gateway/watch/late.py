@@ -88,10 +88,13 @@ class LateRequests(Observer):
         """Return the requests of a view that were late by most, in descending order."""
         since = now - view.seconds
         found = [
-            entry for _, heaps in self._buckets[view.window]
-            for pair, heap in heaps.items() if view.shows(pair)
-            for entry in heap if entry[2].ended >= since
-        ]  # fmt: skip
+            entry
+            for _, heaps in self._buckets[view.window]
+            for pair, heap in heaps.items()
+            if view.shows(pair)
+            for entry in heap
+            if entry[2].ended >= since
+        ]
         return [late for _, _, late in heapq.nlargest(_SHOWN, found)]
 
     def _bucket(self, window: str, now: float) -> Heaps:

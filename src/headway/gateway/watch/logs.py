@@ -64,21 +64,23 @@ class AccessLog:
             await self._app(scope, receive, sending)
         finally:
             client = scope.get("client")
-            _write({
-                "client": client[0] if client else "", "method": scope["method"],
-                "path": scope["path"][:_LONGEST], "status": status, "bytes": size,
-                "ms": round(1000 * (time.perf_counter() - began), 1),
-                "tenant": scope.get(TENANT, ""), **told,
-            })  # fmt: skip
+            _write(
+                {
+                    "client": client[0] if client else "",
+                    "method": scope["method"],
+                    "path": scope["path"][:_LONGEST],
+                    "status": status,
+                    "bytes": size,
+                    "ms": round(1000 * (time.perf_counter() - began), 1),
+                    "tenant": scope.get(TENANT, ""),
+                    **told,
+                }
+            )
 
 
 def _write(request: dict[str, Any]) -> None:
     """Write the line of a request; nothing in it can break a line of text."""
     path, what = ascii(request["path"])[1:-1], f"{request['status']} {request['bytes']} B {request['ms']} ms"
-    more = [
-        f"{name}={ascii(request[name])[1:-1]}"
-        for name in ("id", "tenant", "class", "reason")
-        if request.get(name)
-    ]
+    more = [f"{name}={ascii(request[name])[1:-1]}" for name in ("id", "tenant", "class", "reason") if request.get(name)]
     text = " ".join([f'{request["client"]} "{request["method"]} {path}" {what}', *more])
     log.info("%s", text, extra={"request": request})

@@ -57,27 +57,21 @@ class Metrics(Observer):
         self.registry, self.history = CollectorRegistry(), History()
         r, by = self.registry, ["model", "class"]
         self._add_counts(r, [*by, "tenant"])
-        self._attainment = Gauge(
-            "headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r
-        )
+        self._attainment = Gauge("headway_slo_attainment", "Share of requests that met their SLO.", by, registry=r)
         self._add_latencies(r, by)
         self._errors = Counter(
-            "headway_http_errors", "HTTP errors (400 and up), except those of accepted requests.",
-            ["status", "type"], registry=r,
-        )  # fmt: skip
+            "headway_http_errors",
+            "HTTP errors (400 and up), except those of accepted requests.",
+            ["status", "type"],
+            registry=r,
+        )
         self._failures = Counter("headway_loop_failures", "Errors of background tasks.", ["loop"], registry=r)
-        self._ended = Counter(
-            "headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r
-        )
-        self.queued = Gauge(
-            "headway_queue_length", "Requests accepted and not sent to an engine.", registry=r
-        )
+        self._ended = Counter("headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r)
+        self.queued = Gauge("headway_queue_length", "Requests accepted and not sent to an engine.", registry=r)
         told = "Requests sent to engines, whether these compute them already or not."
         self.running = Gauge("headway_inside_engines", told, registry=r)
         self._add_engines(r)
-        self.logs = Gauge(
-            "headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r
-        )
+        self.logs = Gauge("headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r)
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
@@ -90,9 +84,7 @@ class Metrics(Observer):
     def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
         """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
         self._label = self.history.tenant
-        self._ends = Counter(
-            "headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r
-        )
+        self._ends = Counter("headway_requests", "Requests ended, by outcome.", [*each, "outcome"], registry=r)
         self._met = Counter("headway_slo_met", "Requests that met every SLO target.", each, registry=r)
         self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
@@ -104,50 +96,51 @@ class Metrics(Observer):
         self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
         told = "Requests inside an instance, of all its clients, by state; missing where it does not tell."
         self._inside = Gauge("headway_engine_requests", told, ["instance", "state"], registry=r)
-        self.evictions = Gauge(
-            "headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r
-        )
+        self.evictions = Gauge("headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r)
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
         """Add the metrics of answers in seconds, and the targets that they are held against."""
-        self._ttft = Histogram(
-            "headway_ttft_seconds", "From arrival to first token.", by, buckets=_TTFT, registry=r
-        )
-        self._tpot = Histogram(
-            "headway_tpot_seconds", "Per token after the first.", by, buckets=_TPOT, registry=r
-        )
-        self._e2e = Histogram(
-            "headway_e2e_seconds", "From arrival to last token.", by, buckets=_E2E, registry=r
-        )
+        self._ttft = Histogram("headway_ttft_seconds", "From arrival to first token.", by, buckets=_TTFT, registry=r)
+        self._tpot = Histogram("headway_tpot_seconds", "Per token after the first.", by, buckets=_TPOT, registry=r)
+        self._e2e = Histogram("headway_e2e_seconds", "From arrival to last token.", by, buckets=_E2E, registry=r)
         self._gap = Histogram(
-            "headway_stream_gap_seconds", "Longest silence between two tokens of a stream, once it is over.",
-            by, buckets=_GAP, registry=r,
-        )  # fmt: skip
+            "headway_stream_gap_seconds",
+            "Longest silence between two tokens of a stream, once it is over.",
+            by,
+            buckets=_GAP,
+            registry=r,
+        )
         self._targets = Gauge(
             "headway_slo_target_seconds",
             "Targets of a class: ttft, tpot and e2e are promised, soft_ttft orders its requests only.",
-            ["class", "target"], registry=r,
-        )  # fmt: skip
+            ["class", "target"],
+            registry=r,
+        )
 
     def _add_swaps(self, r: CollectorRegistry) -> None:
         """Add the metrics of models, their swaps, what goes back to the queue, and batches."""
         self._swaps = Counter(
-            "headway_model_swaps", "Model swaps ended, by way and outcome.",
-            ["instance", "model", "kind", "outcome"], registry=r,
-        )  # fmt: skip
-        self._swap_seconds = Histogram(
-            "headway_model_swap_seconds", "Loads of swaps, by way and where the weights were.",
-            ["instance", "model", "kind", "weights"], buckets=_SWAP, registry=r,
-        )  # fmt: skip
-        self._requeue = Histogram(
-            "headway_requeue_seconds", "From a return to the queue, by reason, until it is sent again.",
-            ["reason"], buckets=_SWAP, registry=r,
-        )  # fmt: skip
-        self._models = Gauge(
-            "headway_engine_model",
-            "1 for the model that an instance serves.",
-            ["instance", "model"],
+            "headway_model_swaps",
+            "Model swaps ended, by way and outcome.",
+            ["instance", "model", "kind", "outcome"],
             registry=r,
+        )
+        self._swap_seconds = Histogram(
+            "headway_model_swap_seconds",
+            "Loads of swaps, by way and where the weights were.",
+            ["instance", "model", "kind", "weights"],
+            buckets=_SWAP,
+            registry=r,
+        )
+        self._requeue = Histogram(
+            "headway_requeue_seconds",
+            "From a return to the queue, by reason, until it is sent again.",
+            ["reason"],
+            buckets=_SWAP,
+            registry=r,
+        )
+        self._models = Gauge(
+            "headway_engine_model", "1 for the model that an instance serves.", ["instance", "model"], registry=r
         )
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
         told = "Batches that have not ended, by state."
@@ -159,9 +152,7 @@ class Metrics(Observer):
         self._targets.clear()
         for name, tier in classes.items():
             slo = tier.slo
-            for target, seconds in (
-                ("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("soft_ttft", slo.soft),
-            ):  # fmt: skip
+            for target, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("soft_ttft", slo.soft)):
                 if seconds is not None:
                     self._targets.labels(name, target).set(seconds)
 
@@ -313,9 +304,7 @@ class _Counted(Collector):
         families: dict[str, CounterMetricFamily] = {}
         for instance, counters in self.engines.items():
             for name, value in counters.items():
-                fresh = CounterMetricFamily(
-                    f"headway_engine_{name}", f"Total of {name}.", labels=["instance"]
-                )
+                fresh = CounterMetricFamily(f"headway_engine_{name}", f"Total of {name}.", labels=["instance"])
                 families.setdefault(name, fresh).add_metric([instance], value)
         return list(families.values())
 

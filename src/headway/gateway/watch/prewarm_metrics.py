@@ -12,17 +12,17 @@ class PrewarmMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._begun = Counter(
-            "headway_prewarm", "Warm-ups by kind: warmed, kept (warm already), skipped, failed.",
-            ["kind", "outcome"], registry=registry,
-        )  # fmt: skip
+            "headway_prewarm",
+            "Warm-ups by kind: warmed, kept (warm already), skipped, failed.",
+            ["kind", "outcome"],
+            registry=registry,
+        )
         self._ended = Counter(
-            "headway_prewarm_end", "Ends of warm resources: used or wasted.", ["kind", "outcome"],
-            registry=registry,
-        )  # fmt: skip
+            "headway_prewarm_end", "Ends of warm resources: used or wasted.", ["kind", "outcome"], registry=registry
+        )
         self._seconds = Histogram(
-            "headway_prewarm_seconds", "Seconds that warming took.", ["kind"], buckets=_SECONDS,
-            registry=registry,
-        )  # fmt: skip
+            "headway_prewarm_seconds", "Seconds that warming took.", ["kind"], buckets=_SECONDS, registry=registry
+        )
         self._idle = Counter(
             "headway_prewarm_idle_seconds", "Seconds that warm resources waited.", ["kind"], registry=registry
         )

@@ -19,9 +19,12 @@ class RunMetrics:
         r = registry
         self._ends = Counter("headway_runs", "Application runs ended.", ["app", "outcome"], registry=r)
         self._seconds = Histogram(
-            "headway_run_seconds", "From a run's first request to the end of its last.", ["app"],
-            buckets=_SECONDS, registry=r,
-        )  # fmt: skip
+            "headway_run_seconds",
+            "From a run's first request to the end of its last.",
+            ["app"],
+            buckets=_SECONDS,
+            registry=r,
+        )
         self._owed = Counter("headway_run_slo_owed", "Runs ended with a deadline.", ["app"], registry=r)
         self._met = Counter("headway_run_slo_met", "Runs that met their deadline.", ["app"], registry=r)
         self._attainment = Gauge(

@@ -40,8 +40,9 @@ class Tracing(Observer):
 
         provider = Provider(
             sampler=ParentBased(TraceIdRatioBased(settings.sample)),
-            resource=Resource.create({"service.name": settings.service}), shutdown_on_exit=False,
-        )  # fmt: skip
+            resource=Resource.create({"service.name": settings.service}),
+            shutdown_on_exit=False,
+        )
         exporter = OTLPSpanExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=5)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._provider, self._tracer = provider, provider.get_tracer("headway")
@@ -56,13 +57,19 @@ class Tracing(Observer):
         request = in_flight.request
         context = TraceContextTextMapPropagator().extract({} if parent is None else {_PARENT: parent})
         self._open[in_flight.id] = self._tracer.start_span(
-            str(in_flight.kind), context=context, kind=SpanKind.SERVER, start_time=_ns(request.arrival),
+            str(in_flight.kind),
+            context=context,
+            kind=SpanKind.SERVER,
+            start_time=_ns(request.arrival),
             attributes={
-                "gen_ai.request.model": request.model, "gen_ai.request.max_tokens": request.max_tokens,
-                "gen_ai.usage.input_tokens": request.prompt_tokens, "headway.request_id": request.id,
-                "headway.class": request.tier, "headway.tenant": request.tenant,
+                "gen_ai.request.model": request.model,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.usage.input_tokens": request.prompt_tokens,
+                "headway.request_id": request.id,
+                "headway.class": request.tier,
+                "headway.tenant": request.tenant,
             },
-        )  # fmt: skip
+        )
 
     def headers(self, id: str) -> dict[str, str]:
         """Return the headers that make a request's span the parent of the engine's."""

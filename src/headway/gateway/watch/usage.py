@@ -30,9 +30,7 @@ class Usage(Observer):
         """Take over keys; what their tenants have used in the last minute still counts."""
         limited = {key.tenant for key in keys if key.requests_per_min or key.tokens_per_min}
         known = self._used
-        self._used = {
-            tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited
-        }
+        self._used = {tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited}
 
     def accepted(self, tenant: str, prompt_tokens: int, now: float) -> None:
         """Count a request that was accepted."""
@@ -99,8 +97,14 @@ def _refused(what: str, setting: str, most: int, seconds: float) -> RequestError
     return RequestError(
         f"This tenant has used its {most:,} {what} of this minute (keys.{setting}).",
         f"Try again in {wait} s, or ask the operator for more.",
-        status=429, kind="rate_limit_error", code="rate_limit_exceeded",
-        headers={"retry-after": wait, "x-headway-dropped-reason": setting,
-                 f"x-ratelimit-limit-{what}": str(most), f"x-ratelimit-remaining-{what}": "0",
-                 f"x-ratelimit-reset-{what}": f"{wait}s"},
-    )  # fmt: skip
+        status=429,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={
+            "retry-after": wait,
+            "x-headway-dropped-reason": setting,
+            f"x-ratelimit-limit-{what}": str(most),
+            f"x-ratelimit-remaining-{what}": "0",
+            f"x-ratelimit-reset-{what}": f"{wait}s",
+        },
+    )

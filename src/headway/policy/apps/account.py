@@ -141,9 +141,7 @@ class RunAccount:
         self._settle(run)
         return ended
 
-    def _went(
-        self, id: str, output_tokens: int | None, now: float, *, left: bool = False
-    ) -> list[EndedRun]:  # fmt: skip
+    def _went(self, id: str, output_tokens: int | None, now: float, *, left: bool = False) -> list[EndedRun]:
         if id not in self._of:
             return []
         run, visit = self._of.pop(id)

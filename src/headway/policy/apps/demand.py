@@ -91,9 +91,8 @@ class Demand:
         self._tables = _tables(list(graph.units.values()), self._index)
 
     def draw(
-        self, unit: str, visited: Mapping[str, int], before: Visit | None, known: Known, costs: Costs,
-        seed: int,
-    ) -> Draw | None:  # fmt: skip
+        self, unit: str, visited: Mapping[str, int], before: Visit | None, known: Known, costs: Costs, seed: int
+    ) -> Draw | None:
         """Draw futures of a run that is at the beginning of a visit; None for a unit that is not known.
 
         visited: how often it has visited each unit before. before: its visit before this one.
@@ -119,11 +118,16 @@ def _tables(units: list[Unit], index: Mapping[str, int]) -> _Tables:
     prompt, output, parallel, seconds = np.array(columns, float).reshape(-1, 4).T.copy()
     begin, end = _spans(records)
     return _Tables(
-        prompt, output, parallel.astype(np.int64), seconds,
+        prompt,
+        output,
+        parallel.astype(np.int64),
+        seconds,
         np.array([index.get(record.after, -1) for record in flat], np.int64),
         np.concatenate([one.buckets for one in correlations] or [np.empty((0, CONDITIONS), np.int64)]),
-        *_conditions(correlations), begin, end,
-    )  # fmt: skip
+        *_conditions(correlations),
+        begin,
+        end,
+    )
 
 
 def _conditions(correlations: list[Correlation]) -> tuple[Bools, Floats]:
@@ -172,9 +176,8 @@ def _bucket(edges: Floats, value: float) -> int:
 
 @compiled
 def _walk(
-    tables: _Tables, first: int, visited: Ints, before: Floats, known: Known, costs: Costs, state: State,
-    draw: Draw,
-) -> None:  # fmt: skip
+    tables: _Tables, first: int, visited: Ints, before: Floats, known: Known, costs: Costs, state: State, draw: Draw
+) -> None:
     want = np.empty(CONDITIONS, np.int64)
     for i in range(draw.total.size):
         unit, values, counts, total, path = first, before.copy(), visited.copy(), 0.0, 0.0

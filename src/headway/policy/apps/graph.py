@@ -162,9 +162,16 @@ def _packed(record: Record, known: Set[str]) -> list[Any]:
 
 
 def _unpacked(
-    unit: str, backend: str, prompt: float, output: float, parallel: int, seconds: float,
-    ordinal: int, before: list[Any] | None, after: str,
-) -> Record:  # fmt: skip
+    unit: str,
+    backend: str,
+    prompt: float,
+    output: float,
+    parallel: int,
+    seconds: float,
+    ordinal: int,
+    before: list[Any] | None,
+    after: str,
+) -> Record:
     visit = _checked(Visit(unit, backend, prompt, output, parallel, seconds))
     if before is not None and len(before) != len(fields(Visit)):
         raise ValueError(f"unit {unit!r} has a visit before it of {len(before)} fields")

@@ -158,9 +158,7 @@ class Run:
         self.tier, self.adapter = request.tier, request.adapter
         return visit, new
 
-    def went(
-        self, id: str, visit: OpenVisit, output_tokens: int | None, now: float, *, left: bool = False
-    ) -> None:
+    def went(self, id: str, visit: OpenVisit, output_tokens: int | None, now: float, *, left: bool = False) -> None:
         """A request has ended; output_tokens None = without an answer, left = because its client had left."""
         self.seen = self.last = now
         self.requests.discard(id)

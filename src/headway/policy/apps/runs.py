@@ -14,17 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.events import (
-    Event,
-    Failed,
-    Finished,
-    Prewarmed,
-    Returned,
-    RunEnded,
-    Started,
-    UnitBegan,
-    UnitEnded,
-)
+from headway.events import Event, Failed, Finished, Prewarmed, Returned, RunEnded, Started, UnitBegan, UnitEnded
 from headway.policy.apps.correlation import BUCKETS
 from headway.policy.apps.demand import SAMPLES, Costs, Draw, Known
 from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
@@ -66,9 +56,12 @@ class Runs:
     """
 
     def __init__(
-        self, knowledge: Knowledge, options: RankOptions, futures: Futures | None = None,
+        self,
+        knowledge: Knowledge,
+        options: RankOptions,
+        futures: Futures | None = None,
         prewarming: Prewarming | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.knowledge, self.options = knowledge, options
         self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
         self.costs = Costs(1e-4, 0.03, 1e-4)

@@ -208,9 +208,7 @@ def _swap(now: Mapping, position: int, other: int) -> None:
     now.places[other]["request"] = one
 
 
-def sequence(
-    costs: Records, due: Floats, promised: Bools, limit: int, seed: int, most: int = MOST_ANNEALED
-) -> Ints:
+def sequence(costs: Records, due: Floats, promised: Bools, limit: int, seed: int, most: int = MOST_ANNEALED) -> Ints:
     """Return the order in which an engine should serve its requests, given in order of arrival.
 
     costs: records of `mapping.COST`, with due (instants) and promised (it has an SLO) of the same requests.

@@ -114,6 +114,11 @@ class Cluster:
         """Return a copy that another thread may read while this one changes; O(requests)."""
         sent = defaultdict(RowSet, {code: rows.copy() for code, rows in self.sent.items()})
         return replace(
-            self, instances=dict(self.instances), backlog=self.backlog.copy(), codes=dict(self.codes),
-            loading=dict(self.loading), warming=dict(self.warming), sent=sent,
-        )  # fmt: skip
+            self,
+            instances=dict(self.instances),
+            backlog=self.backlog.copy(),
+            codes=dict(self.codes),
+            loading=dict(self.loading),
+            warming=dict(self.warming),
+            sent=sent,
+        )

@@ -33,17 +33,7 @@ from headway.policy.core.shares import Group, QueueShares, Waiting
 from headway.policy.plan.dispatch import swaps, warms
 from headway.ports import Lengths, Planner
 from headway.stages import Prewarm
-from headway.types import (
-    OBJECTIVES,
-    Command,
-    Instance,
-    Plan,
-    Progress,
-    Reject,
-    Request,
-    Rerank,
-    Swap,
-)
+from headway.types import OBJECTIVES, Command, Instance, Plan, Progress, Reject, Request, Rerank, Swap
 
 _AGAIN = 1.0  # seconds after which an engine is asked again about a request, unless it answers
 
@@ -92,9 +82,8 @@ class Controller:
         return max(self._queued, self._places - inside)
 
     def admit(
-        self, request: Request, now: float, storing: Mapping[Group, int] | None = None,
-        most: int | None = None,
-    ) -> Reject | None:  # fmt: skip
+        self, request: Request, now: float, storing: Mapping[Group, int] | None = None, most: int | None = None
+    ) -> Reject | None:
         """Tell, before anything is stored, whether the queue has room for this request.
 
         storing: places of what was admitted and has not arrived yet, because it is being stored.
@@ -105,7 +94,7 @@ class Controller:
 
     def full(
         self, tenant: str, tier: str | None, now: float, storing: Mapping[Group, int], most: int | None = None
-    ) -> Reject | None:  # fmt: skip
+    ) -> Reject | None:
         """Return the refusal if the queue has no room for a request of a tenant; arguments as in `admit`.
 
         tier: its class, None = not known yet.

@@ -85,9 +85,7 @@ class Drops:
         each = (self._needs_on(one, request, forecast, computed) for one in learned if one is not None)
         return max(each, key=lambda needs: needs.last_start(request))
 
-    def _needs_on(
-        self, learned: Learned, request: Request, forecast: Forecast, computed: int | None
-    ) -> Needs:
+    def _needs_on(self, learned: Learned, request: Request, forecast: Forecast, computed: int | None) -> Needs:
         theta, done = learned.theta, learned.cached if computed is None else computed
         pace = pace_at(theta, 0, 0.0)
         prompt = next_token_seconds(theta, max(request.context - done, 1), pace.base)

@@ -26,9 +26,18 @@ _NONE_MET = 1e-9  # requests: of two mappings that meet no SLO, the one with the
 # ttft, e2e: from now to the SLO, inf = none. widest: the largest batch in which the tpot is kept; below 1 =
 # the SLO cannot be met, or there is none. waited: since its arrival, which counts in its latency.
 COST = np.dtype(
-    [("prefill_slope", float), ("prefill_base", float), ("execution_slope", float), ("execution_base", float),
-     ("ttft", float), ("e2e", float), ("widest", float), ("waited", float)], align=True
-)  # fmt: skip
+    [
+        ("prefill_slope", float),
+        ("prefill_base", float),
+        ("execution_slope", float),
+        ("execution_base", float),
+        ("ttft", float),
+        ("e2e", float),
+        ("widest", float),
+        ("waited", float),
+    ],
+    align=True,
+)
 _PLACE = np.dtype([("request", int), ("batch", int)], align=True)
 _BATCH = np.dtype([("first", int), ("start", float), ("seconds", float), ("spent", float)], align=True)
 _SUMS = np.dtype([("batches", int), ("met", int), ("latency", float)], align=True)
@@ -85,9 +94,7 @@ class Tried(NamedTuple):
     latency: float
 
 
-def costs_of(
-    law: SloAware, missing: Ints, context: Ints, output: Floats, targets: Targets, waited: Floats
-) -> Records:
+def costs_of(law: SloAware, missing: Ints, context: Ints, output: Floats, targets: Targets, waited: Floats) -> Records:
     """Return the costs of requests by the law (equations 14 to 19), as records of `COST`.
 
     missing: prompt tokens to compute before the next token, 0 = none.
@@ -234,9 +241,7 @@ def met_in(mapping: Mapping, batch: int) -> int:
 
 
 @compiled_inline
-def tried(
-    costs: Records, mapping: Mapping, left: int, right: int, grew: int, old: int, least: float
-) -> Tried:
+def tried(costs: Records, mapping: Mapping, left: int, right: int, grew: int, old: int, least: float) -> Tried:
     """Return what became of a mapping by a change of two batches.
 
     mapping: its places and `first` are changed already, all else is still as it was.

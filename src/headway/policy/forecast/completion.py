@@ -98,9 +98,8 @@ class Pace:
 
 
 def pace_of(
-    latency: Callable[[Batch], float], tokens: Tokens, max_running: int, kv_tokens: int,
-    inefficiency: float = 1.0,
-) -> Pace:  # fmt: skip
+    latency: Callable[[Batch], float], tokens: Tokens, max_running: int, kv_tokens: int, inefficiency: float = 1.0
+) -> Pace:
     """Return the pace of an instance at which it serves a kind of request in a full batch.
 
     latency: forecast seconds of an iteration. kv_tokens: that its KV holds; a request holds its prompt and on

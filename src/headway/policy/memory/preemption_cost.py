@@ -27,9 +27,7 @@ class PreemptionCosts(NamedTuple):
 
 
 @compiled
-def preemption_costs(
-    theta: Floats, tokens: int, wait: float, running: int, copy_seconds: float
-) -> PreemptionCosts:
+def preemption_costs(theta: Floats, tokens: int, wait: float, running: int, copy_seconds: float) -> PreemptionCosts:
     """Return what it costs to free the KV of `tokens` tokens and to restore it.
 
     theta: coefficients of the learned latency.

@@ -29,9 +29,7 @@ def allocate(jobs: Jobs, ranked: Ints, kv_budget: KvBudget, max_running: int, bu
 
 def missing(jobs: Jobs, rows: Ints) -> Ints:
     """Return the tokens each row must compute before its next token comes out: 1 for a decode."""
-    return np.asarray(
-        np.maximum(jobs.prompt[rows] + jobs.output_tokens[rows] - jobs.computed[rows], 1), np.int64
-    )
+    return np.asarray(np.maximum(jobs.prompt[rows] + jobs.output_tokens[rows] - jobs.computed[rows], 1), np.int64)
 
 
 def grant(jobs: Jobs, order: Ints, budget: int, chunk: int | None = None) -> Ints:

@@ -96,6 +96,5 @@ def _targets(jobs: Jobs, rows: Ints, now: float) -> Targets:
     e2e = np.where(out, np.minimum(jobs.e2e[rows] - waited, ends), jobs.e2e[rows] - waited)
     late = out & (jobs.first[rows] - jobs.arrival[rows] > jobs.ttft[rows])
     return Targets(
-        np.where(out, np.inf, jobs.ttft[rows] - waited), np.where(out, np.inf, tpot),
-        np.where(late, -np.inf, e2e),
-    )  # fmt: skip
+        np.where(out, np.inf, jobs.ttft[rows] - waited), np.where(out, np.inf, tpot), np.where(late, -np.inf, e2e)
+    )

@@ -12,9 +12,7 @@ from headway.types import Floats, Ints
 
 
 @compiled
-def pack(
-    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats
-) -> CompiledStep:
+def pack(params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats) -> CompiledStep:
     """Return the step of one of the packers; rows: all of the engine's, in any order."""
     if params.kind == PROMISES:
         return pack_promises(params, jobs, rows, kv_budget, now, theta)

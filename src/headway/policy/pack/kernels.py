@@ -72,9 +72,7 @@ def due_of(jobs: Rows, row: int) -> float:
     """
     arrival, output_tokens = jobs["arrival"][row], jobs["output_tokens"][row]
     token = (
-        arrival + jobs["ttft"][row]
-        if output_tokens == 0
-        else tpot_from(jobs, row) + output_tokens * jobs["tpot"][row]
+        arrival + jobs["ttft"][row] if output_tokens == 0 else tpot_from(jobs, row) + output_tokens * jobs["tpot"][row]
     )
     return float(min(token, arrival + jobs["e2e"][row]))
 
@@ -115,9 +113,8 @@ def grant(jobs: Rows, order: Ints, budget: int, chunk: int, row_chunk: int) -> I
 
 @compiled
 def allocate(
-    jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int,
-    pauses: int,
-) -> CompiledStep:  # fmt: skip
+    jobs: Rows, ranked: Ints, others: int, kv_budget: KvBudget, max_running: int, budget: int, chunk: int, pauses: int
+) -> CompiledStep:
     """Return the step of `allocation.allocate`.
 
     others: rows that hold a slot and are not in the ranking.
@@ -196,12 +193,7 @@ def _squeeze(
             continue
         fits = needs[i] <= blocks and min(batch_limit, free_slots) > 0
         if fits and (running or not stuck) and i < n - pauses:
-            runs[i], batch_limit, free_slots, blocks = (
-                True,
-                batch_limit - 1,
-                free_slots - 1,
-                blocks - needs[i],
-            )
+            runs[i], batch_limit, free_slots, blocks = (True, batch_limit - 1, free_slots - 1, blocks - needs[i])
         elif running and free_slots > 0 and holds <= blocks:
             stays[i], stuck, free_slots, blocks = True, True, free_slots - 1, blocks - holds
         else:
@@ -249,9 +241,7 @@ def without_held(jobs: Rows, rows: Ints) -> tuple[Ints, int]:
 
 
 @compiled
-def pack(
-    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats
-) -> CompiledStep:
+def pack(params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats) -> CompiledStep:
     """Return the step of one of the four packers; rows: all of the engine's, in any order."""
     rows, others = without_held(jobs, rows)
     if params.kind == SLACK:
@@ -275,9 +265,16 @@ def _leading(params: PackerParams, jobs: Rows, rows: Ints, keys: Floats) -> Ints
 
 @compiled
 def _allocate(
-    params: PackerParams, jobs: Rows, rows: Ints, keys: Floats, order: Ints, others: int,
-    kv_budget: KvBudget, now: float, chunk: int,
-) -> CompiledStep:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    rows: Ints,
+    keys: Floats,
+    order: Ints,
+    others: int,
+    kv_budget: KvBudget,
+    now: float,
+    chunk: int,
+) -> CompiledStep:
     """Return the step in which rows get what there is; order: `_leading` of them."""
     most, budget = params.max_running, params.budget
     ranked = silent_streams_first(jobs, rows[order], kv_budget, now, params.max_gap)

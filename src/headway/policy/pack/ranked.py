@@ -104,9 +104,7 @@ class Ranked(Packer):
         """Return the step that gives slots, blocks and tokens in rank order."""
         if (params := self.params) is not None:
             step = kernels.pack(params, jobs.data, jobs.rows(), kv_budget, now, _NO_PACE)
-            return Step(
-                step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget
-            )
+            return Step(step.order, step.caps, step.evict, max_running=self.max_running, token_budget=self.budget)
         rows = free_to_run(jobs)
         columns = (jobs.urgency[rows], *self.rank(jobs, rows, now))
         order = rows[ordered(np.array(columns, float), jobs.serial[rows])]

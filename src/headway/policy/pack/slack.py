@@ -41,9 +41,8 @@ class Slack(Packer):
     def params(self) -> PackerParams:
         """The parameters of this packer for compiled loops."""
         return PackerParams(
-            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step,
-            max_gap=self.max_gap,
-        )  # fmt: skip
+            kernels.SLACK, self.max_running, self.budget, self.min_chunk, self.max_step, max_gap=self.max_gap
+        )
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step: on time by least slack, then the late, then best effort by arrival.

@@ -237,9 +237,8 @@ class Annealed(Planner):
         rows = np.array([row for _, row in head])
         wait = now + self._until_free(cluster, instance) - backlog.arrival[rows]
         targets = Targets(
-            self._ttft.get(backlog, rows) - wait, self._tpot.get(backlog, rows),
-            self._e2e.get(backlog, rows) - wait,
-        )  # fmt: skip
+            self._ttft.get(backlog, rows) - wait, self._tpot.get(backlog, rows), self._e2e.get(backlog, rows) - wait
+        )
         prompt, output = backlog.prompt[rows], _output(backlog, rows)
         costs = costs_of(self._law(instance), prompt, prompt, output, targets, wait)
         promised = np.ones(rows.size, np.bool_)

@@ -39,9 +39,7 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) ->
 
     pull: requests stay in the queue until their instance has room; otherwise all are handed over.
     """
-    offers = [
-        _offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances
-    ]
+    offers = [_offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances]
     return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, queues)]
 
 
@@ -77,9 +75,7 @@ def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, lis
     return Offers(names, rows, places, count, load, window), [*begin], rows
 
 
-def _spread(
-    same: Sequence[int], begin: list[int], end: Sequence[int], one: Offers
-) -> list[tuple[int, int]]:  # fmt: skip
+def _spread(same: Sequence[int], begin: list[int], end: Sequence[int], one: Offers) -> list[tuple[int, int]]:
     """Return indices of rows and the instances that get them, in this order; `begin` moves.
 
     begin, end: indices of the rows offered to an instance. same: equal for equal rows.
@@ -125,9 +121,7 @@ def warms(plan: Plan, cluster: Cluster) -> list[Warm]:
     wanted = [
         Warm(name, model)
         for name, model in plan.warm.items()
-        if name in cluster.instances
-        and name not in cluster.warming
-        and model not in cluster.instances[name].warm
+        if name in cluster.instances and name not in cluster.warming and model not in cluster.instances[name].warm
     ]
     for warm in wanted:
         assert cluster.instances[warm.instance].can_load(warm.model), f"{warm.instance} cannot load {warm}"

@@ -57,9 +57,8 @@ class Estimator:
         if model == instance.model:
             latency = instance.latency or self.latencies.get(instance.id)
             return Serving(
-                latency, instance.max_running, instance.blocks_total * instance.block_size, instance.limit,
-                factor,
-            )  # fmt: skip
+                latency, instance.max_running, instance.blocks_total * instance.block_size, instance.limit, factor
+            )
         for other in instance.loadable:
             if other.model == model:
                 kv = other.kv_tokens or instance.blocks_total * instance.block_size
@@ -87,9 +86,8 @@ class Estimator:
         return pace_of(serving.latency, tokens, batch, serving.kv_tokens, serving.factor)
 
     def completion(
-        self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0,
-        model: str | None = None,
-    ) -> Normal:  # fmt: skip
+        self, instance: Instance, kind: Kind, base: float, work: float, before: int = 0, model: str | None = None
+    ) -> Normal:
         """Return the distribution of the seconds until a request of an instance's queue is complete (eq. 1).
 
         base, work: see `Seen.waiting`. before: requests of its group that go before it.

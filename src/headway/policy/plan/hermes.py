@@ -34,9 +34,12 @@ class Hermes(Planner):
     reranks = True
 
     def __init__(
-        self, options: RankOptions, knowledge: Knowledge | None = None, futures: Futures | None = None,
+        self,
+        options: RankOptions,
+        knowledge: Knowledge | None = None,
+        futures: Futures | None = None,
         prewarm: PrewarmOptions | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prewarming = Prewarming(prewarm or PrewarmOptions())
         known = Knowledge() if knowledge is None else knowledge
         self.runs = Runs(known, options, futures, prewarming)

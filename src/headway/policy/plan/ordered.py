@@ -72,9 +72,15 @@ class Ordered(Planner):
     follows_runs = False  # what orders a request depends on the run that it belongs to
 
     def __init__(
-        self, kind: int, displaces: bool = True, *, pull: bool = True, ranked: bool = False,
-        ahead: int | None = None, key: Key | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: int,
+        displaces: bool = True,
+        *,
+        pull: bool = True,
+        ranked: bool = False,
+        ahead: int | None = None,
+        key: Key | None = None,
+    ) -> None:
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
         self._queues: dict[tuple[int, int], WaitingQueue] = {}
@@ -198,10 +204,7 @@ class Ordered(Planner):
         names = {cluster.code(name): name for peers in self._peers for name in peers.inside.names}
         self._names = names
         self._inside = {
-            code: peers.inside
-            for peers in self._peers
-            for code, name in names.items()
-            if name in peers.inside
+            code: peers.inside for peers in self._peers for code, name in names.items() if name in peers.inside
         }
 
     def _fill(self, cluster: Cluster) -> None:
@@ -233,9 +236,7 @@ class Ordered(Planner):
 
 def _sizes(cluster: Cluster) -> tuple[object, ...]:
     """Return all of a fleet that this planner depends on."""
-    up = [
-        (i.id, i.model, i.limit, i.window, i.blocks_total, i.block_size) for i in cluster.instances.values()
-    ]
+    up = [(i.id, i.model, i.limit, i.window, i.blocks_total, i.block_size) for i in cluster.instances.values()]
     return (*up, *((instance.id, model) for instance, model in cluster.loading.values()))
 
 

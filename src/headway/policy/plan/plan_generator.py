@@ -87,9 +87,7 @@ def improve(situation: Situation, exact: int, time_limit: float, *, eager: bool)
     if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
         solution = stochastic.solve(problem, found, time_limit)
         found, cost = solution.order, solution.cost
-    limit = float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - (
-        0.0 if eager else _BETTER_BY
-    )
+    limit = float(cost_of(problem, before.items, before.length)) * (1 - _BETTER) - (0.0 if eager else _BETTER_BY)
     if placed and cost > limit:
         return None
     return found
@@ -100,9 +98,23 @@ def prepare() -> None:
     one, table = np.ones(1), np.ones((1, 1))
     levels = np.ones((len(LEVELS), 1, 1))
     problem = PlanProblem(
-        one, np.zeros(1, np.int64), np.full(1, -1), table, table, table, table, levels, levels, one, one,
-        np.zeros(1, np.int64), one, np.ones((1, 2, 1)), np.zeros(len(LEVELS)), 0.0,
-    )  # fmt: skip
+        one,
+        np.zeros(1, np.int64),
+        np.full(1, -1),
+        table,
+        table,
+        table,
+        table,
+        levels,
+        levels,
+        one,
+        one,
+        np.zeros(1, np.int64),
+        one,
+        np.ones((1, 2, 1)),
+        np.zeros(len(LEVELS)),
+        0.0,
+    )
     items, length = order_of([[]], 1)
     g, at = best_place(problem, items, length, 0)
     insert(items, length, g, at, 0)

@@ -251,14 +251,7 @@ class Qlm(Planner):
                 yield self._send(backlog, row, group, instance, needs, now, count)
 
     def _send(
-        self,
-        backlog: Backlog,
-        row: int,
-        group: Group,
-        instance: Instance,
-        blocks: int,
-        now: float,
-        ahead: int,
+        self, backlog: Backlog, row: int, group: Group, instance: Instance, blocks: int, now: float, ahead: int
     ) -> Send:
         group.entries.popleft()
         full = 10 * (ahead + 1) >= 9 * instance.max_running
@@ -269,9 +262,8 @@ class Qlm(Planner):
         return Send(id, instance.id, group.rank if self.options.ranks else 0.0)
 
     def _note_sent(
-        self, backlog: Backlog, row: int, kind: Kind, name: str, rank: float, blocks: int, now: float, *,
-        full: bool,
-    ) -> str:  # fmt: skip
+        self, backlog: Backlog, row: int, kind: Kind, name: str, rank: float, blocks: int, now: float, *, full: bool
+    ) -> str:
         """Take note that a request is inside an instance; return its id."""
         id, due = str(backlog.keys[row]), float(backlog.due[row])
         serial, places = int(backlog.serial[row]), int(backlog.places[row])
@@ -392,6 +384,4 @@ class Qlm(Planner):
         i = next(i for i, item in enumerate(situation.items) if item.group is group)
         base, work = generator.see(situation).waiting(i)
         instance = next(one for one in fleet_of(cluster) if one.id == group.instance)
-        return self._places.estimator.completion(
-            instance, group.kind, base, work, ahead, self._places.model(group)
-        )
+        return self._places.estimator.completion(instance, group.kind, base, work, ahead, self._places.model(group))

@@ -116,8 +116,9 @@ def outlook(p: PlanProblem, g: int, items: Ints, length: int, seen: Floats) -> f
         end = max(end, last + p.finish[g, i])
         each = WAITING * last
         for level in range(len(LATE)):
-            late = max(first + p.z[level] * spread - p.first[level, g, i],
-                       last + p.z[level] * more - p.last[level, g, i])  # fmt: skip
+            late = max(
+                first + p.z[level] * spread - p.first[level, g, i], last + p.z[level] * more - p.last[level, g, i]
+            )
             each += LATE[level] if late > 0 else 0.0
             each += TARDY * max(late, 0.0) if level == 0 else 0.0
         seen[0, i] = late

@@ -49,9 +49,14 @@ class RunOrder(Ordered):
     follows_runs = True
 
     def __init__(
-        self, kind: int, *, ahead: int | None = None, stretch: float = 10.0,
-        knowledge: Knowledge | None = None, futures: Futures | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: int,
+        *,
+        ahead: int | None = None,
+        stretch: float = 10.0,
+        knowledge: Knowledge | None = None,
+        futures: Futures | None = None,
+    ) -> None:
         super().__init__(kind, ahead=ahead)
         self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
         self._stretch = stretch

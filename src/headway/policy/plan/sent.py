@@ -39,9 +39,13 @@ class SentOrder:
     """
 
     def __init__(
-        self, entries: Entries, instances: Sequence[Instance], cluster: Cluster, ahead: int | None = None,
+        self,
+        entries: Entries,
+        instances: Sequence[Instance],
+        cluster: Cluster,
+        ahead: int | None = None,
         far_s: float = np.inf,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._far_s = far_s
         self.names = [instance.id for instance in instances]
         self.window = [instance.window + (ahead or 0) for instance in instances]

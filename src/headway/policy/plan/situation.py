@@ -153,10 +153,23 @@ class _Builder:
                 size[i], evict[i], leave[i] = self._runs(item, table[:, item.instance, i])
         share, variance, room, finish = table[: _FINISH + 1]
         return PlanProblem(
-            size, self._model_of_items(), self._fixed(), share, variance, room, finish, table[_FIRST],
-            table[_LAST], evict, leave, self._loaded(), self._ready(), self._swap(), _Z,
+            size,
+            self._model_of_items(),
+            self._fixed(),
+            share,
+            variance,
+            room,
+            finish,
+            table[_FIRST],
+            table[_LAST],
+            evict,
+            leave,
+            self._loaded(),
+            self._ready(),
+            self._swap(),
+            _Z,
             _DELAYED * self.placed.arrivals.rate(self.now) / max(len(self.fleet), 1),
-        )  # fmt: skip
+        )
 
     def _runs(self, item: Item, column: Floats) -> tuple[float, float, float]:
         """Fill the column of what runs; return its `size`, `evict` and `leave`."""

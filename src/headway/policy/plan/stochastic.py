@@ -69,9 +69,7 @@ def _horizon(p: PlanProblem) -> float:
     swap = float(np.max(p.swap, where=np.isfinite(p.swap), initial=0.0))
     each = np.max(np.where(able, p.share + p.finish, 0.0), axis=0) + swap
     return float(
-        each.sum()
-        + p.ready.max()
-        + float(p.z.max()) * math.sqrt(float(np.where(able, p.variance, 0.0).sum()))
+        each.sum() + p.ready.max() + float(p.z.max()) * math.sqrt(float(np.where(able, p.variance, 0.0).sum()))
     )
 
 

@@ -27,10 +27,7 @@ def eligible(cluster: Cluster, name: str, rows: Ints, *, later: bool = False) ->
     backlog, instance = cluster.backlog, cluster.instances[name]
     queued = ~backlog.sent[rows] & (backlog.model[rows] == cluster.code(instance.model))
     longest = backlog.longest[rows]
-    if (
-        longest.max(initial=0) > instance.limit
-        and max_context(cluster, instance.model, later) > instance.limit
-    ):
+    if longest.max(initial=0) > instance.limit and max_context(cluster, instance.model, later) > instance.limit:
         queued &= longest <= instance.limit
     return np.asarray(queued, np.bool_)
 

@@ -82,9 +82,7 @@ BASELINES = {
         _baseline(
             "sarathi",
             "Sarathi-Serve: stall-free batches of answers and prompt chunks, 512 tokens an iteration",
-            lambda spec: Chunked(
-                spec.max_running, max(min(_SARATHI_BUDGET, spec.token_budget), spec.max_running)
-            ),
+            lambda spec: Chunked(spec.max_running, max(min(_SARATHI_BUDGET, spec.token_budget), spec.max_running)),
         ),
         _baseline(
             "multires",

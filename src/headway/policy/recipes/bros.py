@@ -18,9 +18,16 @@ def _without_batch_size(spec: EngineSpec) -> Bros:
 
 def _by_the_text(spec: EngineSpec) -> Bros:
     return Bros(
-        spec, spare=0.0, crowded=1.0, parts_below=-1.0, from_last=True, fixed_bound=True, returns_early=True,
-        replaces_long=True, most_empty=True,
-    )  # fmt: skip
+        spec,
+        spare=0.0,
+        crowded=1.0,
+        parts_below=-1.0,
+        from_last=True,
+        fixed_bound=True,
+        returns_early=True,
+        replaces_long=True,
+        most_empty=True,
+    )
 
 
 # Recipes: what each is, and its packer.
@@ -34,10 +41,7 @@ VARIANTS: dict[str, tuple[str, Callable[[EngineSpec], Bros]]] = {
         "BROS without two-ended blocks: what finds no blocks is computed again (the paper's ablation)",
         partial(Bros, two_ended=False, saves=False),
     ),
-    "bros-no-parts": (
-        "BROS with whole best-effort prompts only",
-        partial(Bros, parts_below=-1.0),
-    ),
+    "bros-no-parts": ("BROS with whole best-effort prompts only", partial(Bros, parts_below=-1.0)),
     "bros-paper": ("Algorithm 1, FindBlock and FindPreemptBlock of BROS by their text", _by_the_text),
     "bros-no-replacement": (
         "BROS without putting best effort in the place of real-time requests that can wait",

@@ -63,12 +63,7 @@ DEFAULT = {
             "slack",
             "least slack first, prompt chunks sized so that running answers keep their promises (BROS 4.2)",
             lambda: ordered.Ordered(ranks.ATTAINABLE),
-            lambda spec: Slack(
-                spec.max_running,
-                spec.token_budget,
-                spec.latency,
-                max_gap=spec.max_gap_s,
-            ),
+            lambda spec: Slack(spec.max_running, spec.token_budget, spec.latency, max_gap=spec.max_gap_s),
         ),
     )
 }

@@ -22,9 +22,17 @@ from headway.ports import Packer
 
 # The paper to the letter (3.2 to 3.4, 4); the other variants differ where that has measured better.
 TEXT = Options(
-    buffer=0, buffer_share=0.15, idle=1.0, grain=1, loose=True, fixed_ranges=True, hosts_first=True,
-    lends_to_prompts=False, whole=False, by_cost=False,
-)  # fmt: skip
+    buffer=0,
+    buffer_share=0.15,
+    idle=1.0,
+    grain=1,
+    loose=True,
+    fixed_ranges=True,
+    hosts_first=True,
+    lends_to_prompts=False,
+    whole=False,
+    by_cost=False,
+)
 VARIANTS = {
     "ecoserve-d": (Options(synced=False, ordered=False, lends=False), "decoupled prompts and generations"),
     "ecoserve-sd": (Options(ordered=False, lends=False), "decoupled, in time-synced groups"),

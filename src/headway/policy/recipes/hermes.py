@@ -11,9 +11,13 @@ from headway.policy.recipes.recipe import Recipe
 
 
 def variant(
-    name: str, about: str, options: RankOptions, knowledge: Knowledge | None = None,
-    futures: Futures | None = None, prewarm: PrewarmOptions | None = None,
-) -> Recipe:  # fmt: skip
+    name: str,
+    about: str,
+    options: RankOptions,
+    knowledge: Knowledge | None = None,
+    futures: Futures | None = None,
+    prewarm: PrewarmOptions | None = None,
+) -> Recipe:
     """Return a recipe with these ranks.
 
     knowledge: graphs to begin with, shared by all runs of the recipe; None = every planner starts without.
@@ -29,11 +33,7 @@ HERMES = {
     for recipe in (
         variant("hermes", "application runs by the Gittins index of their remaining demand", RankOptions()),
         variant("hermes-ddl", "application runs by worst-case slack to their deadline", RankOptions("slack")),
-        variant(
-            "hermes-no-refine", "the same as hermes, with the demand as profiled", RankOptions(refine=False)
-        ),
-        variant(
-            "hermes-mean", "shortest mean remaining demand, as profiled", RankOptions("mean", refine=False)
-        ),
+        variant("hermes-no-refine", "the same as hermes, with the demand as profiled", RankOptions(refine=False)),
+        variant("hermes-mean", "shortest mean remaining demand, as profiled", RankOptions("mean", refine=False)),
     )
 }

@@ -17,16 +17,18 @@ from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer
 
 _VARIANTS: dict[str, tuple[str, QlmOptions, bool]] = {
-    "qlm": ("QLM: request groups on virtual queues, ordered by a plan generator, model swaps",
-            QlmOptions(), True),
+    "qlm": ("QLM: request groups on virtual queues, ordered by a plan generator, model swaps", QlmOptions(), True),
     "qlm-no-evict": ("QLM without request eviction", QlmOptions(evicts=False), True),
     "qlm-no-kv-swap": ("QLM that recomputes what it evicts", QlmOptions(), False),
     "qlm-no-warm": ("QLM without model warm start", QlmOptions(warms=False), True),
     "qlm-round-robin": ("QLM with groups dealt to instances in turn", QlmOptions(places="in turn"), True),
     "qlm-random": ("QLM with groups dealt to instances at random", QlmOptions(places="random"), True),
-    "qlm-by-deadline": ("QLM with groups by deadline, swapping models as that order has them",
-                        QlmOptions(orders="deadline"), True),
-}  # fmt: skip
+    "qlm-by-deadline": (
+        "QLM with groups by deadline, swapping models as that order has them",
+        QlmOptions(orders="deadline"),
+        True,
+    ),
+}
 
 
 def _packer(kv_swap: bool, spec: EngineSpec) -> Packer:

@@ -45,12 +45,22 @@ _PAUSED = int(State.PAUSED)  # an enum's members are slow to look up
 
 ITERATIONS = np.dtype(
     [
-        ("instance", "i2"), ("start", "f8"), ("seconds", "f8"),
-        ("decodes", "i4"), ("prefill", "i4"), ("recompute", "i4"),  # requests; prompt tokens; tokens again
-        ("running", "i4"), ("paused", "i4"), ("waiting", "i4"), ("queued", "i4"),  # queued: outside
-        ("admitted", "i4"), ("evicted", "i4"), ("saved", "i4"), ("blocks", "i4"),  # blocks: in use
+        ("instance", "i2"),
+        ("start", "f8"),
+        ("seconds", "f8"),
+        ("decodes", "i4"),
+        ("prefill", "i4"),
+        ("recompute", "i4"),  # requests; prompt tokens; tokens again
+        ("running", "i4"),
+        ("paused", "i4"),
+        ("waiting", "i4"),
+        ("queued", "i4"),  # queued: outside
+        ("admitted", "i4"),
+        ("evicted", "i4"),
+        ("saved", "i4"),
+        ("blocks", "i4"),  # blocks: in use
     ]
-)  # fmt: skip
+)
 CHANGES = np.dtype([("iteration", "i4"), ("request", "i4"), ("state", "i1"), ("tokens", "i4")])
 TAKERS = np.dtype([("iteration", "i4"), ("request", "i4"), ("blocks", "i4"), ("slot", "?")])
 MOVES = np.dtype([("time", "f8"), ("request", "i4"), ("instance", "i2")])
@@ -102,9 +112,7 @@ class Recorder(Observer):
         """Record that a request came back from its instance unfinished."""
         self._log("moves", [(now, request, OUTSIDE)], now)
 
-    def iteration(
-        self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int
-    ) -> None:
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         """Record an iteration right after it was decided; the jobs are as they were before it computes."""
         seen = self._seen.setdefault(instance, _Seen())
         now = seen.look(engine, ran)
@@ -186,11 +194,10 @@ class _Seen:
         scheduled[ran.rows] = ran.tokens
         tokens, computed, evictions = scheduled[rows], jobs.computed[rows], jobs.evictions[rows]
         state = np.where(
-            jobs.running[rows], _PAUSED,
-            np.where(
-                jobs.saved[rows] > 0, State.SAVED, np.where(evictions > 0, State.EVICTED, State.WAITING)
-            ),
-        )  # fmt: skip
+            jobs.running[rows],
+            _PAUSED,
+            np.where(jobs.saved[rows] > 0, State.SAVED, np.where(evictions > 0, State.EVICTED, State.WAITING)),
+        )
         output_tokens = jobs.output_tokens[rows]
         # Tokens made in another engine are computed again, too: a swap of models gives requests back.
         again = (computed < self.reach[rows]) | (
@@ -205,11 +212,19 @@ class _Seen:
         resumes = (state == State.RECOMPUTE) & (output_tokens == 0)
         beyond = np.maximum(computed + tokens - self.reach[rows], 0)
         return _Look(
-            rows, self.request[rows], state, tokens, reached, blocks, evictions, self.state[rows],
+            rows,
+            self.request[rows],
+            state,
+            tokens,
+            reached,
+            blocks,
+            evictions,
+            self.state[rows],
             changed=(state != self.state[rows]) | (tokens != self.tokens[rows]),
             lost=(evictions > self.evictions[rows]) & (self.state[rows] >= 0),
-            gained=blocks - self.blocks[rows], resumed=int(beyond[resumes].sum()),
-        )  # fmt: skip
+            gained=blocks - self.blocks[rows],
+            resumed=int(beyond[resumes].sum()),
+        )
 
     def keep(self, look: _Look) -> None:
         """Keep a look as the last state."""

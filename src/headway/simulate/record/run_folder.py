@@ -103,10 +103,7 @@ def load(folder: str | Path) -> Run:
         header = _header(json.loads((place / HEADER).read_text("utf-8")), place)
         workload, outcome, recording = (_columns(place / f"{name}.npz") for name in _PARTS)
         return Run(
-            header,
-            _workload(workload),
-            _outcome(outcome),
-            Recording(**{name: recording[name] for name in LOGS}),
+            header, _workload(workload), _outcome(outcome), Recording(**{name: recording[name] for name in LOGS})
         )
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ConfigError(f"The run in {folder} is damaged: {error}.", "Simulate it again.") from error
@@ -164,9 +161,7 @@ def _names(column: NDArray[Any]) -> Any:
 
 def _outcome(columns: Mapping[str, NDArray[Any]]) -> Outcome:
     """Return the outcome; a sum that the folder does not have gets its default."""
-    values: dict[str, Any] = {
-        name: column if column.ndim else column.item() for name, column in columns.items()
-    }
+    values: dict[str, Any] = {name: column if column.ndim else column.item() for name, column in columns.items()}
     known = {entry.name for entry in fields(Outcome)}
     missing = [e.name for e in fields(Outcome) if e.default is MISSING and e.name not in values]
     if missing:

@@ -261,10 +261,13 @@ def _held(iterations: Log, changes: Log, stays: Log, local: Ints, starts: list[F
     instance = iterations["instance"][changes["iteration"]].astype(np.int64)
     stay = _stay_of(changes["request"], iterations["start"][changes["iteration"]], stays)
     columns = {
-        "request": changes["request"].astype(np.int64), "instance": instance, "stay": stay,
-        "low": local[changes["iteration"]], "state": changes["state"].astype(np.int64),
+        "request": changes["request"].astype(np.int64),
+        "instance": instance,
+        "stay": stay,
+        "low": local[changes["iteration"]],
+        "state": changes["state"].astype(np.int64),
         "tokens": changes["tokens"].astype(np.int64),
-    }  # fmt: skip
+    }
     held = np.zeros(changes.size, [(name, "i8") for name in (*columns, "high")])
     for name, column in columns.items():
         held[name] = column

@@ -27,9 +27,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 _LONGEST_ANSWER = 2048  # max_tokens of every request, which reveals no answer's length
 # Shares of the applications (Hermes 5.1 with the weights of its published code): small ones have 72 % of the
 # runs, medium ones 26 %, large ones 2 %.
-SHARES: Mapping[str, float] = {
-    "EV": 0.06, "CC": 0.22, "ALFWI": 0.22, "KBQAV": 0.22, "CG": 0.13, "PE": 0.13, "DM": 0.02,
-}  # fmt: skip
+SHARES: Mapping[str, float] = {"EV": 0.06, "CC": 0.22, "ALFWI": 0.22, "KBQAV": 0.22, "CG": 0.13, "PE": 0.13, "DM": 0.02}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +116,8 @@ def graphs_of(runs: Sequence[AppRun]) -> dict[str, Graph]:
 
 
 def draw(
-    pool: Mapping[str, Sequence[AppRun]], count: int, rng: np.random.Generator,
-    shares: Mapping[str, float] = SHARES,
-) -> list[AppRun]:  # fmt: skip
+    pool: Mapping[str, Sequence[AppRun]], count: int, rng: np.random.Generator, shares: Mapping[str, float] = SHARES
+) -> list[AppRun]:
     """Draw runs: first the application by its share, then one of its runs, with replacement."""
     apps = [app for app, share in shares.items() if share > 0 and pool.get(app)]
     if not apps:
@@ -130,9 +127,7 @@ def draw(
     return [pool[apps[i]][int(rng.integers(len(pool[apps[i]])))] for i in chosen.tolist()]
 
 
-def applications(
-    runs: Sequence[AppRun], arrival: Floats, model: str, target: Floats | None = None
-) -> Applications:
+def applications(runs: Sequence[AppRun], arrival: Floats, model: str, target: Floats | None = None) -> Applications:
     """Return runs that arrive at these seconds (sorted); target: seconds that each may take.
 
     ConfigError for no runs, and for a step that is neither LLM requests nor seconds outside the LLM.
@@ -141,15 +136,11 @@ def applications(
     wrong = [step.unit for step in steps if (step.backend == LLM) != bool(step.requests)]
     if wrong or not all(run.steps for run in runs) or not runs:
         what = f"The unit {wrong[0]!r}" if wrong else "A run"
-        raise ConfigError(
-            f"{what} has nothing to do.", "Give each run steps, LLM steps requests, others none."
-        )
+        raise ConfigError(f"{what} has nothing to do.", "Give each run steps, LLM steps requests, others none.")
     sizes = [[len(step.requests) for step in run.steps] for run in runs]
     per_run = np.array([sum(some) for some in sizes])
     ends = np.cumsum(np.concatenate([[0], per_run]))
-    rows = tuple(
-        tuple((begin + np.cumsum([0, *some])).tolist()) for begin, some in zip(ends, sizes, strict=False)
-    )
+    rows = tuple(tuple((begin + np.cumsum([0, *some])).tolist()) for begin, some in zip(ends, sizes, strict=False))
     lengths = np.array([pair for step in steps for pair in step.requests], np.int64).reshape(-1, 2)
     units = tuple(dict.fromkeys(step.unit for step in steps))
     apps = tuple(dict.fromkeys(run.app for run in runs))

@@ -65,14 +65,10 @@ def phases(rates: Sequence[float], seconds: float, rng: np.random.Generator) -> 
 
     Raises ConfigError for a rate or a length that is not positive and finite.
     """
-    return np.concatenate(
-        [np.empty(0), *(k * seconds + poisson(rate, seconds, rng) for k, rate in enumerate(rates))]
-    )
+    return np.concatenate([np.empty(0), *(k * seconds + poisson(rate, seconds, rng) for k, rate in enumerate(rates))])
 
 
-def diurnal(
-    mean_rate: float, peak_to_mean: float, period: float, duration: float, rng: np.random.Generator
-) -> Floats:
+def diurnal(mean_rate: float, peak_to_mean: float, period: float, duration: float, rng: np.random.Generator) -> Floats:
     """Draw Poisson arrivals in [0, duration) seconds whose rate swings as a cosine, from night to night.
 
     The rate at t is mean_rate * (1 - (peak_to_mean - 1) * cos(2 pi t / period)) requests/s: least at 0, most
@@ -97,11 +93,7 @@ def burst(n: int) -> Floats:
 
 
 def recorded(
-    path: str | Path,
-    *,
-    rate: float | None = None,
-    limit: int | None = None,
-    rng: np.random.Generator | None = None,
+    path: str | Path, *, rate: float | None = None, limit: int | None = None, rng: np.random.Generator | None = None
 ) -> Trace:
     """Read the first `limit` requests of a trace, brought to `rate` requests/s (None = as recorded).
 

@@ -18,9 +18,7 @@ def column(name: str, values: Any, n: int, real: bool) -> NDArray[Any]:
     """
     found = np.asarray(values)
     if found.shape != (n,):
-        raise ConfigError(
-            f"Column {name} has shape {found.shape}.", f"All columns need one value for each of {n}."
-        )
+        raise ConfigError(f"Column {name} has shape {found.shape}.", f"All columns need one value for each of {n}.")
     if not real and found.dtype.kind not in "iu" and n:
         raise ConfigError(f"Column {name} holds {found.dtype}.", "Give whole numbers.")
     found = found.astype(float if real else np.int64, copy=False).view()

@@ -19,9 +19,7 @@ from headway.simulate.workload import traces
 from headway.simulate.workload.traces import Trace
 
 _VLLM = ("start_times", "input_lens", "output_lens")
-_FIX = (
-    "Give the file of vllm bench serve --save-result --save-detailed, or of guidellm --output-path NAME.json."
-)
+_FIX = "Give the file of vllm bench serve --save-result --save-detailed, or of guidellm --output-path NAME.json."
 
 
 def read(path: str | Path) -> Trace:

@@ -74,11 +74,16 @@ class _Format:
 
 # Other names of columns -> ours
 _NAMES = {
-    "arrival": "timestamp_s", "arrival_s": "timestamp_s", "TIMESTAMP": "timestamp_s",
-    "input": "prompt_tokens", "output": "output_tokens",
-    "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens",
-    "timestamp": "timestamp_ms", "tier": "class",
-}  # fmt: skip
+    "arrival": "timestamp_s",
+    "arrival_s": "timestamp_s",
+    "TIMESTAMP": "timestamp_s",
+    "input": "prompt_tokens",
+    "output": "output_tokens",
+    "ContextTokens": "prompt_tokens",
+    "GeneratedTokens": "output_tokens",
+    "timestamp": "timestamp_ms",
+    "tier": "class",
+}
 _FORMATS = {
     ".csv": _Format("timestamp_s", 1.0, "prompt_tokens", "output_tokens"),
     ".jsonl": _Format("timestamp_ms", 1000.0, "input_length", "output_length"),
@@ -121,9 +126,7 @@ def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | N
         return _conversations(file, limit, count)
     form = _format(file)
     table = [_sizes(row, form, file, line) for line, row in islice(_rows(file), limit)]
-    columns = [
-        column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")
-    ]
+    columns = [column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")]
     predicted = columns[2] if len(columns) > 2 else None
     return Lengths(columns[0], columns[1], predicted, f"{len(table):,} requests of {file.name}")
 

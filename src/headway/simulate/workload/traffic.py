@@ -21,25 +21,27 @@ from numpy.typing import NDArray
 from headway.errors import ConfigError
 from headway.prefix import Prefix
 from headway.simulate.workload import lengths as sizes
-from headway.simulate.workload.arrivals import (
-    burst,
-    diurnal,
-    gamma,
-    poisson,
-    positive,
-    recorded,
-    rescale,
-    spread,
-)
+from headway.simulate.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
 from headway.simulate.workload.columns import column, refuse, refuse_times
 from headway.simulate.workload.traces import Lengths, Trace
 from headway.stages import Stage
 from headway.types import Bools, Floats, Ints, Request, Slo
 
 __all__ = [
-    "Trace", "TrafficClass", "Workload", "burst", "concat", "diurnal", "gamma", "make", "poisson", "recorded",
-    "rescale", "single", "spread",
-]  # fmt: skip
+    "Trace",
+    "TrafficClass",
+    "Workload",
+    "burst",
+    "concat",
+    "diurnal",
+    "gamma",
+    "make",
+    "poisson",
+    "recorded",
+    "rescale",
+    "single",
+    "spread",
+]
 
 _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
 # Column of codes -> its names
@@ -114,9 +116,7 @@ class Workload:
         for name in _COLUMNS:
             values = getattr(self, name)
             given = name not in _OPTIONAL or len(values)
-            object.__setattr__(
-                self, name, column(name, values if given else np.zeros(n, np.int64), n, name in _REALS)
-            )
+            object.__setattr__(self, name, column(name, values if given else np.zeros(n, np.int64), n, name in _REALS))
         object.__setattr__(self, "ids", tuple(self.ids))
         _check_ids(self.ids, n)
         refuse_times(self.arrival)
@@ -136,9 +136,7 @@ class Workload:
         tokens = np.array([0 if prefix is None else prefix.tokens for prefix in self.prefixes])[self.prefix]
         whole = np.array([prefix is not None and prefix.answer for prefix in self.prefixes])[self.prefix]
         bad = (self.prompt < tokens) | (whole & (self.prompt > tokens))
-        refuse(
-            bad, "prompt", self.prompt, "at least as long as its prefix, and equal where the answer is in it"
-        )
+        refuse(bad, "prompt", self.prompt, "at least as long as its prefix, and equal where the answer is in it")
 
     def __len__(self) -> int:
         return int(self.arrival.size)
@@ -261,9 +259,7 @@ def make(classes: Sequence[TrafficClass], arrivals: Floats | Trace, rng: np.rand
     which = rng.choice(len(classes), times.size, p=shares / shares.sum())
     rows = [np.flatnonzero(which == number) for number in range(len(classes))]
     parts = [_part(traffic, times, trace, mine, rng) for traffic, mine in zip(classes, rows, strict=True)]
-    parts = [
-        _with_runs(part, traffic, i) for i, (part, traffic) in enumerate(zip(parts, classes, strict=True))
-    ]
+    parts = [_with_runs(part, traffic, i) for i, (part, traffic) in enumerate(zip(parts, classes, strict=True))]
     # Back into the order of arrival: of requests at one instant none is first because of its class.
     return concat(*parts).take(np.argsort(np.concatenate(rows)))
 
@@ -317,14 +313,10 @@ def concat(*parts: Workload) -> Workload:
     columns = {name: np.concatenate([_recoded(part, name, names) for part in parts]) for name in _COLUMNS}
     if not any(part.ids for part in parts):
         return _built(columns, names)
-    return replace(
-        _built(columns, names), ids=tuple(part.request(i).id for part in parts for i in range(len(part)))
-    )
+    return replace(_built(columns, names), ids=tuple(part.request(i).id for part in parts for i in range(len(part))))
 
 
-def _part(
-    traffic: TrafficClass, times: Floats, trace: Trace | None, rows: Ints, rng: np.random.Generator
-) -> Workload:
+def _part(traffic: TrafficClass, times: Floats, trace: Trace | None, rows: Ints, rng: np.random.Generator) -> Workload:
     """Return the requests of one class, which come at times[rows]."""
     prompt, output = _drawn(traffic, trace, rows, rng)
     limit = traffic.max_tokens or int(output.max(initial=1))
@@ -359,9 +351,7 @@ def _with_runs(part: Workload, traffic: TrafficClass, number: int) -> Workload:
     return replace(part, run=run, unit=unit, apps=(traffic.name,), runs=names, units=steps)
 
 
-def _drawn(
-    traffic: TrafficClass, trace: Trace | None, rows: Ints, rng: np.random.Generator
-) -> tuple[Ints, Ints]:
+def _drawn(traffic: TrafficClass, trace: Trace | None, rows: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
     if isinstance(traffic.lengths, Lengths):
         return sizes.resample(traffic.lengths, rows.size, rng)
     if traffic.lengths is not None:

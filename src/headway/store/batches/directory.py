@@ -54,8 +54,9 @@ class DirectoryStore(SqliteFile):
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",
-                "Set batches.dir to one that can be written to, or to \"none\".", param="batches.dir",
-            ) from error  # fmt: skip
+                'Set batches.dir to one that can be written to, or to "none".',
+                param="batches.dir",
+            ) from error
         self.changed = asyncio.Event()
         self._runner: int | None = None  # the handle of the lock, while it is held
 
@@ -77,9 +78,7 @@ class DirectoryStore(SqliteFile):
         """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
         _settle(self.path(file.id))
         with self.transaction() as db:
-            (used,) = db.execute(
-                "SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", [file.tenant]
-            ).fetchone()
+            (used,) = db.execute("SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", [file.tenant]).fetchone()
             if used + file.size > most:
                 raise no_room(most)
             add(db, "files", file)
@@ -330,18 +329,15 @@ class DirectoryStore(SqliteFile):
                 [now, id],
             )
             (state,) = db.execute("SELECT state FROM batches WHERE id = ?", [id]).fetchone()
-            late = db.execute(
-                "SELECT 1 FROM lines WHERE batch = ? AND ended = ? LIMIT 1", [id, EXPIRED]
-            ).fetchone()
+            late = db.execute("SELECT 1 FROM lines WHERE batch = ? AND ended = ? LIMIT 1", [id, EXPIRED]).fetchone()
         if state == "cancelling":
             return "cancelled"
         return "expired" if late else "completed"
 
     @in_thread
     def end(
-        self, id: str, state: str, now: float, *, output: StoredFile | None = None,
-        error: StoredFile | None = None,
-    ) -> None:  # fmt: skip
+        self, id: str, state: str, now: float, *, output: StoredFile | None = None, error: StoredFile | None = None
+    ) -> None:
         """End a batch: its files, whose content is complete, are listed and its lines forgotten."""
         for file in (output, error):
             if file is not None:

@@ -151,9 +151,8 @@ class BatchStore(Protocol):
         """Take note that a batch's files are being written; return the state that it will have then."""
 
     async def end(
-        self, id: str, state: str, now: float, *, output: StoredFile | None = None,
-        error: StoredFile | None = None,
-    ) -> None:  # fmt: skip
+        self, id: str, state: str, now: float, *, output: StoredFile | None = None, error: StoredFile | None = None
+    ) -> None:
         """End a batch: its files, whose content is complete, are listed and its lines forgotten."""
 
 

@@ -30,9 +30,7 @@ _LINES = 1000  # changed or deleted per transaction, so that no statement exceed
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))
 
 _COUNT = "SELECT count(*) FROM {s}.batches WHERE ended IS NULL AND tenant = $1"
-_ADD = f"INSERT INTO {{s}}.batches ({_BATCH}) VALUES (%s)" % ", ".join(
-    f"${i}" for i, _ in enumerate(fields(Batch), 1)
-)
+_ADD = f"INSERT INTO {{s}}.batches ({_BATCH}) VALUES (%s)" % ", ".join(f"${i}" for i, _ in enumerate(fields(Batch), 1))
 _GET = f"SELECT {_BATCH} FROM {{s}}.batches WHERE id = $1 AND tenant = $2"
 _SOME = f"""SELECT {_BATCH} FROM {{s}}.batches WHERE tenant = $1 AND ($3::text IS NULL
         OR seq < (SELECT seq FROM {{s}}.batches WHERE id = $3 AND tenant = $1))
@@ -280,9 +278,8 @@ class PostgresStore(PostgresFiles):
         return str(await self._as_holder(work))
 
     async def end(
-        self, id: str, state: str, now: float, *, output: StoredFile | None = None,
-        error: StoredFile | None = None,
-    ) -> None:  # fmt: skip
+        self, id: str, state: str, now: float, *, output: StoredFile | None = None, error: StoredFile | None = None
+    ) -> None:
         """End a batch: its files are listed in the same transaction, its lines deleted after it."""
 
         async def work(connection: Connection) -> None:

@@ -83,32 +83,30 @@ def no_room(most: int) -> RequestError:
     """Return the error of a tenant whose files have all bytes that they may (413)."""
     return RequestError(
         f"Your files may have {most / 2**20:g} MiB in all (batches.tenant_mib).",
-        "Delete files that are not needed any more.", status=413, code="files_full",
+        "Delete files that are not needed any more.",
+        status=413,
+        code="files_full",
         headers={"connection": "close"},
-    )  # fmt: skip
+    )
 
 
 def no_file(id: str) -> RequestError:
     """Return the error of a file that a tenant does not have (404)."""
-    return RequestError(
-        f"There is no file {id[:64]!r}.", "GET /v1/files lists them.", status=404, code="not_found"
-    )  # fmt: skip
+    return RequestError(f"There is no file {id[:64]!r}.", "GET /v1/files lists them.", status=404, code="not_found")
 
 
 def input_gone() -> RequestError:
     """Return the error of a file whose content is not where it was (404)."""
     return RequestError(
-        "The content of the file is gone.", "Upload it again, for a new batch.", status=404,
-        code="input_file_gone",
-    )  # fmt: skip
+        "The content of the file is gone.", "Upload it again, for a new batch.", status=404, code="input_file_gone"
+    )
 
 
 def in_use(batch: str) -> RequestError:
     """Return the error of a file that cannot be deleted yet (409)."""
     return RequestError(
-        f"The batch {batch} reads this file.", "Cancel it first, or wait for its end.",
-        status=409, code="file_in_use",
-    )  # fmt: skip
+        f"The batch {batch} reads this file.", "Cancel it first, or wait for its end.", status=409, code="file_in_use"
+    )
 
 
 def too_many_open(count: int, most: int) -> RequestError:
@@ -116,5 +114,7 @@ def too_many_open(count: int, most: int) -> RequestError:
     return RequestError(
         f"{count} batches of yours have not ended; at most {most} may be open.",
         "Wait for the end of one (batches.max_open).",
-        status=429, kind="rate_limit_error", code="too_many_batches",
-    )  # fmt: skip
+        status=429,
+        kind="rate_limit_error",
+        code="too_many_batches",
+    )

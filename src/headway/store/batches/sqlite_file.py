@@ -151,9 +151,7 @@ class SqliteFile:
             return self._db.execute(sql, values).fetchall()
 
 
-def in_thread(
-    method: Callable[Concatenate[S, P], T],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """Turn a method that blocks into one that is awaited. HeadwayError (503) when the directory fails."""
 
     @wraps(method)

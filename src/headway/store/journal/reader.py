@@ -101,9 +101,7 @@ def _none(folder: Path) -> ConfigError:
     return ConfigError(f"There is no journal in {folder}.", hint)
 
 
-def _add(
-    path: Path, found: Journal, packs: list[IterationsRow], since: float | None, until: float | None
-) -> None:
+def _add(path: Path, found: Journal, packs: list[IterationsRow], since: float | None, until: float | None) -> None:
     """Add the rows of one file, or none of them."""
     low, high = -1e300 if since is None else since, 1e300 if until is None else until
     with closing(_open(path)) as db:

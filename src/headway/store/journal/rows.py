@@ -145,9 +145,12 @@ class EngineRow:
 
 Row = RequestRow | RefusalRow | StayRow | IterationsRow | EngineRow
 TABLES: dict[type[Any], str] = {
-    RequestRow: "requests", RefusalRow: "refusals", StayRow: "stays", IterationsRow: "iterations",
+    RequestRow: "requests",
+    RefusalRow: "refusals",
+    StayRow: "stays",
+    IterationsRow: "iterations",
     EngineRow: "engines",
-}  # fmt: skip
+}
 WHEN = {"requests": "ended", "refusals": "at", "stays": "ended", "iterations": "ended", "engines": None}
 _VALUES = {kind: attrgetter(*(entry.name for entry in fields(kind))) for kind in TABLES}
 _SQL = {"str": "TEXT", "int": "INTEGER", "float": "REAL", "bytes": "BLOB"}

@@ -29,12 +29,13 @@ _GONE = ("08", "57P")
 # Every statement finds its rows by an index. A plan made while a table was small must not scan it when it is
 # large. Of the isolation levels only this one shows a statement what was committed before it.
 _SETTINGS = {
-    "enable_seqscan": "off", "enable_bitmapscan": "off", "jit": "off",
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "jit": "off",
     "default_transaction_isolation": "read committed",
-}  # fmt: skip
+}
 # A database may have it off to be faster; what was accepted would be lost with the server.
-_DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE " \
-    "current_setting('synchronous_commit') = 'off'"  # fmt: skip
+_DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
 # A session that this gateway has lost may still commit, even what is on its way there. It is ended before
 # another one begins.
 _FENCE = """SELECT pg_terminate_backend(pid, $2) FROM pg_stat_activity
@@ -75,16 +76,21 @@ class Address:
         """Return a new connection under an application's name. ConfigError when there is none to be had."""
         limit = str(round(self.timeout_s * 1000))
         settings = {
-            "application_name": name, "statement_timeout": limit,
+            "application_name": name,
+            "statement_timeout": limit,
             # Of a gateway that is paused or cut off within a transaction others would wait for its locks.
-            "idle_in_transaction_session_timeout": limit, **_SETTINGS,
-        }  # fmt: skip
+            "idle_in_transaction_session_timeout": limit,
+            **_SETTINGS,
+        }
         with explained(self.place):
             # Longer than the server's own limit, so that it is the server that gives up first, and undoes.
             connection: Connection = await asyncpg.connect(
-                self.url, timeout=self.timeout_s, command_timeout=self.timeout_s + 2,
-                target_session_attrs="read-write", server_settings=settings,
-            )  # fmt: skip
+                self.url,
+                timeout=self.timeout_s,
+                command_timeout=self.timeout_s + 2,
+                target_session_attrs="read-write",
+                server_settings=settings,
+            )
             try:
                 await connection.execute(_DURABLE)
                 if await connection.fetchval("SHOW fsync") == "off":
@@ -110,7 +116,7 @@ class Address:
                 "gateways would take each other's work.",
                 "Synchronize the machines' clocks, then stop Headway here, delete "
                 f"{clock.origin_file()}, which goes by the old clock, and start it.",
-            )  # fmt: skip
+            )
 
     async def connect_writer(self, name: str, tables: Sequence[Tables], *, make: bool) -> Connection:
         """Return a connection that changes these tables, when no other session of that name is left."""
@@ -241,9 +247,7 @@ class Link:
             connection = await self._open()
         except Exception as error:  # whatever it is, the next try may succeed
             if (why := str(error) or repr(error)) != self._said:  # once, not every two seconds
-                log.warning(
-                    "no connection to PostgreSQL: %s", why, exc_info=not isinstance(error, HeadwayError)
-                )
+                log.warning("no connection to PostgreSQL: %s", why, exc_info=not isinstance(error, HeadwayError))
             self.problem, self._said = "its server cannot be used", why
             return False
         log.info("connected to PostgreSQL again")

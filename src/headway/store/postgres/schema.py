@@ -69,13 +69,15 @@ async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], 
             if version != part.version:
                 raise ConfigError(
                     f"The schema {schema} has version {version}; this Headway knows {part.version}.",
-                    "Use the Headway that made it, or give this one another schema.", param=PARAM,
-                )  # fmt: skip
+                    "Use the Headway that made it, or give this one another schema.",
+                    param=PARAM,
+                )
     if not await connection.fetchval(_RIGHTS, schema, [name for part in parts for name in part.names]):
         raise ConfigError(
             f"The user may not change the tables in the schema {schema}.",
-            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.", param=URL,
-        )  # fmt: skip
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.",
+            param=URL,
+        )
 
 
 def _check_server(row: Any) -> None:
@@ -100,12 +102,14 @@ def _foreign(schema: str, found: set[str]) -> ConfigError:
     if not found:
         return ConfigError(
             f"The schema {schema} has no tables any more.",
-            "Restore the database, or start the gateways anew with an empty queue.", param=PARAM,
-        )  # fmt: skip
+            "Restore the database, or start the gateways anew with an empty queue.",
+            param=PARAM,
+        )
     return ConfigError(
         f"The schema {schema} has another program's tables, such as {min(found)}.",
-        "Give the broker a schema of its own.", param=PARAM,
-    )  # fmt: skip
+        "Give the broker a schema of its own.",
+        param=PARAM,
+    )
 
 
 def stored(text: str | None) -> str | None:

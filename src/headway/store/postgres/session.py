@@ -52,9 +52,11 @@ class Lane(Generic[C]):
     """
 
     def __init__(
-        self, link: Link, together: Callable[[deque[C]], list[C]],
+        self,
+        link: Link,
+        together: Callable[[deque[C]], list[C]],
         work: Callable[[list[C], int, Connection], Awaitable[Sequence[Any]]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.link, self.work, self._together = link, work, together
         self._loop = asyncio.get_running_loop()
         self._calls: deque[C] = deque()

@@ -152,9 +152,12 @@ def unknown_id(id: str) -> HeadwayError:
 def takes_nothing(problem: str) -> HeadwayError:
     """Return the error of what is refused because of a broker's `problem` (status 503)."""
     return HeadwayError(
-        f"The queue takes nothing: {problem}.", "Send the request again once that is mended.",
-        status=503, kind="server_error", code="queue_unavailable",
-    )  # fmt: skip
+        f"The queue takes nothing: {problem}.",
+        "Send the request again once that is mended.",
+        status=503,
+        kind="server_error",
+        code="queue_unavailable",
+    )
 
 
 def no_lease(owner: str) -> HeadwayError:

@@ -82,9 +82,8 @@ class PostgresBroker(Session):
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         outcome = await self._write(
-            "put", id=job.id, instant=job.arrival, count=job.attempts, job=job, text=job.request,
-            body=job.body,
-        )  # fmt: skip
+            "put", id=job.id, instant=job.arrival, count=job.attempts, job=job, text=job.request, body=job.body
+        )
         if outcome != 1:
             raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
 
@@ -192,9 +191,8 @@ class PostgresBroker(Session):
         columns = [list(column) for column in zip(*(call.row() for call in group), strict=True)]
         places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
         rows = await connection.fetch(
-            f"SELECT outcome, taken FROM {self._schema}.apply({places})",
-            self.owner, alone, self._lock, *columns,
-        )  # fmt: skip
+            f"SELECT outcome, taken FROM {self._schema}.apply({places})", self.owner, alone, self._lock, *columns
+        )
         outcomes = [row["outcome"] for row in rows]
         for i, call in enumerate(group):
             if call.verb == "take":

@@ -36,10 +36,17 @@ class Call(session.Call):
         """Return the elements of the function's arrays."""
         job = self.job
         return (
-            self.verb, self.number, stored(self.id), self.instant, self.count,
-            job.background if job else None, stored(job.tenant if job else None),
-            stored(job.path if job else None), stored(self.text), self.body,
-        )  # fmt: skip
+            self.verb,
+            self.number,
+            stored(self.id),
+            self.instant,
+            self.count,
+            job.background if job else None,
+            stored(job.tenant if job else None),
+            stored(job.path if job else None),
+            stored(self.text),
+            self.body,
+        )
 
 
 def together(calls: deque[Call], limit: int) -> list[Call]:

@@ -69,9 +69,13 @@ GET = f"SELECT {COLUMNS} FROM jobs WHERE id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
 UNFIT = (
-    sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError,
-    ValueError, OverflowError,
-)  # fmt: skip
+    sqlite3.IntegrityError,
+    sqlite3.DataError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    ValueError,
+    OverflowError,
+)
 log = logging.getLogger("headway.store.queue")
 
 
@@ -364,9 +368,7 @@ class SqliteBroker:
         except HeadwayError as error:  # refused before anything was changed
             return error
         except UNFIT as error:  # SQLite has undone this statement alone; the others' transaction goes on
-            return HeadwayError(
-                f"The job cannot be stored: {error}.", "Send a smaller or well-formed request."
-            )
+            return HeadwayError(f"The job cannot be stored: {error}.", "Send a smaller or well-formed request.")
 
 
 def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:

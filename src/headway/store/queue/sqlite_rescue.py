@@ -95,9 +95,7 @@ def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None
     return Recovered(counts, unreadable, aside)
 
 
-def merge_rows(
-    source: sqlite3.Connection, target: sqlite3.Connection, table: str, columns: str, conflict: str
-) -> int:
+def merge_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: str, columns: str, conflict: str) -> int:
     """Copy the rows of a table with a unique `id`; return how many cannot be read.
 
     conflict: what is done with a row that the target has.

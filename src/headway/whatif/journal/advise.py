@@ -76,10 +76,16 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     with Progress(disable=as_json, transient=True) as bar:
         advice = advise(case, bar)
     report = Report(
-        "advise", "sim", f"What keeps the promises ({SIMULATED})", advice.rows,
-        time.perf_counter() - began, About(about, seed), _grid(advice.rows), notes=[*advice.words, *notes],
+        "advise",
+        "sim",
+        f"What keeps the promises ({SIMULATED})",
+        advice.rows,
+        time.perf_counter() - began,
+        About(about, seed),
+        _grid(advice.rows),
+        notes=[*advice.words, *notes],
         warning=warning(advice.differences, case.suspects),
-    )  # fmt: skip
+    )
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(advice.rows, case))
 
 
@@ -115,9 +121,7 @@ def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
 def attained(records_: Sequence[Record]) -> float:
     """Return the attainment of the class that kept least of its promises, in %."""
     parts = metrics.split(metrics.promised(records_))
-    return min(
-        (value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0
-    )
+    return min((value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0)
 
 
 def _simulated(case: Case, fleet: Sequence[InstanceSpec], load: float, recipe: str) -> list[Record]:
@@ -253,14 +257,19 @@ def _grid(rows: Sequence[Row]) -> Grid:
 
 
 _LABELS = {
-    "advise.instances": "instances needed", "advise.attained": "on time with these",
-    "advise.attained_one_fewer": "on time with one fewer", "advise.attained_now": "on time with today's",
+    "advise.instances": "instances needed",
+    "advise.attained": "on time with these",
+    "advise.attained_one_fewer": "on time with one fewer",
+    "advise.attained_now": "on time with today's",
     "advise.attained_limit": "on time with another batch limit",
-    "advise.attained_most": "on time with the most tried", "real.attained": "on time, served",
-    "simulated.attained": "on time, simulated", "real.ttft.p50": "ttft p50, served",
-    "simulated.ttft.p50": "ttft p50, simulated", "real.e2el.p50": "e2e p50, served",
+    "advise.attained_most": "on time with the most tried",
+    "real.attained": "on time, served",
+    "simulated.attained": "on time, simulated",
+    "real.ttft.p50": "ttft p50, served",
+    "simulated.ttft.p50": "ttft p50, simulated",
+    "real.e2el.p50": "e2e p50, served",
     "simulated.e2el.p50": "e2e p50, simulated",
-}  # fmt: skip
+}
 
 
 def _pictures(rows: Sequence[Row], case: Case) -> Pictures:

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.policy.forecast.latency.measurement import (
-    Row,
-    Samples,
-    Seen,
-    bias,
-    fit_all,
-    interruptions,
-    overheads,
-)
+from headway.policy.forecast.latency.measurement import Row, Samples, Seen, bias, fit_all, interruptions, overheads
 from headway.policy.forecast.latency.profiles import FixedLatency
 from headway.simulate.instance import InstanceSpec
 from headway.store.journal.reader import Journal
@@ -56,8 +48,7 @@ def instances_of(journal: Journal) -> tuple[tuple[InstanceSpec, ...], dict[str, 
     """Return a journal's engines as instances, and their calibrations; ConfigError if it says too little."""
     if not journal.engines:
         raise ConfigError(
-            "The journal describes no engine: its gateway (headway gateway) does not see into an agent's.",
-            _DESCRIBE,
+            "The journal describes no engine: its gateway (headway gateway) does not see into an agent's.", _DESCRIBE
         )
     for engine in journal.engines.values():
         _told(engine)
@@ -69,21 +60,25 @@ def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
     blocks, block_size, budget = _told(engine)
     size = blocks * block_size
     instance = Instance(
-        engine.instance, engine.model, engine.max_running, blocks, block_size,
-        min(engine.max_model_len, size),
-    )  # fmt: skip
+        engine.instance, engine.model, engine.max_running, blocks, block_size, min(engine.max_model_len, size)
+    )
     return InstanceSpec(
-        instance, known.law, 2 * engine.max_running, budget, math.inf,
-        request_overhead=known.request, token_overhead=known.token, interruption=known.interruption,
-    )  # fmt: skip
+        instance,
+        known.law,
+        2 * engine.max_running,
+        budget,
+        math.inf,
+        request_overhead=known.request,
+        token_overhead=known.token,
+        interruption=known.interruption,
+    )
 
 
 def _told(engine: EngineRow) -> tuple[int, int, int]:
     """Return blocks, block size and token budget of an engine; ConfigError if it did not tell them."""
     if not (engine.blocks and engine.block_size and engine.token_budget):
         raise ConfigError(
-            f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.",
-            _DESCRIBE,
+            f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.", _DESCRIBE
         )
     return engine.blocks, engine.block_size, engine.token_budget
 
@@ -98,15 +93,13 @@ def _calibration(journal: Journal, name: str) -> Calibration:
             f"The journal has {len(rows)} iterations of {name} without a pause after them, {prompts} of them "
             f"with prompts: too few to fit {_LEAST} of both kinds.",
             f"Ask for a longer time (--since), or let the gateway serve more. {_DESCRIBE}",
-        )  # fmt: skip
+        )
     each, shorter = interruptions(rows, _moments(journal, name))
     fits = fit_all(Samples.of(shorter))
     law = fits.laws[fits.best]
     seen = _seen(journal, name)
     request, token = overheads(seen, rows) if len(seen) > 20 else (0.0, 0.0)
-    return Calibration(
-        FixedLatency(law), abs(bias(law, shorter)), len(rows), request, max(token, 0.0), sum(each)
-    )
+    return Calibration(FixedLatency(law), abs(bias(law, shorter)), len(rows), request, max(token, 0.0), sum(each))
 
 
 def _spread(table: Floats) -> list[Floats]:

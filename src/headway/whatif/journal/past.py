@@ -26,9 +26,7 @@ from headway.store.journal.rows import ITERATION, RequestRow, StayRow
 from headway.types import Floats, Ints
 
 _STOPS = {"p": "paused", "e": "evicted"}
-_ENDINGS = {
-    "dropped": "was refused ({})", "failed": "failed ({})", "cancelled": "was given up by its client ({})",
-}  # fmt: skip
+_ENDINGS = {"dropped": "was refused ({})", "failed": "failed ({})", "cancelled": "was given up by its client ({})"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +49,8 @@ class Past:
         none = (np.empty(0, kind) for kind in (CHANGES, TAKERS, MOVES))
         endings = {i: _ending(row) for i, row in enumerate(rows) if row.outcome != "finished"}
         run = Run(
-            header, workload_of(rows), _outcome(rows, instances, began), Recording(iterations, *none), began,
-            endings,
-        )  # fmt: skip
+            header, workload_of(rows), _outcome(rows, instances, began), Recording(iterations, *none), began, endings
+        )
         return cls(journal, run)
 
     def timeline(self, request: int) -> Timeline:
@@ -158,9 +155,7 @@ class Past:
     @cached_property
     def _sends(self) -> Floats:
         began = self.run.began or 0.0
-        return np.array([
-            np.nan if row.sent is None else row.sent - began for row in self.journal.requests
-        ])  # fmt: skip
+        return np.array([np.nan if row.sent is None else row.sent - began for row in self.journal.requests])
 
     @cached_property
     def _inner(self) -> tuple[Ints, Floats]:
@@ -184,11 +179,15 @@ class Past:
         work = self.run.workload
         tier, later = work.tier[others], work.arrival[others] > work.arrival[request]
         shares = [
-            Share(work.tiers[code], np.unique(others[mine]).size, round(float(tokens[mine].sum())),
-                  np.unique(others[mine & later]).size)
+            Share(
+                work.tiers[code],
+                np.unique(others[mine]).size,
+                round(float(tokens[mine].sum())),
+                np.unique(others[mine & later]).size,
+            )
             for code in np.unique(tier).tolist()
             for mine in [tier == code]
-        ]  # fmt: skip
+        ]
         return tuple(sorted(shares, key=lambda share: -share.tokens))
 
     def _crowded(self, spans: Iterable[Span]) -> float:
@@ -230,10 +229,14 @@ def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Work
     arrival = np.array([row.arrival for row in rows]) - rows[0].arrival
     most = np.maximum([row.max_tokens for row in rows], output)
     return Workload(
-        arrival=arrival, prompt=np.maximum([row.prompt_tokens for row in rows], 1), output=output,
-        max_tokens=most, priority=np.array([row.priority for row in rows], np.int64),
-        ids=tuple(row.id for row in rows), **columns,
-    )  # fmt: skip
+        arrival=arrival,
+        prompt=np.maximum([row.prompt_tokens for row in rows], 1),
+        output=output,
+        max_tokens=most,
+        priority=np.array([row.priority for row in rows], np.int64),
+        ids=tuple(row.id for row in rows),
+        **columns,
+    )
 
 
 def _outcome(rows: Sequence[RequestRow], instances: Sequence[str], began: float) -> Outcome:
@@ -267,9 +270,13 @@ def _machine(journal: Journal, name: str) -> Machine:
     if engine is None:
         return Machine(name, 0, 0, 0, 0, 0)
     return Machine(
-        name, engine.blocks or 0, engine.block_size or 0, engine.max_running, engine.max_running,
+        name,
+        engine.blocks or 0,
+        engine.block_size or 0,
+        engine.max_running,
+        engine.max_running,
         engine.token_budget or 0,
-    )  # fmt: skip
+    )
 
 
 def _iterations(journal: Journal, instances: Sequence[str], began: float) -> Log:

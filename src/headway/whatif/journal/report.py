@@ -45,9 +45,15 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
     rows = [*of_requests(journal), *_refusals(journal), *of_engines(journal)]
     about = About(_about(journal))
     report = Report(
-        "report", "vllm", "Requests served", rows, time.perf_counter() - began, about, _grid(rows),
+        "report",
+        "vllm",
+        "Requests served",
+        rows,
+        time.perf_counter() - began,
+        about,
+        _grid(rows),
         notes=list(_facts(rows)),
-    )  # fmt: skip
+    )
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(journal))
 
 
@@ -146,10 +152,12 @@ def use_of(table: Floats, engine: EngineRow) -> Use:
     minute = ((start - start[0]) // _MINUTE).astype(np.int64)
     peak = np.bincount(minute, scarce * seconds).max() / min(_MINUTE, span)
     return Use(
-        min(total / span, 1.0), float(running @ seconds) / total,
-        None if held is None else float(held @ seconds) / total, float(waiting @ seconds) / total,
+        min(total / span, 1.0),
+        float(running @ seconds) / total,
+        None if held is None else float(held @ seconds) / total,
+        float(waiting @ seconds) / total,
         min(float(peak), 1.0),
-    )  # fmt: skip
+    )
 
 
 def of_engines(journal: Journal) -> list[Row]:
@@ -161,9 +169,11 @@ def of_engines(journal: Journal) -> list[Row]:
             continue
         use = use_of(table, engine)
         figures = {
-            "engine.busy_pct": use.busy, "engine.batch_pct": use.batch, "engine.kv_pct": use.kv,
+            "engine.busy_pct": use.busy,
+            "engine.batch_pct": use.batch,
+            "engine.kv_pct": use.kv,
             "engine.headroom_pct": 1 - use.peak,
-        }  # fmt: skip
+        }
         rows += [Row(id, SERVED, name, None if v is None else 100 * v, "%") for id, v in figures.items()]
         rows.append(Row("engine.waiting", SERVED, name, use.waiting, "requests"))
     return rows
@@ -183,17 +193,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
         [setting, *(_cell(kinds.get(name)) for name in (*_FIGURES, "tokens.share_pct"))]
         for setting, kinds in served.items()
     ]
-    header = (
-        "",
-        "requests",
-        "failed",
-        "on time, %",
-        "ttft p50",
-        "ttft p99",
-        "tpot p99",
-        "e2e p50",
-        "e2e p99",
-    )
+    header = ("", "requests", "failed", "on time, %", "ttft p50", "ttft p99", "tpot p99", "e2e p50", "e2e p99")
     return Grid((*header, "tokens, %"), [lines])
 
 

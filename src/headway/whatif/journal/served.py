@@ -26,10 +26,17 @@ def records_of(rows: Sequence[RequestRow], *, by_tenant: bool = False) -> list[R
 def _record(row: RequestRow, began: float, by_tenant: bool) -> Record:
     done = row.outcome == "finished"
     return Record(
-        tier=row.tenant if by_tenant else row.tier, at=row.arrival - began, sent=row.arrival - began,
-        first=None if row.first is None else row.first - began, last=row.ended - began,
-        prompt_tokens=row.prompt_tokens, output_tokens=row.output_tokens, itl=_NO_GAPS,
-        status=200 if done else None, error=None if done else row.reason or row.outcome,
-        slo=Slo(row.ttft, row.tpot, row.e2e, row.weight, row.soft, bool(row.line)), id=row.id,
+        tier=row.tenant if by_tenant else row.tier,
+        at=row.arrival - began,
+        sent=row.arrival - began,
+        first=None if row.first is None else row.first - began,
+        last=row.ended - began,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.output_tokens,
+        itl=_NO_GAPS,
+        status=200 if done else None,
+        error=None if done else row.reason or row.outcome,
+        slo=Slo(row.ttft, row.tpot, row.e2e, row.weight, row.soft, bool(row.line)),
+        id=row.id,
         model=row.model,
-    )  # fmt: skip
+    )

@@ -26,9 +26,7 @@ from headway.whatif.load.mix import parse_slo
 from headway.whatif.output.results import SIMULATED
 from headway.whatif.scenario import Recorded, faster, of_trace
 
-_MEASURED = (
-    "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
-)
+_MEASURED = "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
 _PREFIXES = "Prompts that engines had in their prefix cache are simulated as computed whole."
 
 
@@ -93,8 +91,7 @@ class Source:
         """Return the instances, the journal, notes about both, and what makes the journal suspect."""
         if (self.journal is None) == (self.trace is None):
             raise ConfigError(
-                "There is no traffic to simulate.",
-                "Give --journal DIR or --trace FILE, and only one of them.",
+                "There is no traffic to simulate.", "Give --journal DIR or --trace FILE, and only one of them."
             )
         journal = None if self.journal is None else load(self.journal, self.since, self.until)
         if journal is not None and not journal.requests:

@@ -26,9 +26,7 @@ from headway.whatif.load.records import Call, Counters, Record
 
 Endpoint = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_COUNTED = re.compile(
-    rb"^(?:(vllm:num_preemptions)|headway_engine_(\w+))_total(?:\{.*\})? (\S+)", re.MULTILINE
-)
+_COUNTED = re.compile(rb"^(?:(vllm:num_preemptions)|headway_engine_(\w+))_total(?:\{.*\})? (\S+)", re.MULTILINE)
 # uvicorn closes idle connections after 5 s; closing them earlier avoids writing into a closing connection.
 _KEEPALIVE = 2.0
 _SPARE_FILES = 256
@@ -87,10 +85,7 @@ async def scrape(url: str) -> dict[str, float]:
     """
     try:
         limit = aiohttp.ClientTimeout(total=5.0)
-        async with (
-            aiohttp.ClientSession(timeout=limit) as session,
-            session.get(_base(url) + "/metrics") as page,
-        ):
+        async with aiohttp.ClientSession(timeout=limit) as session, session.get(_base(url) + "/metrics") as page:
             text = await page.read() if page.status == 200 else b""
         return _totals(text)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
@@ -114,9 +109,15 @@ def gained(before: Counters, after: Counters) -> dict[str, float]:
 
 
 async def ask(
-    http: aiohttp.ClientSession, url: str, model: str, call: Call, start: float, *,
-    headers: Mapping[str, str], endpoint: Endpoint = "chat",
-) -> Record:  # fmt: skip
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    call: Call,
+    start: float,
+    *,
+    headers: Mapping[str, str],
+    endpoint: Endpoint = "chat",
+) -> Record:
     """Send a call now and return its record; a failure is recorded, as in `run`. The answer is not streamed.
 
     http: as `session` returns it. start: instant of the event loop from which the record's seconds count,
@@ -137,9 +138,7 @@ async def _feed(http: aiohttp.ClientSession, url: str, shots: Sequence[Shot], st
             group.create_task(_send(http, url, shot, start, {}))
 
 
-async def _send(
-    http: aiohttp.ClientSession, url: str, shot: Shot, start: float, more: Mapping[str, str]
-) -> None:
+async def _send(http: aiohttp.ClientSession, url: str, shot: Shot, start: float, more: Mapping[str, str]) -> None:
     clock = asyncio.get_running_loop().time
     shot.begin(clock() - start)
     try:
@@ -161,9 +160,7 @@ async def _send(
         shot.end(clock() - start)
 
 
-async def listen(
-    answer: aiohttp.ClientResponse, shot: Shot, clock: Callable[[], float], start: float
-) -> None:
+async def listen(answer: aiohttp.ClientResponse, shot: Shot, clock: Callable[[], float], start: float) -> None:
     """Read a stream to its end into the shot, in seconds of `clock` after `start`."""
     rest = b""
     async for piece in answer.content.iter_any():
@@ -195,8 +192,11 @@ def _headers(call: Call) -> dict[str, str]:
 
 def _body(model: str, call: Call, endpoint: Endpoint, send_priority: bool, stream: bool) -> bytes:
     body: dict[str, Any] = {
-        "model": call.model or model, "max_tokens": call.max_tokens, "temperature": 0, "stream": stream,
-    }  # fmt: skip
+        "model": call.model or model,
+        "max_tokens": call.max_tokens,
+        "temperature": 0,
+        "stream": stream,
+    }
     if stream:
         body["stream_options"] = {"include_usage": True}
     if endpoint == "chat":
@@ -329,13 +329,21 @@ class Shot:
         usage = self.usage or {}
         output_tokens = usage.get("completion_tokens")
         return Record(
-            tier=self.call.tier, at=self.call.at, sent=self.sent, first=self.first, last=self.last,
+            tier=self.call.tier,
+            at=self.call.at,
+            sent=self.sent,
+            first=self.first,
+            last=self.last,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             output_tokens=self.chunks if output_tokens is None else int(output_tokens),
-            itl=np.array(self.gaps, np.float32), status=self.status, error=self.error, slo=self.call.slo,
-            counted=output_tokens is None and self.error is None, id=self.id,
+            itl=np.array(self.gaps, np.float32),
+            status=self.status,
+            error=self.error,
+            slo=self.call.slo,
+            counted=output_tokens is None and self.error is None,
+            id=self.id,
             model=self.call.model,
-        )  # fmt: skip
+        )
 
 
 _TEXT = ("content", "reasoning", "reasoning_content", "tool_calls")
@@ -354,10 +362,13 @@ def _text(choice: dict[str, Any]) -> Any:
 @contextmanager
 def _bar(total: int, tally: Tally) -> Iterator[None]:
     columns = (
-        TextColumn("Requests"), BarColumn(), MofNCompleteColumn(), TextColumn("done"),
+        TextColumn("Requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("done"),
         TextColumn("[dim]{task.fields[sent]} sent[/] [red]{task.fields[failed]} failed[/]"),
         TimeElapsedColumn(),
-    )  # fmt: skip
+    )
     # Twice a second: the bar shares the cores with the measured engine.
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
         task = bar.add_task("requests", total=total, sent=0, failed=0)

@@ -87,9 +87,15 @@ class Mix:
 
 _CHAT = Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _BATCH = Tier(
-    "batch", 0.4, Slo(soft=600.0), "sharegpt_mixed_roles", max_tokens=256, ignore_eos=True, priority=10,
+    "batch",
+    0.4,
+    Slo(soft=600.0),
+    "sharegpt_mixed_roles",
+    max_tokens=256,
+    ignore_eos=True,
+    priority=10,
     prompt_tokens=(200, 1000),
-)  # fmt: skip
+)
 # Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
 _CODE = Tier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
 BUILTIN = {
@@ -180,8 +186,7 @@ def calls(
 def describe(mix: Mix) -> str:
     """Return the workload line of reports: shares, prompts (or the text that replaces them) and SLOs."""
     return f"{mix.name}: " + ", ".join(
-        f"{share:.0%} {tier.name} ({_describe(tier)})"
-        for share, tier in zip(mix.shares, mix.tiers, strict=True)
+        f"{share:.0%} {tier.name} ({_describe(tier)})" for share, tier in zip(mix.shares, mix.tiers, strict=True)
     )
 
 
@@ -208,9 +213,14 @@ def _seconds(value: str, pair: str) -> float:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "share": (int, float), "prompts": (str,), "max_tokens": (int,), "ignore_eos": (bool,),
-    "priority": (int,), "prompt_tokens": (list,), "slo": (str,),
-}  # fmt: skip
+    "share": (int, float),
+    "prompts": (str,),
+    "max_tokens": (int,),
+    "ignore_eos": (bool,),
+    "priority": (int,),
+    "prompt_tokens": (list,),
+    "slo": (str,),
+}
 
 
 def _tier(name: str, table: Any, file: Path) -> Tier:

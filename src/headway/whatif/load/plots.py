@@ -109,10 +109,17 @@ def _line(axes: Axes, limit: float, label: str) -> None:
     axes.axvline(limit, color="#444444", linestyle="--", linewidth=1)
     left = axes.transAxes.inverted().transform(axes.transData.transform((limit, 0)))[0] > 0.5
     axes.annotate(
-        label, (limit, 4), xytext=(-4 if left else 4, 0), textcoords="offset points",
-        rotation=90, ha="right" if left else "left", va="bottom", fontsize=8, color="#444444",
+        label,
+        (limit, 4),
+        xytext=(-4 if left else 4, 0),
+        textcoords="offset points",
+        rotation=90,
+        ha="right" if left else "left",
+        va="bottom",
+        fontsize=8,
+        color="#444444",
         bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-    )  # fmt: skip
+    )
 
 
 def _timeline(results: Results) -> Figure:

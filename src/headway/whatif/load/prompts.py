@@ -23,9 +23,14 @@ from headway.types import Ints
 
 GENERATED = "generated"
 DATA_SETS = (
-    "alpaca", "alpaca_eval", "code_alpaca_2k", "gsm8k_test", "humaneval", "sharegpt_first_turn",
+    "alpaca",
+    "alpaca_eval",
+    "code_alpaca_2k",
+    "gsm8k_test",
+    "humaneval",
+    "sharegpt_first_turn",
     "sharegpt_mixed_roles",
-)  # fmt: skip
+)
 # Engines of these benchmarks have a context of 2048 tokens and refuse longer prompts.
 LONGEST = 1400
 
@@ -81,9 +86,7 @@ def find(name: str) -> Path | None:
         if name in DATA_SETS:
             return None
         raise ConfigError(f"There are no prompts {name!r}.", _nearest(name, (*DATA_SETS, GENERATED)))
-    there = [
-        file.name.removesuffix(".jsonl.gz") for file in sorted(Path(folder, "prompts").glob("*.jsonl.gz"))
-    ]
+    there = [file.name.removesuffix(".jsonl.gz") for file in sorted(Path(folder, "prompts").glob("*.jsonl.gz"))]
     return _existing(Path(folder, "prompts", f"{name}.jsonl.gz"), _nearest(name, (*there, GENERATED)))
 
 

@@ -81,9 +81,7 @@ class Record:
     @property
     def tpot(self) -> float | None:
         """Seconds per output token after the first; None below two tokens or when not completed."""
-        return (
-            (self.e2el - self.ttft) / (self.output_tokens - 1) if self.ok and self.output_tokens > 1 else None
-        )
+        return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.ok and self.output_tokens > 1 else None
 
     @property
     def met(self) -> bool:

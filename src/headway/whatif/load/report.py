@@ -22,16 +22,34 @@ _RATES = (
     "after the last arrival included."
 )
 _HEADLINES = (
-    "requests", "failed", "attainment", "goodput.req_per_s", "throughput.tokens_per_s", "ttft.p50",
-    "ttft.p99", "tpot.p50", "tpot.p99", "e2el.p99", "be.tokens_per_s", "preemptions", "recomputed_tokens",
-    "kv.alloc_failures_pct", "kv.utilization",
-)  # fmt: skip
+    "requests",
+    "failed",
+    "attainment",
+    "goodput.req_per_s",
+    "throughput.tokens_per_s",
+    "ttft.p50",
+    "ttft.p99",
+    "tpot.p50",
+    "tpot.p99",
+    "e2el.p99",
+    "be.tokens_per_s",
+    "preemptions",
+    "recomputed_tokens",
+    "kv.alloc_failures_pct",
+    "kv.utilization",
+)
 
 
 def build(
-    results: Results, *, bench: str, host: Host, seconds: float, about: About, notes: Iterable[str] = (),
+    results: Results,
+    *,
+    bench: str,
+    host: Host,
+    seconds: float,
+    about: About,
+    notes: Iterable[str] = (),
     variant: str = "",
-) -> Report:  # fmt: skip
+) -> Report:
     """Return the report of the results; the terminal shows headlines, the page every figure.
 
     notes: lines that follow those of `warnings`.
@@ -58,9 +76,7 @@ def warnings(results: Results) -> list[str]:
             lines.append(f"{system}: not completed: {kinds}.")
         late = float(np.quantile(metrics.lateness(records), 0.99)) if records else 0.0
         if late > _LATE:
-            lines.append(
-                f"{system}: the generator sent requests late, p99 {late * 1000:.0f} ms (included in ttft)."
-            )
+            lines.append(f"{system}: the generator sent requests late, p99 {late * 1000:.0f} ms (included in ttft).")
         counted = sum(record.counted for record in records)
         if counted:
             lines.append(f"{system}: {counted} responses had no usage: their tokens are counted as chunks.")
@@ -77,9 +93,7 @@ class _Line:
 
 
 def _grid(header: Sequence[str], lines: Iterable[_Line]) -> Grid:
-    groups = [
-        [[line.label, *line.cells] for line in group] for _, group in groupby(lines, lambda x: x.section)
-    ]
+    groups = [[[line.label, *line.cells] for line in group] for _, group in groupby(lines, lambda x: x.section)]
     return Grid(["figure", *header], groups)
 
 

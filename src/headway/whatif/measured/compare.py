@@ -104,9 +104,7 @@ class Systems:
             records = await generator.run(url, self.setup.engine.name, calls, progress=False)
             seconds = time.perf_counter() - began
         capacity = steady(records)
-        _console.print(
-            f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)"
-        )
+        _console.print(f"capacity of {name}: {capacity:.3f} req/s ({len(records)} calls at once, {seconds:.0f} s)")
         return capacity
 
     @asynccontextmanager
@@ -193,9 +191,8 @@ def shortened(setup: Setup) -> Setup:
     rate, seconds = setup.rate or 5.0, 2.0 if setup.tight else 3.0  # requests take longer with little KV
     engine = replace(setup.engine, max_running=min(setup.engine.max_running, 8))
     return replace(
-        setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1,
-        together=True,
-    )  # fmt: skip
+        setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
+    )
 
 
 def describe(setup: Setup, outcome: Outcome) -> str:
@@ -256,7 +253,6 @@ def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Co
 
 def _shift(record: Record, by: float) -> Record:
     later = {
-        name: None if value is None else value + by
-        for name, value in (("first", record.first), ("last", record.last))
+        name: None if value is None else value + by for name, value in (("first", record.first), ("last", record.last))
     }
     return replace(record, at=record.at + by, sent=record.sent + by, **later)  # type: ignore[arg-type]

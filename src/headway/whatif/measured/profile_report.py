@@ -57,9 +57,16 @@ class Found:
 
 
 def main(
-    engine: Engine | None, url: str | None, model: str | None, *, device: str | None, quick: bool,
-    as_json: bool, seed: int, out: Path | None,
-) -> None:  # fmt: skip
+    engine: Engine | None,
+    url: str | None,
+    model: str | None,
+    *,
+    device: str | None,
+    quick: bool,
+    as_json: bool,
+    seed: int,
+    out: Path | None,
+) -> None:
     """Profile an engine: start `engine`, or attach to the one at `url`; print and write the result."""
     began, where = time.perf_counter(), device or profile.device()
     found = asyncio.run(_found(engine, url, model, where, quick, seed))
@@ -101,9 +108,15 @@ def _describe(found: Found) -> str:
 def build(found: Found, seconds: float, about: About) -> Report:
     """Return the report: a line per law, a column per kind of batch; * marks the law that is kept."""
     return Report(
-        "profile", "vllm", "Latency profile of an engine", found.rows(), seconds, about,
-        Grid(_HEADER, [_lines(found)]), notes=_facts(found),
-    )  # fmt: skip
+        "profile",
+        "vllm",
+        "Latency profile of an engine",
+        found.rows(),
+        seconds,
+        about,
+        Grid(_HEADER, [_lines(found)]),
+        notes=_facts(found),
+    )
 
 
 def _lines(found: Found) -> list[list[str]]:

@@ -85,9 +85,14 @@ def total(counts: Counts, name: str, *labels: str) -> float:
 
 @asynccontextmanager
 async def running(
-    name: str, engine: Engine, logs: Path, classes: Iterable[str], *, keys: tuple[Key, ...] = (),
+    name: str,
+    engine: Engine,
+    logs: Path,
+    classes: Iterable[str],
+    *,
+    keys: tuple[Key, ...] = (),
     graphs: Sequence[Graph] = (),
-) -> AsyncIterator[str]:  # fmt: skip
+) -> AsyncIterator[str]:
     """Start a system, yield its URL once it is ready, then stop all of its processes.
 
     classes: of the requests that it will get; a gateway refuses those that it does not know
@@ -124,9 +129,16 @@ def _stock(name: str, engine: Engine, port: int, logs: Path) -> Child:
 
 
 def gateway(
-    name: str, engines: tuple[Engine, ...], port: int, logs: Path, classes: Iterable[str], *,
-    keys: tuple[Key, ...] = (), graphs: Sequence[Graph] = (), journal: str | None = None,
-) -> Child:  # fmt: skip
+    name: str,
+    engines: tuple[Engine, ...],
+    port: int,
+    logs: Path,
+    classes: Iterable[str],
+    *,
+    keys: tuple[Key, ...] = (),
+    graphs: Sequence[Graph] = (),
+    journal: str | None = None,
+) -> Child:
     """Return a gateway with sqlite in front of these engines; requests bring their own SLOs.
 
     keys: of its tenants, () = one tenant. graphs: of applications, which it knows from the start
@@ -170,6 +182,4 @@ def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv
 
     host_kv_gib: host memory, for recipes that swap KV only
     """
-    return Engine(
-        model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib, start_timeout_s=START_S
-    )  # fmt: skip
+    return Engine(model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib, start_timeout_s=START_S)

@@ -34,9 +34,7 @@ def picture(graph: Graph) -> bytes:
     axes.set_ylim(-rows / 2 - 0.2, rows / 2 + 0.2)
     axes.set_axis_off()
     axes.set_title(
-        f"{graph.app}: {graph.runs} runs (ways that less than {_LEAST:.0%} take are left out)",
-        loc="left",
-        fontsize=10,
+        f"{graph.app}: {graph.runs} runs (ways that less than {_LEAST:.0%} take are left out)", loc="left", fontsize=10
     )
     return plots.png(figure)
 
@@ -80,18 +78,27 @@ def _arrow(axes: Axes, start: Place, end: Place, share: float) -> None:
     width = 0.8 + 2.2 * share
     if start == end:
         axes.annotate(
-            "", (end[0] + 0.12, end[1] + 0.14), (start[0] - 0.12, start[1] + 0.14),
-            arrowprops={"arrowstyle": "->", "linewidth": width, "color": "#666666",
-                        "connectionstyle": "arc3,rad=-1.6"},
-        )  # fmt: skip
+            "",
+            (end[0] + 0.12, end[1] + 0.14),
+            (start[0] - 0.12, start[1] + 0.14),
+            arrowprops={"arrowstyle": "->", "linewidth": width, "color": "#666666", "connectionstyle": "arc3,rad=-1.6"},
+        )
         axes.text(start[0], start[1] + 0.42, f"{share:.0%}", ha="center", fontsize=7)
         return
     bend = 0.0 if end[0] - start[0] == 1 else 0.35
     axes.annotate(
-        "", end, start,
-        arrowprops={"arrowstyle": "->", "linewidth": width, "color": "#666666", "shrinkA": 26, "shrinkB": 26,
-                    "connectionstyle": f"arc3,rad={bend}"},
-    )  # fmt: skip
+        "",
+        end,
+        start,
+        arrowprops={
+            "arrowstyle": "->",
+            "linewidth": width,
+            "color": "#666666",
+            "shrinkA": 26,
+            "shrinkB": 26,
+            "connectionstyle": f"arc3,rad={bend}",
+        },
+    )
     middle = (np.array(start) + np.array(end)) / 2
     across = np.array([end[1] - start[1], start[0] - end[0]]) * bend / 2
     label = middle + across / (1 + 0.1 * math.hypot(*across))

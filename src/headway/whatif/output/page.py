@@ -53,9 +53,7 @@ def html(page: Page) -> str:
     )
 
 
-def markdown(
-    title: str, workload: str, command: str, header: Sequence[str], lines: Sequence[Sequence[str]]
-) -> str:
+def markdown(title: str, workload: str, command: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return the title, the workload, the command and a table in Markdown."""
     rows = [header, ["---", *("---:" for _ in header[1:])], *lines]
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -19,10 +19,24 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#
 
 # What a system has in every picture where no other one of it has the same.
 _OWN = {
-    "headway": 0, "edf": 1, "edf-model-swap": 1, "parrot": 1, "slack": 2, "vtc": 2, "qlm": 3, "ecoserve": 3,
-    "bros": 4, "shepherd": 4, "hermes": 5, "anneal": 5, "vllm-priority": 6, "srtf": 6, "vllm": 7,
-    "vllm-fcfs": 7, "vllm-model-swap": 7,
-}  # fmt: skip
+    "headway": 0,
+    "edf": 1,
+    "edf-model-swap": 1,
+    "parrot": 1,
+    "slack": 2,
+    "vtc": 2,
+    "qlm": 3,
+    "ecoserve": 3,
+    "bros": 4,
+    "shepherd": 4,
+    "hermes": 5,
+    "anneal": 5,
+    "vllm-priority": 6,
+    "srtf": 6,
+    "vllm": 7,
+    "vllm-fcfs": 7,
+    "vllm-model-swap": 7,
+}
 
 
 def sheet(

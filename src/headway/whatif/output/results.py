@@ -119,9 +119,7 @@ class Grid:
         figures = self.header[1:] if self.figures is None else self.figures
         columns = list(zip(self.header, *self.cells(), strict=True))
         wide = [max(map(len, column)) for column in columns]
-        whole = [
-            column[0] in figures or width <= _UNBROKEN for column, width in zip(columns, wide, strict=True)
-        ]
+        whole = [column[0] in figures or width <= _UNBROKEN for column, width in zip(columns, wide, strict=True)]
         # rich shrinks the columns that wrap to one width, so that must hold the longest word of them all
         texts = [cell for column, one in zip(columns, whole, strict=True) if not one for cell in column]
         word = max((len(word) for text in texts for word in text.split()), default=0)
@@ -219,10 +217,16 @@ class Report:
         facts |= {"took": f"{self.seconds:.0f} s", **self.about.versions}
         return page.html(
             page.Page(
-                self.title, self.about.workload, self.about.command, grid.header, grid.cells(), pictures,
-                [*self.warning.splitlines(), *self.notes], facts,
+                self.title,
+                self.about.workload,
+                self.about.command,
+                grid.header,
+                grid.cells(),
+                pictures,
+                [*self.warning.splitlines(), *self.notes],
+                facts,
             )
-        )  # fmt: skip
+        )
 
     def markdown(self) -> str:
         """Return the table of the terminal in Markdown."""
@@ -244,9 +248,7 @@ def save(report: Report, folder: Path, pictures: Pictures) -> list[Path]:
     return [folder / name for name in files]
 
 
-def deliver(
-    report: Report, *, as_json: bool, out: Path | None, pictures: Callable[[], Pictures] | None = None
-) -> None:
+def deliver(report: Report, *, as_json: bool, out: Path | None, pictures: Callable[[], Pictures] | None = None) -> None:
     """Print the report as one JSON object or a table, and write its files when `out` is given.
 
     pictures: called only when files are written, because matplotlib is slow to import.

@@ -57,9 +57,7 @@ class RunningRows:
 
 
 @compiled
-def follow(
-    jobs: NDArray[np.void], rows: Ints, output_tokens: Ints, computed: Ints, size: int, now: float
-) -> int:
+def follow(jobs: NDArray[np.void], rows: Ints, output_tokens: Ints, computed: Ints, size: int, now: float) -> int:
     """Set what running rows have made and hold; all others hold nothing and are not held back.
 
     output_tokens, computed: by row of `rows`. size: tokens of a block. now: the instant of tokens that were

@@ -246,9 +246,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
 
     def _leave(self, id: str, now: float) -> None:
         if id in self.jobs:
-            self.iteration_log.leave(
-                id, self._headway_id[id], float(self.jobs.first[self.jobs.row_of[id]]), now
-            )
+            self.iteration_log.leave(id, self._headway_id[id], float(self.jobs.first[self.jobs.row_of[id]]), now)
             self.kv_policy.leave(self.jobs.row_of[id])
             self._prefix_cache.leave(self.jobs.row_of[id])
         self.jobs.remove(id)

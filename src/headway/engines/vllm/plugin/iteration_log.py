@@ -102,9 +102,7 @@ class IterationLog:
             stay.end_stop(now)
             self.requests.append((id, stay.entered, first or now, now, stay.admitted, stay.stops))
 
-    def since(
-        self, iterations: int, requests: int, start: float, ended: float
-    ) -> tuple[list[Row], list[RequestRow]]:
+    def since(self, iterations: int, requests: int, start: float, ended: float) -> tuple[list[Row], list[RequestRow]]:
         """Return the first rows after these instants, at most so many of each, oldest first.
 
         start: of iterations that are over. ended: of requests.

@@ -102,20 +102,14 @@ class PrefixCache:
     def _grow(self) -> None:
         for name in ("_tokens", "_blocks", "_shared"):
             old = getattr(self, name)
-            setattr(
-                self,
-                name,
-                np.concatenate([old, np.zeros(self._scheduler.jobs.data.size - old.size, np.int64)]),
-            )
+            setattr(self, name, np.concatenate([old, np.zeros(self._scheduler.jobs.data.size - old.size, np.int64)]))
 
     def _look_up(self, request: Any, row: int) -> bool:
         """Look a request up; tell whether another part of it is cached than before."""
         before, manager = int(self._tokens[row]), self._manager
         self._tokens[row] = self._blocks[row] = 0
         if not request.num_computed_tokens and manager.prefix_cache_lookup_enabled(request):
-            groups, tokens, _ = manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
+            groups, tokens, _ = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
             self._tokens[row] = tokens
             self._blocks[row] = sum(block.ref_cnt > 0 and not block.is_null for block in groups[0])
         return bool(before != self._tokens[row])

@@ -68,12 +68,7 @@ class ReservedKv(StockKv):
 
     def _lend(self, loans: Loans) -> None:
         """Hold the blocks of loans until they are in the borrowers' lists: lenders may end before that."""
-        columns = (
-            loans.borrower.tolist(),
-            loans.lender.tolist(),
-            loans.start.tolist(),
-            loans.blocks.tolist(),
-        )
+        columns = (loans.borrower.tolist(), loans.lender.tolist(), loans.start.tolist(), loans.blocks.tolist())
         for borrower, lender, start, count in zip(*columns, strict=True):
             blocks = self._blocks_of[str(self._jobs.keys[lender])][start : start + count]
             assert len(blocks) == count, "a loan lies in its lender's blocks"
@@ -136,9 +131,7 @@ def obstacle(scheduler: Any) -> Obstacle | None:
         Obstacle("shares prefixes", 'args = ["--no-enable-prefix-caching"]'): manager.enable_caching,
         Obstacle("runs overlapped", "async_scheduling = false"): config.scheduler_config.async_scheduling,
         Obstacle("speculates", "no --speculative-config in args"): scheduler.num_spec_tokens,
-        Obstacle(
-            f"keeps KV as {', '.join(kinds)}", "a model of full attention"
-        ): kinds != ["FullAttentionManager"],
-    }  # fmt: skip
+        Obstacle(f"keeps KV as {', '.join(kinds)}", "a model of full attention"): kinds != ["FullAttentionManager"],
+    }
     found = next((why for why, hinders in hinders.items() if hinders), None)
     return found and Obstacle(found.reason, f"Start the engine with {found.hint}")

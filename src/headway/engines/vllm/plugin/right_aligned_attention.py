@@ -93,9 +93,7 @@ def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, posi
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
     metadata = stock(builder, common_prefix_len, common, *args, **kwargs)
     metadata.headway = [
-        call
-        for row, k in _right_aligned
-        if row < common.num_reqs and (call := _call(builder, common, row, k))
+        call for row, k in _right_aligned if row < common.num_reqs and (call := _call(builder, common, row, k))
     ]
     return metadata
 
@@ -113,11 +111,19 @@ def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:
     lengths = torch.tensor([(k + 1) * size], dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=builder.num_heads, num_kv_heads=builder.num_kv_heads,
-        head_dim=builder.head_dim, seq_lens=lengths, dtype=builder.dtype, query_start_loc=starts,
-        causal=True, sliding_window_size=tokens, isa=builder.isa,
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV, kv_cache_dtype=builder.kv_cache_dtype,
-    )  # fmt: skip
+        num_reqs=1,
+        num_heads=builder.num_heads,
+        num_kv_heads=builder.num_kv_heads,
+        head_dim=builder.head_dim,
+        seq_lens=lengths,
+        dtype=builder.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=tokens,
+        isa=builder.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        kv_cache_dtype=builder.kv_cache_dtype,
+    )
     return Call(start, table, lengths, starts, plan, tokens)
 
 
@@ -197,9 +203,8 @@ def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) 
         1, heads, heads, width // 2, lengths, cache.dtype, starts, True, window, isa, True
     )
     ops.cpu_attention_with_kv_cache(
-        query, *_halves(cache), out, starts, lengths, (width // 2) ** -0.5, True, None, window, table, 0.0,
-        plan, None,
-    )  # fmt: skip
+        query, *_halves(cache), out, starts, lengths, (width // 2) ** -0.5, True, None, window, table, 0.0, plan, None
+    )
     return out
 
 
@@ -220,9 +225,7 @@ def layout(cache: Any, size: int) -> Any:
     part = place // (size * dim)  # head by head: its keys, then its values
     order = torch.argsort(slot * (2 * heads * dim) + part * dim + high * 64 + low)
     where = order.view(size, 2 * heads * dim)
-    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), (
-        "a slot's elements are not together"
-    )
+    assert torch.equal(slot[where], torch.arange(size)[:, None].expand_as(where)), "a slot's elements are not together"
     return where
 
 

@@ -30,8 +30,12 @@ class SchedulerStats:
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = {
-            "alloc_failures": 0, "preempted": 0, "recomputed": 0, "busy_seconds": 0.0, "kv_seconds": 0.0,
-        }  # fmt: skip
+            "alloc_failures": 0,
+            "preempted": 0,
+            "recomputed": 0,
+            "busy_seconds": 0.0,
+            "kv_seconds": 0.0,
+        }
         self._owed: dict[str, int] = {}  # tokens that were computed before the KV was taken
         self._short: set[str] = set()
 

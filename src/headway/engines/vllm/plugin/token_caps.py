@@ -41,9 +41,7 @@ class TokenCapsMixin:
         ahead = int(self.jobs.computed[self.jobs.row_of[request.request_id]]) - computed
         return min(cap + max(ahead, 0), tokens)
 
-    def _mamba_block_aligned_split(
-        self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0
-    ) -> int:
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0) -> int:
         stock: Any = super()
         capped = self._capped(request, request.num_computed_tokens + local + external, num_new_tokens)
         tokens = int(stock._mamba_block_aligned_split(request, capped, local, external))
@@ -62,9 +60,7 @@ class TokenCapsMixin:
         if (found[1] and whole) or capped == num_new_tokens:
             return found
         self.token_caps.pop(request.request_id)  # an input that must not be cut is longer than the cap
-        return stock._try_schedule_encoder_inputs(
-            request, num_computed_tokens, num_new_tokens, *args, **kwargs
-        )
+        return stock._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _cuts_input(self, request: Any, computed: int, tokens: int) -> bool:
         """Tell whether a chunk ends within an input that must not be cut; stock 0.32 sees it only partly."""

@@ -77,9 +77,14 @@ class TwoEndedKv:
         size, longest, total = int(scheduler.block_size), int(scheduler.max_model_len), len(self.blocks) - 1
         rows = self.jobs.data.size
         self.kv = block_table.new(
-            total, size, longest, self.pool.host_tokens, rows, decode_only=True,
+            total,
+            size,
+            longest,
+            self.pool.host_tokens,
+            rows,
+            decode_only=True,
             most_empty=scheduler.packer.kv.most_empty,
-        )  # fmt: skip
+        )
         self.limits = Limits(size, scheduler._slots, scheduler.max_num_scheduled_tokens, longest)
         self.host_slots = HostSlots(longest)
         self.running = np.zeros(rows, np.bool_)

@@ -31,11 +31,13 @@ _LONGEST_ERROR = 2000  # bytes that a client gets as they are
 # What an engine's error says -> the error that clients get instead: vLLM names its own options, no mend.
 OWN_WORDS = {
     b"is not a multimodal model": RequestError(
-        "This model reads only text.", "Leave out images, audio and video, or name a model that takes them.",
-        param="messages", code="unsupported_content",
+        "This model reads only text.",
+        "Leave out images, audio and video, or name a model that takes them.",
+        param="messages",
+        code="unsupported_content",
     ),
     b"--tool-call-parser": no_tool_parser(),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,17 @@ class VllmEngine(EngineView):
     models: EngineModels
 
     def __init__(
-        self, id: str, config: Engine, recipe: str, log_dir: Path, on_event: Callable[[Event], None],
-        on_swap: Callable[[str, SwapReport], None] = lambda id, report: None, *, host: str = "127.0.0.1",
+        self,
+        id: str,
+        config: Engine,
+        recipe: str,
+        log_dir: Path,
+        on_event: Callable[[Event], None],
+        on_swap: Callable[[str, SwapReport], None] = lambda id, report: None,
+        *,
+        host: str = "127.0.0.1",
         on_pace: Callable[[str, Pace], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._children = Children(id, config, recipe, log_dir, host)
         key = None if config.api_key is None else reveal(config.api_key, f"{id}.api_key")
         url, key = (self._children.url, self._children.secret) if config.url is None else (config.url, key)
@@ -169,9 +176,8 @@ class VllmEngine(EngineView):
             if time.monotonic() > said + _SILENT:
                 said = time.monotonic()
                 log.info(
-                    "engine %s: no answer at %s yet, after %d s%s",
-                    self.id, self.url, said - began, self._last_words(),
-                )  # fmt: skip
+                    "engine %s: no answer at %s yet, after %d s%s", self.id, self.url, said - began, self._last_words()
+                )
             if time.monotonic() > deadline:
                 waited = f"within {self.config.start_timeout_s:g} s"
                 raise EngineError(
@@ -265,9 +271,7 @@ class VllmEngine(EngineView):
         first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
         """
         if self.loading is not None:
-            log.warning(
-                "engine %s is loading %s, so an order to load %s is ignored", self.id, self.loading, model
-            )
+            log.warning("engine %s is loading %s, so an order to load %s is ignored", self.id, self.loading, model)
             return
         self.loading = model
         self._end_side_tasks()  # the load has the disk for itself

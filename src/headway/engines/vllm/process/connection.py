@@ -57,8 +57,10 @@ class EngineTimeout(EngineError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"The engine {name} did not answer in time.",
-            "Ask for less, or raise request_timeout_s in [[engines]].", status=504, code="engine_timeout",
-        )  # fmt: skip
+            "Ask for less, or raise request_timeout_s in [[engines]].",
+            status=504,
+            code="engine_timeout",
+        )
 
 
 class MalformedAnswer(EngineError):
@@ -67,8 +69,9 @@ class MalformedAnswer(EngineError):
     def __init__(self, name: str, what: str) -> None:
         super().__init__(
             f"The engine {name} sent an invalid answer: {what}.",
-            "Check that a vLLM is at its url, and its log.", code="invalid_answer",
-        )  # fmt: skip
+            "Check that a vLLM is at its url, and its log.",
+            code="invalid_answer",
+        )
 
 
 def engine_error(name: str, error: BaseException) -> EngineError:
@@ -100,14 +103,16 @@ class EngineConnection:
 
     def connect(self) -> None:
         """Make the session; to be called on the event loop, before anything else."""
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket)
         self._session = aiohttp.ClientSession(
-            timeout=self._request_timeout, connector=connector, read_bufsize=2**18,
-            cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-            headers={"accept-encoding": "identity"}, response_class=_Response,
-        )  # fmt: skip
+            timeout=self._request_timeout,
+            connector=connector,
+            read_bufsize=2**18,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"accept-encoding": "identity"},
+            response_class=_Response,
+        )
         self.use_key(self.key)
 
     def use_key(self, key: str | None) -> None:
@@ -143,9 +148,8 @@ class EngineConnection:
         return self._session
 
     async def _ask(
-        self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None,
-        most: int = _MOST,
-    ) -> tuple[int, bytes]:  # fmt: skip
+        self, method: str, path: str, seconds: float, message: Mapping[str, Any] | None = None, most: int = _MOST
+    ) -> tuple[int, bytes]:
         """Make a call that is no client's request; return status and body.
 
         EngineGone when it is not answered in time, MalformedAnswer when the answer is too long or not HTTP.
@@ -186,9 +190,7 @@ class EngineConnection:
         """
         return OpenRequest(self, path, body, more or {})
 
-    def post(
-        self, path: str, body: Sequence[Part], more: Mapping[str, str]
-    ) -> Awaitable[aiohttp.ClientResponse]:
+    def post(self, path: str, body: Sequence[Part], more: Mapping[str, str]) -> Awaitable[aiohttp.ClientResponse]:
         """Return the response, to be awaited, as aiohttp has it; parameters as `open`."""
         size = sum(map(len, body))
         headers = {"content-type": "application/json", "content-length": str(size), **more}
@@ -217,8 +219,9 @@ class EngineConnection:
             raise EngineError(
                 f"The engine {self.id} refused the message: {state.get('error')}.",
                 "See headway/engines/vllm/plugin/control.py for the messages.",
-                status=400, kind="invalid_request_error",
-            )  # fmt: skip
+                status=400,
+                kind="invalid_request_error",
+            )
         raise EngineError(
             f"The engine {self.id} answered {status} to a control message: {_shown(text[:200])}.",
             "Only engines with Headway's scheduler inside can be controlled.",
@@ -229,8 +232,7 @@ class EngineConnection:
         status, text = await self._ask("POST", "/headway/model", seconds, message)
         if status != 200:
             raise EngineError(
-                f"The engine {self.id} failed to {message['op']}: {_shown(text[:500])}.",
-                "Its log has the trace.",
+                f"The engine {self.id} failed to {message['op']}: {_shown(text[:500])}.", "Its log has the trace."
             )
 
     async def load_adapter(self, name: str) -> bool:
@@ -242,8 +244,7 @@ class EngineConnection:
         said = _state(text)
         if status != 200 or said is None or "resident" not in said:
             raise EngineError(
-                f"The engine {self.id} did not load the adapter {name}: {_shown(text[:500])}.",
-                "Look into its log.",
+                f"The engine {self.id} did not load the adapter {name}: {_shown(text[:500])}.", "Look into its log."
             )
         return bool(said["resident"])
 
@@ -298,9 +299,7 @@ class EngineConnection:
             for job in state["jobs"]:
                 id, done = str(job["id"]), Progress(int(job["computed"]), int(job["output_tokens"]))
                 other = found.get(id, Progress(0, 0))
-                found[id] = Progress(
-                    max(done.computed, other.computed), max(done.output_tokens, other.output_tokens)
-                )
+                found[id] = Progress(max(done.computed, other.computed), max(done.output_tokens, other.output_tokens))
         except (KeyError, TypeError, ValueError) as error:
             raise self._malformed(error) from error
         return {id: found[id] for id in ids if id in found}
@@ -329,9 +328,7 @@ class OpenRequest:
 
     __slots__ = ("_connection", "_posting", "_response")
 
-    def __init__(
-        self, connection: EngineConnection, path: str, body: Sequence[Part], more: Mapping[str, str]
-    ) -> None:
+    def __init__(self, connection: EngineConnection, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
         self._connection = connection
         self._posting: Callable[[], Awaitable[aiohttp.ClientResponse]] | None = partial(
             connection.post, path, body, more

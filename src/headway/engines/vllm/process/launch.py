@@ -101,10 +101,10 @@ def has_fast_bfloat16(cpuinfo: str) -> bool:
 def spec(engine: Engine) -> EngineSpec:
     """Return what an engine of this configuration can do, as far as it is known before it runs."""
     hinders = {
-        Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"):
-            "--enable-prefix-caching" in engine.args,
+        Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"): "--enable-prefix-caching"
+        in engine.args,
         Obstacle("runs overlapped", "Set async_scheduling = false"): bool(engine.async_scheduling),
-    }  # fmt: skip
+    }
     why = next((obstacle for obstacle, there in hinders.items() if there), None)
     return EngineSpec(
         engine.max_running,
@@ -119,9 +119,7 @@ def spec(engine: Engine) -> EngineSpec:
 
 
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    config = {"headway": {
-        "recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s,
-    }}  # fmt: skip
+    config = {"headway": {"recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
@@ -211,9 +209,14 @@ class Child:
         with os.fdopen(private.opened(self.log, os.O_WRONLY | os.O_APPEND), "ab") as out:
             self._before = out.tell()
             self.process = subprocess.Popen(
-                self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, preexec_fn=_die_with_parent,
-            )  # fmt: skip
+                self.argv,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
 
     @property
     def alive(self) -> bool:

@@ -24,9 +24,7 @@ _MOST = 2**31
 _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}  # field -> vLLM's option
 
 
-async def read_limits(
-    engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float
-) -> dict[str, int]:
+async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float) -> dict[str, int]:
     """Return the limits that an instance reports: field of `Instance` -> value.
 
     state: of Headway's scheduler, None = it is not inside. seconds: for each answer.
@@ -52,13 +50,21 @@ def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
         if name not in told and unset:
             log.warning(
                 "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has.",
-                id, option, configured, name,
-            )  # fmt: skip
+                id,
+                option,
+                configured,
+                name,
+            )
         elif name in told and not unset and told[name] != configured:
             log.warning(
                 "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d.",
-                id, option, told[name], name, configured, told[name],
-            )  # fmt: skip
+                id,
+                option,
+                told[name],
+                name,
+                configured,
+                told[name],
+            )
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:

@@ -184,9 +184,8 @@ class EngineModels:
         cold, warm = self._seconds(model, self._anew)
         in_place_cold, in_place_warm = self._seconds(model, "in_place")
         return Loadable(
-            model, cold, warm, limit, in_place_of=alike, in_place_cold_s=in_place_cold,
-            in_place_warm_s=in_place_warm,
-        )  # fmt: skip
+            model, cold, warm, limit, in_place_of=alike, in_place_cold_s=in_place_cold, in_place_warm_s=in_place_warm
+        )
 
     def _seconds(self, model: str, way: Way) -> tuple[float, float]:
         """Return the seconds of a load with the weights on disk, and in host memory."""

@@ -34,9 +34,7 @@ class Pace:
     together: float
 
     def __str__(self) -> str:
-        ttft, tpot, together = (
-            f"{1000 * seconds:,.0f} ms" for seconds in (self.ttft, self.tpot, self.together)
-        )
+        ttft, tpot, together = (f"{1000 * seconds:,.0f} ms" for seconds in (self.ttft, self.tpot, self.together))
         alone = f"a prompt of {PROMPT} tokens takes {ttft}, then a token {tpot}"
         return f"{alone}, with {self.streams} streams at once {together}"
 
@@ -91,17 +89,19 @@ class _Probe:
         began = time.monotonic()
         times = await self._times(ids, tokens)
         if not times:
-            raise EngineError(
-                f"The engine {self.engine.id} answered a probe without a token.", "See its log."
-            )
+            raise EngineError(f"The engine {self.engine.id} answered a probe without a token.", "See its log.")
         return times[0] - began, (times[-1] - times[0]) / max(tokens - 1, 1)
 
     async def _times(self, ids: Sequence[int], tokens: int) -> list[float]:
         """Return when events with tokens came."""
         body = {
-            "model": self.model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
             "stream": True,
-        }  # fmt: skip
+        }
         times = list[float]()
         async with self.engine.open("/v1/completions", [json.dumps(body).encode()]) as response:
             if response.status != 200:

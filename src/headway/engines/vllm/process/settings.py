@@ -16,9 +16,15 @@ from headway.models.resolve import resolve
 
 # Fields of config.json that limit the context; of several the least counts, as in vLLM.
 _CONTEXT = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 _OVERRIDES = {"--max-model-len", "--hf-overrides", "--config", "--config-format"}
 
 
@@ -43,8 +49,9 @@ def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> N
     meant = f"Did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"{where}.{kind}_parser is {name!r}, and vLLM has no {kind} parser of that name.",
-        f'{meant}There are {", ".join(sorted(known))}, and "none".', param=f"{where}.{kind}_parser",
-    )  # fmt: skip
+        f'{meant}There are {", ".join(sorted(known))}, and "none".',
+        param=f"{where}.{kind}_parser",
+    )
 
 
 def _check_context(where: str, engine: Engine, model: str) -> None:
@@ -58,8 +65,9 @@ def _check_context(where: str, engine: Engine, model: str) -> None:
     if longest is not None and engine.max_model_len > longest:
         raise ConfigError(
             f"{where}.max_model_len is {engine.max_model_len}, but {model} has a context of {longest}.",
-            f"Set max_model_len = {longest} or less.", param=f"{where}.max_model_len",
-        )  # fmt: skip
+            f"Set max_model_len = {longest} or less.",
+            param=f"{where}.max_model_len",
+        )
 
 
 def _context(config: dict[str, Any]) -> int | None:

@@ -17,23 +17,36 @@ from headway.gateway.parsing.requests import ParsedRequest, read_json
 
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
-    "type": "object", "required": ["model", "messages", "max_tokens"],
+    "type": "object",
+    "required": ["model", "messages", "max_tokens"],
     "properties": {
-        "model": _TEXT, "max_tokens": {"type": "integer", "minimum": 1},
-        "messages": {"type": "array", "minItems": 1, "items": {
-            "type": "object", "required": ["role", "content"],
-            "properties": {
-                "role": {"enum": ["user", "assistant"]},
-                "content": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
+        "model": _TEXT,
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant"]},
+                    "content": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
+                },
             },
-        }},
+        },
         "system": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}}]},
-        "stream": {"type": "boolean"}, "stop_sequences": {"type": "array", "items": _TEXT},
-        "temperature": {"type": "number"}, "top_p": {"type": "number"}, "top_k": {"type": "integer"},
-        "tools": {"type": "array", "items": {"type": "object"}}, "tool_choice": {"type": "object"},
-        "metadata": {"type": "object"}, "service_tier": _TEXT, "thinking": {"type": "object"},
+        "stream": {"type": "boolean"},
+        "stop_sequences": {"type": "array", "items": _TEXT},
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "top_k": {"type": "integer"},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "tool_choice": {"type": "object"},
+        "metadata": {"type": "object"},
+        "service_tier": _TEXT,
+        "thinking": {"type": "object"},
     },
-}  # fmt: skip
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"description": "An error in Anthropic's shape."}
     for code in (400, 401, 403, 404, 413, 415, 429, 502, 503, 504)
@@ -64,7 +77,6 @@ def add_message_endpoints(app: FastAPI, state: AppState) -> None:
         state.tenant(request)
         data = await state.body(request)
         prompt = await offload(
-            len(data),
-            lambda: state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)})),
+            len(data), lambda: state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)}))
         )
         return JSONResponse({"input_tokens": prompt.tokens})

@@ -12,9 +12,10 @@ from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
 
 # Type of a block -> type of its deltas, and the field that they have their text in.
 _DELTAS = {
-    "thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
-}  # fmt: skip
+}
 
 _STATUS = {"rate_limit_error": 429, "invalid_request_error": 400}  # of Headway's errors, by type
 
@@ -41,10 +42,15 @@ class MessageEvents(ChatStream):
     def __init__(self, id: str, model: str, input_tokens: int) -> None:
         super().__init__()
         self._head: dict[str, Any] = {
-            "id": id, "type": "message", "role": "assistant", "model": model, "content": [],
-            "stop_reason": None, "stop_sequence": None,
+            "id": id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
             "usage": {"input_tokens": input_tokens, "output_tokens": 0},
-        }  # fmt: skip
+        }
         self._begun = self._calls = False
         self._index = -1  # of the block that is open
         # By type and number of the tool call: the one that is open, then those that wait.
@@ -112,9 +118,7 @@ class MessageEvents(ChatStream):
                 yield _sent("content_block_start", {"index": self._index, "content_block": block.begin})
             if more := "".join(block.parts[block.sent :]):
                 name, place = _DELTAS[kind]
-                yield _sent(
-                    "content_block_delta", {"index": self._index, "delta": {"type": name, place: more}}
-                )
+                yield _sent("content_block_delta", {"index": self._index, "delta": {"type": name, place: more}})
                 block.sent = len(block.parts)
             over = len(self._blocks) > 1 and (kind != "tool_use" or complete(block.parts))
             if not (end or over):

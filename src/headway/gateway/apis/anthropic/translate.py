@@ -18,17 +18,34 @@ from headway.gateway.parsing.unsupported import MESSAGES, refuse
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "stream")
 _TAKEN = {
-    *_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice", "metadata", "service_tier",
-    "thinking", "cache_control", "context_management", "output_config", "output_format", "betas",
-}  # fmt: skip
+    *_SAME,
+    "messages",
+    "system",
+    "stop_sequences",
+    "tools",
+    "tool_choice",
+    "metadata",
+    "service_tier",
+    "thinking",
+    "cache_control",
+    "context_management",
+    "output_config",
+    "output_format",
+    "betas",
+}
 _ONLY = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
 _BILLING = "x-anthropic-billing-header"  # a block with a hash of the request, which no cached prefix survives
 _KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
-    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
-}  # fmt: skip
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -42,9 +59,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw.get(name) not in may:
             raise RequestError(f"{name} is not supported.", "Leave it out.", param=name)
     if raw.get("max_tokens") is None:
-        raise RequestError(
-            "max_tokens is missing.", "Send the maximum number of answer tokens.", param="max_tokens"
-        )
+        raise RequestError("max_tokens is missing.", "Send the maximum number of answer tokens.", param="max_tokens")
     chat = {name: raw[name] for name in _SAME if name in raw}
     chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
     said = list(_messages(raw.get("messages")))
@@ -79,12 +94,15 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     content += [_use(call) for call in told.get("tool_calls") or ()]
     reason, word = stop_of(choice, any(block["type"] == "tool_use" for block in content))
     return {
-        "id": id, "type": "message", "role": "assistant", "model": answer.get("model"), "content": content,
-        "stop_reason": reason, "stop_sequence": word,
-        "usage": {
-            "input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0),
-        },
-    }  # fmt: skip
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": answer.get("model"),
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": word,
+        "usage": {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)},
+    }
 
 
 def stop_of(choice: Mapping[str, Any], calls: bool) -> tuple[str, str | None]:
@@ -133,10 +151,7 @@ def _thinking(raw: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]
         raise RequestError(f"thinking is {kind!r}.", "Use enabled, adaptive or disabled.", param="thinking")
     if kind is None:
         return {}
-    return {
-        "chat_template_kwargs": {"enable_thinking": kind != "disabled"}
-        | (chat.get("chat_template_kwargs") or {})
-    }
+    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"} | (chat.get("chat_template_kwargs") or {})}
 
 
 def _output(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,9 +176,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         where = f"messages.{number}"
         role, content = object_in(message, where).get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise RequestError(
-                f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages"
-            )
+            raise RequestError(f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages")
         if isinstance(content, str):
             found.append({"role": role, "content": content})
         elif role == "system":
@@ -209,9 +222,11 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
 
 def _no_place(kind: Any, where: str) -> RequestError:
     return RequestError(
-        f"{where} has a block of type {kind!r}.", "Send text, tool_use and tool_result blocks.",
-        param="messages", code="unsupported_block",
-    )  # fmt: skip
+        f"{where} has a block of type {kind!r}.",
+        "Send text, tool_use and tool_result blocks.",
+        param="messages",
+        code="unsupported_block",
+    )
 
 
 def _text(content: Any, where: str) -> str:
@@ -229,9 +244,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     kind = object_in(tool, "tools").get("type", "custom")
     if kind != "custom":
         raise RequestError(
-            f"Tools of type {kind!r} are Anthropic's own.",
-            "Describe the tool by an input_schema.",
-            param="tools",
+            f"Tools of type {kind!r} are Anthropic's own.", "Describe the tool by an input_schema.", param="tools"
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}

@@ -61,8 +61,9 @@ def _store(state: AppState) -> BatchStore:
         raise RequestError(
             "There are no batches here: they need a queue that survives the gateway.",
             'Set broker.kind to "sqlite" or "postgres", and do not set batches.dir to "none".',
-            status=403, code="batches_off",
-        )  # fmt: skip
+            status=403,
+            code="batches_off",
+        )
     return store
 
 
@@ -73,9 +74,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     limits = state.config.batches
     quota = Quota(limits.tenant_mib * 2**20)
 
-    @app.post(
-        "/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM
-    )  # fmt: skip
+    @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
         tenant, store = state.tenant(request), _store(state)
@@ -110,9 +109,7 @@ async def _receive(
             received += len(part)
             form.feed(part)
             if received > form.size + ROOM:
-                raise RequestError(
-                    "The form has too much data beside the file.", "Send purpose and file alone."
-                )
+                raise RequestError("The form has too much data beside the file.", "Send purpose and file alone.")
             quota.add(tenant, form.size - counted)
             counted = form.size
             quota.check(tenant, used)
@@ -143,9 +140,9 @@ def _files(app: FastAPI, state: AppState) -> None:
         newest = asked.get("order", "desc")
         if newest not in ("asc", "desc"):
             raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
-        found = await store.files(tenant, asked.get("after"), limit + 1, newest=newest == "desc",
-            purpose=asked.get("purpose"),
-        )  # fmt: skip
+        found = await store.files(
+            tenant, asked.get("after"), limit + 1, newest=newest == "desc", purpose=asked.get("purpose")
+        )
         return _list([_file(file) for file in found], limit)
 
     @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
@@ -157,9 +154,8 @@ def _files(app: FastAPI, state: AppState) -> None:
 
 def _contents(app: FastAPI, state: AppState) -> None:
     @app.get(
-        "/v1/files/{id}/content", responses={**_CONTENT, **error_docs(401, 403, 404, 503)},
-        response_class=FileResponse,
-    )  # fmt: skip
+        "/v1/files/{id}/content", responses={**_CONTENT, **error_docs(401, 403, 404, 503)}, response_class=FileResponse
+    )
     async def content(id: str, request: Request) -> Response:
         """Return what is in a file."""
         store, found = await _found(state, request, id)
@@ -196,9 +192,17 @@ async def _streamed(store: BatchStore, file: StoredFile) -> Response:
 
 def _file(file: StoredFile) -> dict[str, Any]:
     created = int(clock.shown(file.created))
-    return {"id": file.id, "object": "file", "bytes": file.size, "created_at": created,
-            "filename": file.name, "purpose": file.purpose, "status": "processed", "expires_at": None,
-            "status_details": None}  # fmt: skip
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": created,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+        "expires_at": None,
+        "status_details": None,
+    }
 
 
 # ---- batches
@@ -211,15 +215,16 @@ async def _found_batch(state: AppState, request: Request, id: str) -> tuple[Batc
     if batch is None:
         raise RequestError(
             f"There is no batch {id[:64]!r}.", "GET /v1/batches lists them.", status=404, code="not_found"
-        )  # fmt: skip
+        )
     return store, batch
 
 
 def _batches(app: FastAPI, state: AppState) -> None:
     @app.post(
-        "/v1/batches", responses=error_docs(400, 401, 403, 404, 413, 415, 422, 429, 503),
+        "/v1/batches",
+        responses=error_docs(400, 401, 403, 404, 413, 415, 422, 429, 503),
         openapi_extra=body_docs(BatchBody.model_json_schema()) | {"parameters": header_docs(HEADER)},
-    )  # fmt: skip
+    )
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
         key, store = state.key(request), _store(state)
@@ -284,40 +289,53 @@ async def _new(body: BatchBody, store: BatchStore, tenant: str, id: str | None) 
     seconds = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if not _SHORTEST <= seconds <= _LONGEST:
         raise RequestError(
-            f"The completion_window is {body.completion_window!r}.", "Give 1m to 366d, such as 24h.",
-            param="completion_window", code="invalid_completion_window",
-        )  # fmt: skip
+            f"The completion_window is {body.completion_window!r}.",
+            "Give 1m to 366d, such as 24h.",
+            param="completion_window",
+            code="invalid_completion_window",
+        )
     file = await store.file(tenant, body.input_file_id)
     if file is None:
         raise no_file(body.input_file_id)
     if file.purpose != "batch":
         raise RequestError(
-            f"The file {file.id} has the purpose {file.purpose!r}.", 'Upload one with the purpose "batch".',
-            param="input_file_id", code="invalid_purpose",
-        )  # fmt: skip
+            f"The file {file.id} has the purpose {file.purpose!r}.",
+            'Upload one with the purpose "batch".',
+            param="input_file_id",
+            code="invalid_purpose",
+        )
     now = clock.now()
     metadata = None if body.metadata is None else json.dumps(body.metadata)
     return Batch(
-        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds,
-        metadata,
-    )  # fmt: skip
+        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds, metadata
+    )
 
 
 def _batch(batch: Batch) -> dict[str, Any]:
     ends = {f"{state}_at": batch.ended if batch.state == state else None for state in _ENDS}
     times = {
-        "created_at": batch.created, "in_progress_at": batch.began, "expires_at": batch.due,
-        "finalizing_at": batch.finalizing, "cancelling_at": batch.cancelling, **ends,
-    }  # fmt: skip
+        "created_at": batch.created,
+        "in_progress_at": batch.began,
+        "expires_at": batch.due,
+        "finalizing_at": batch.finalizing,
+        "cancelling_at": batch.cancelling,
+        **ends,
+    }
     errors = None if batch.errors is None else {"object": "list", "data": json.loads(batch.errors)}
     return {
-        "id": batch.id, "object": "batch", "endpoint": batch.endpoint, "errors": errors,
-        "input_file_id": batch.input_file, "completion_window": batch.window, "status": batch.state,
-        "output_file_id": batch.output_file, "error_file_id": batch.error_file,
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": errors,
+        "input_file_id": batch.input_file,
+        "completion_window": batch.window,
+        "status": batch.state,
+        "output_file_id": batch.output_file,
+        "error_file_id": batch.error_file,
         **{name: None if at is None else int(clock.shown(at)) for name, at in times.items()},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "metadata": None if batch.metadata is None else json.loads(batch.metadata),
-    }  # fmt: skip
+    }
 
 
 # ---- lists
@@ -335,9 +353,7 @@ def _list(data: Sequence[dict[str, Any]], limit: int) -> Response:
     page = list(data[:limit])
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     more = len(data) > limit
-    return JSONResponse(
-        {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
-    )
+    return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
 
 # ---- OpenAPI
@@ -349,16 +365,23 @@ def _query(what: str) -> dict[str, Any]:
     if what == "files":
         kinds |= {"order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
     return {
-        "parameters": [
-            {"name": name, "in": "query", "required": False, "schema": kind} for name, kind in kinds.items()
-        ]
+        "parameters": [{"name": name, "in": "query", "required": False, "schema": kind} for name, kind in kinds.items()]
     }
 
 
-_FORM: dict[str, Any] = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
-    "type": "object", "required": ["purpose", "file"], "additionalProperties": False,
-    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
-}}}}}  # fmt: skip
-_CONTENT: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The file.", "content": {_BYTES: {}}},
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "additionalProperties": False,
+                    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
+                }
+            }
+        },
+    }
 }
+_CONTENT: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": {_BYTES: {}}}}

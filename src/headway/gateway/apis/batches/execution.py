@@ -76,9 +76,7 @@ class Execution:
     stop: to be set when the batch is cancelled, or its window has ended.
     """
 
-    def __init__(
-        self, state: AppState, store: BatchStore, batch: Batch, threads: Executor, slots: Slots
-    ) -> None:  # fmt: skip
+    def __init__(self, state: AppState, store: BatchStore, batch: Batch, threads: Executor, slots: Slots) -> None:
         self._state, self._store, self._batch = state, store, batch
         self._threads, self._slots = threads, slots
         self.stop = asyncio.Event()

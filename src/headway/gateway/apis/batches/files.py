@@ -59,13 +59,18 @@ class Upload:
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise RequestError(
                 f"The content type is {content_type[:64]!r}.",
-                "Send multipart/form-data with the fields purpose and file.", code="invalid_form",
-            )  # fmt: skip
+                "Send multipart/form-data with the fields purpose and file.",
+                code="invalid_form",
+            )
         calls: MultipartCallbacks = {
-            "on_part_begin": self._part, "on_header_field": self._header_name,
-            "on_header_value": self._header_value, "on_header_end": self._header_end,
-            "on_headers_finished": self._headers_end, "on_part_data": self._data, "on_end": self._end,
-        }  # fmt: skip
+            "on_part_begin": self._part,
+            "on_header_field": self._header_name,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_headers_finished": self._headers_end,
+            "on_part_data": self._data,
+            "on_end": self._end,
+        }
         self._parser = self._parser_of(options[b"boundary"], calls)
         self._limits = limits
         self._header, self._value, self._disposition = b"", b"", b""
@@ -104,9 +109,11 @@ class Upload:
         purpose = self._texts.get("purpose", b"").decode(errors="replace")
         if purpose != "batch":
             raise RequestError(
-                f"The purpose is {purpose[:64]!r}.", 'Send purpose "batch": files are for batches only here.',
-                param="purpose", code="invalid_purpose",
-            )  # fmt: skip
+                f"The purpose is {purpose[:64]!r}.",
+                'Send purpose "batch": files are for batches only here.',
+                param="purpose",
+                code="invalid_purpose",
+            )
         if "file" not in self._texts:
             raise RequestError("The form has no file.", "Send the field file.", param="file")
 
@@ -132,8 +139,9 @@ class Upload:
         if name not in _FIELDS:
             raise RequestError(
                 f"The form has a field {name[:64]!r}.",
-                "Send purpose and file alone: files are kept until they are deleted.", param=name[:64],
-            )  # fmt: skip
+                "Send purpose and file alone: files are kept until they are deleted.",
+                param=name[:64],
+            )
         if name in self._texts:
             raise RequestError(f"The form has the field {name} twice.", "Send it once.", param=name)
         self._field, self._texts[name] = name, b""
@@ -161,9 +169,12 @@ class Upload:
         if self.lines + self._tail > self._limits.max_lines:
             raise RequestError(
                 f"The file has more than {self._limits.max_lines:,} lines (batches.max_lines).",
-                "Make several batches of it.", param="file", status=413, code="too_many_lines",
+                "Make several batches of it.",
+                param="file",
+                status=413,
+                code="too_many_lines",
                 headers={"connection": "close"},
-            )  # fmt: skip
+            )
         self.pending += part
 
     def _end(self) -> None:
@@ -173,9 +184,13 @@ class Upload:
 def too_large(mib: int) -> RequestError:
     """Return the error of a file beyond the limit (413)."""
     return RequestError(
-        f"The file has more than {mib} MiB (batches.max_file_mib).", "Make several batches of it.",
-        param="file", status=413, code="file_too_large", headers={"connection": "close"},
-    )  # fmt: skip
+        f"The file has more than {mib} MiB (batches.max_file_mib).",
+        "Make several batches of it.",
+        param="file",
+        status=413,
+        code="file_too_large",
+        headers={"connection": "close"},
+    )
 
 
 def _not_a_form(why: object) -> RequestError:

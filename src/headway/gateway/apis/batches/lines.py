@@ -48,19 +48,18 @@ def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> t
     line = checked(LineBody, read_json(text))
     if line.url != batch.endpoint:
         raise RequestError(
-            f"The url is {line.url[:64]!r}.", f"It must be the batch's endpoint, {batch.endpoint}.",
-            param="url", code="invalid_url",
-        )  # fmt: skip
+            f"The url is {line.url[:64]!r}.",
+            f"It must be the batch's endpoint, {batch.endpoint}.",
+            param="url",
+            code="invalid_url",
+        )
     api = APIS[line.url]
     headers = {"x-llm-d-inference-objective": "batch"} if "batch" in state.config.classes else {}
-    parsed = state.parser.parse(
-        api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now()
-    )
+    parsed = state.parser.parse(api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now())
     if parsed.stream:
         raise RequestError(
-            "A line of a batch cannot stream.", "Leave out stream.", param="body.stream",
-            code="stream_unsupported",
-        )  # fmt: skip
+            "A line of a batch cannot stream.", "Leave out stream.", param="body.stream", code="stream_unsupported"
+        )
     return line, parsed
 
 
@@ -117,17 +116,20 @@ class LineCheck:
     async def _check(self, number: int, start: int, text: bytes, longest: int, key: Key | None) -> None:
         if len(text) > longest:
             raise RequestError(
-                f"The line has more than {longest} bytes.", "Send less, or raise server.max_body_kib.",
+                f"The line has more than {longest} bytes.",
+                "Send less, or raise server.max_body_kib.",
                 code="line_too_long",
-            )  # fmt: skip
+            )
         self._count += 1
         line, _ = parse_line(self.state, self.batch, text, key)
         digest = blake2b(line.custom_id.encode(), digest_size=16).digest()
         if digest in self._seen:
             raise RequestError(
                 f"The custom_id {line.custom_id[:64]!r} is that of an earlier line.",
-                "Give each line its own.", param="custom_id", code="duplicate_custom_id",
-            )  # fmt: skip
+                "Give each line its own.",
+                param="custom_id",
+                code="duplicate_custom_id",
+            )
         self._seen.add(digest)
         self._lines.append(Line(number, start, len(text), line.custom_id))
         if len(self._lines) >= _PAGE:
@@ -140,9 +142,8 @@ class LineCheck:
 
     def _note(self, number: int | None, error: HeadwayError) -> None:
         self.problems.append(
-            {"code": error.code or "invalid_request", "line": number, "message": str(error)[:500],
-             "param": error.param}
-        )  # fmt: skip
+            {"code": error.code or "invalid_request", "line": number, "message": str(error)[:500], "param": error.param}
+        )
 
 
 async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator[tuple[int, int, bytes]]:

@@ -18,10 +18,12 @@ from headway.store.queue.port import Job
 
 _PAGE = 500  # lines in memory at a time, unless their answers are large
 _UNANSWERED = {
-    EXPIRED: {"code": "batch_expired",
-              "message": "This request could not be executed before the completion window expired."},
+    EXPIRED: {
+        "code": "batch_expired",
+        "message": "This request could not be executed before the completion window expired.",
+    },
     CANCELLED: {"code": "batch_cancelled", "message": "The batch was cancelled before this request ended."},
-}  # fmt: skip
+}
 
 
 def request_id(batch: Batch, number: int) -> str:
@@ -57,9 +59,8 @@ def _with_response(batch: Batch, line: Line, status: int, body: bytes) -> bytes:
 
 
 def _line(
-    batch: Batch, line: Line | EndedLine, *, response: dict[str, Any] | None = None,
-    error: dict[str, str] | None = None,
-) -> bytes:  # fmt: skip
+    batch: Batch, line: Line | EndedLine, *, response: dict[str, Any] | None = None, error: dict[str, str] | None = None
+) -> bytes:
     id = f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}"
     # `custom_id` is the client's, and goes last: what is looked for in a line must not be found in it.
     told = {"id": id, "response": response, "error": error, "custom_id": line.custom_id}

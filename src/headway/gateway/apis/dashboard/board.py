@@ -90,11 +90,13 @@ class Board:
         told = await asyncio.gather(*(_engine(one, inside[id]) for id, one in engines.items()))
         gateway.metrics.history.note(clock.now())
         return {
-            "version": __version__, "recipe": gateway.config.recipe, "at": clock.shown(now),
+            "version": __version__,
+            "recipe": gateway.config.recipe,
+            "at": clock.shown(now),
             "classes": {name: describe(tier) for name, tier in gateway.config.classes.items()},
             "tenants": gateway.metrics.history.tenants,
             "engines": dict(zip(engines, told, strict=True)),
-        }  # fmt: skip
+        }
 
     def _seen(self, view: View) -> dict[str, Any]:
         """Return what one view shows."""
@@ -110,7 +112,7 @@ class Board:
             "attained": {name: asdict(one) for name, one in found["attained"].items()},
             "lines": {name: asdict(line) for name, line in lines.items()},
             "late": [late.shown() for late in gateway.late.latest(view, now)],
-        }  # fmt: skip
+        }
 
     def _count(self, now: float) -> tuple[Lines, dict[str, int]]:
         """Return the requests by pair, and how many are in each engine."""
@@ -134,11 +136,21 @@ async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
     """
     instance = engine.instance
     told: dict[str, Any] = {
-        "model": engine.models.current, "models": list(engine.models.names), "loading": engine.loading,
-        "up": engine.up.is_set(), "restarts": engine.restarts, "failed": engine.failure is not None,
-        "inside": inside, "computing": None, "paused": None, "waiting": None,
-        "batch": instance.max_running, "assumed": instance.assumed, "kv": None, "evictions": None,
-    }  # fmt: skip
+        "model": engine.models.current,
+        "models": list(engine.models.names),
+        "loading": engine.loading,
+        "up": engine.up.is_set(),
+        "restarts": engine.restarts,
+        "failed": engine.failure is not None,
+        "inside": inside,
+        "computing": None,
+        "paused": None,
+        "waiting": None,
+        "batch": instance.max_running,
+        "assumed": instance.assumed,
+        "kv": None,
+        "evictions": None,
+    }
     if not engine.up.is_set():
         return told
     try:

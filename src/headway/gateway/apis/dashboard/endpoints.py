@@ -49,9 +49,12 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
         operator = state.is_operator(request)
         if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
-                f"{viewers} viewers look at the dashboard already.", "Close one of them.", status=503,
-                kind="server_error", code="too_many_viewers",
-            )  # fmt: skip
+                f"{viewers} viewers look at the dashboard already.",
+                "Close one of them.",
+                status=503,
+                kind="server_error",
+                code="too_many_viewers",
+            )
         events = board.events(state.stopping, operator, view)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -94,7 +97,5 @@ def _view(request: Request) -> View:
     """Return the view that a request asks for; 400 for an unknown window."""
     asked = request.query_params
     if (window := asked.get("window", FINEST)) not in WINDOWS:
-        raise RequestError(
-            f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window"
-        )
+        raise RequestError(f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window")
     return View(window, asked.get("class") or None, asked.get("tenant") or None)

@@ -43,9 +43,12 @@ class Explainer:
             raise RequestError("This gateway keeps no journal.", "Set journal.dir.", status=404)
         if self._lock.locked():
             raise RequestError(
-                "Another request is being explained.", "Try again in a few seconds.", status=503,
-                kind="server_error", code="busy",
-            )  # fmt: skip
+                "Another request is being explained.",
+                "Try again in a few seconds.",
+                status=503,
+                kind="server_error",
+                code="busy",
+            )
         start = datetime.fromtimestamp(since - _SLACK_S, UTC).isoformat()
         async with self._lock:
             status, out, told = await _run(
@@ -69,9 +72,15 @@ class Explainer:
 async def _run(*args: str) -> tuple[int | None, bytes, bytes]:
     """Run a `headway` command; return its status, None when it took too long, and what it wrote."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "headway.cli", *args, stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+        sys.executable,
+        "-m",
+        "headway.cli",
+        *args,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
         env=os.environ | {"COLUMNS": "10000", "NO_COLOR": "1"},  # an error is one line
-    )  # fmt: skip
+    )
     with suppress(ProcessLookupError):
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     try:

@@ -24,17 +24,25 @@ _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 _KEPT = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
-    "type": "object", "required": ["model", "input"],
+    "type": "object",
+    "required": ["model", "input"],
     "properties": {
-        "model": _TEXT, "instructions": _TEXT, "stream": {"type": "boolean"},
+        "model": _TEXT,
+        "instructions": _TEXT,
+        "stream": {"type": "boolean"},
         "background": {"type": "boolean"},
         "input": {"anyOf": [_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
-        "max_output_tokens": {"type": "integer", "minimum": 1}, "temperature": {"type": "number"},
-        "top_p": {"type": "number"}, "tools": {"type": "array", "items": {"type": "object"}},
-        "text": {"type": "object"}, "reasoning": {"type": "object"}, "metadata": {"type": "object"},
-        "service_tier": _TEXT, "user": _TEXT,
+        "max_output_tokens": {"type": "integer", "minimum": 1},
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "text": {"type": "object"},
+        "reasoning": {"type": "object"},
+        "metadata": {"type": "object"},
+        "service_tier": _TEXT,
+        "user": _TEXT,
     },
-}  # fmt: skip
+}
 DOCS = api_docs("create", _SCHEMA, SCHEDULED, "Answer a response: a chat, scheduled as all chats.")
 
 
@@ -69,9 +77,10 @@ async def _find(state: AppState, request: Request, id: str) -> Job:
     if job is None or (tenant is not None and job.tenant != tenant) or not job.background:
         raise RequestError(
             f"There is no background response {id[:64]!r}.",
-            "Only those with \"background\": true are kept, for some time (broker.keep_hours).",
-            status=404, code="not_found",
-        )  # fmt: skip
+            'Only those with "background": true are kept, for some time (broker.keep_hours).',
+            status=404,
+            code="not_found",
+        )
     return job
 
 

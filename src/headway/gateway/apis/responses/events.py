@@ -19,9 +19,10 @@ from headway.gateway.apis.responses.translate import (
 )
 
 _DELTA = {
-    "message": "response.output_text.delta", "reasoning": "response.reasoning_text.delta",
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
     "function_call": "response.function_call_arguments.delta",
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True)
@@ -103,9 +104,7 @@ class ResponseEvents(ChatStream):
             number, text = int(call.get("index", 0)), function.get("arguments") or ""
             yield from self._grow("function_call", number, text, head)
 
-    def _grow(
-        self, kind: str, number: int, text: str, call: tuple[Any, Any] = (None, None)
-    ) -> Iterator[bytes]:
+    def _grow(self, kind: str, number: int, text: str, call: tuple[Any, Any] = (None, None)) -> Iterator[bytes]:
         """Add to the item that is open, or to a new one."""
         item = self._latest.get((kind, number))
         if item is None or (item.done and kind != "function_call"):

@@ -11,22 +11,50 @@ from headway.gateway.parsing.fields import list_in, object_in
 from headway.gateway.parsing.unsupported import RESPONSES, refusal, refuse
 
 _SAME = (
-    "model", "temperature", "top_p", "stream", "background", "user", "parallel_tool_calls", "service_tier",
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "background",
+    "user",
+    "parallel_tool_calls",
+    "service_tier",
     "metadata",
-)  # fmt: skip
+)
 _TAKEN = {
-    *_SAME, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning",
-    "store", "include", "truncation", "prompt_cache_key",
-    "safety_identifier", "stream_options", *RESPONSES,
-}  # fmt: skip
+    *_SAME,
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "tools",
+    "tool_choice",
+    "text",
+    "reasoning",
+    "store",
+    "include",
+    "truncation",
+    "prompt_cache_key",
+    "safety_identifier",
+    "stream_options",
+    *RESPONSES,
+}
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 # What a response says of the request that it answers, where that says nothing.
 _ECHO: dict[str, Any] = {
-    "instructions": None, "max_output_tokens": None, "temperature": 1.0, "top_p": 1.0, "tools": [],
-    "tool_choice": "auto", "parallel_tool_calls": True, "text": {"format": {"type": "text"}},
-    "reasoning": {"effort": None, "summary": None}, "truncation": "disabled", "metadata": {}, "user": None,
-}  # fmt: skip
+    "instructions": None,
+    "max_output_tokens": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+    "truncation": "disabled",
+    "metadata": {},
+    "user": None,
+}
 
 
 def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,11 +91,21 @@ def base_of(raw: Mapping[str, Any], id: str, created: int) -> dict[str, Any]:
     """Return a response that has not begun: what it says of its request."""
     echo = {name: raw[name] if raw.get(name) is not None else value for name, value in _ECHO.items()}
     return {
-        "id": id, "object": "response", "created_at": created, "status": "in_progress", "error": None,
-        "incomplete_details": None, "model": raw.get("model"), "output": [], "usage": None,
-        "background": bool(raw.get("background")), "store": bool(raw.get("background")),
-        "previous_response_id": None, "service_tier": raw.get("service_tier") or "auto", **echo,
-    }  # fmt: skip
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": raw.get("model"),
+        "output": [],
+        "usage": None,
+        "background": bool(raw.get("background")),
+        "store": bool(raw.get("background")),
+        "previous_response_id": None,
+        "service_tier": raw.get("service_tier") or "auto",
+        **echo,
+    }
 
 
 def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,9 +124,12 @@ def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
         output.append(call_item(f"{id}_{number}", call["id"], function["name"], function["arguments"]))
     ended = end_of(choice.get("finish_reason"))
     return {
-        **base, **ended, "model": answer.get("model", base["model"]), "output": output,
+        **base,
+        **ended,
+        "model": answer.get("model", base["model"]),
+        "output": output,
         "usage": usage_of(answer.get("usage") or {}),
-    }  # fmt: skip
+    }
 
 
 def end_of(reason: Any) -> dict[str, Any]:
@@ -106,17 +147,17 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     given, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     return {
-        "input_tokens": given, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": thought}, "total_tokens": given + made,
-    }  # fmt: skip
+        "input_tokens": given,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": given + made,
+    }
 
 
 def message_item(id: str, text: str, status: str = "completed") -> dict[str, Any]:
     """Return the item of a text."""
-    return {
-        "id": f"msg_{id}", "type": "message", "status": status, "role": "assistant",
-        "content": [text_part(text)],
-    }  # fmt: skip
+    return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": [text_part(text)]}
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -133,9 +174,13 @@ def reasoning_item(id: str, text: str, status: str = "completed") -> dict[str, A
 def call_item(id: str, call_id: Any, name: Any, arguments: str, status: str = "completed") -> dict[str, Any]:
     """Return the item of a tool call."""
     return {
-        "id": f"fc_{id}", "type": "function_call", "status": status, "call_id": call_id, "name": name,
+        "id": f"fc_{id}",
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": name,
         "arguments": arguments,
-    }  # fmt: skip
+    }
 
 
 # ---- requests
@@ -179,9 +224,7 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in _ROLES:
-        raise RequestError(
-            f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input"
-        )
+        raise RequestError(f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input")
     return {"role": _ROLES[role], "content": _text(item.get("content"), where)}
 
 
@@ -203,18 +246,22 @@ def _text(content: Any, where: str) -> str:
 
 def _no_place(kind: Any, where: str) -> RequestError:
     return RequestError(
-        f"{where} is of type {kind!r}.", "Send texts, function_call and function_call_output.", param="input",
+        f"{where} is of type {kind!r}.",
+        "Send texts, function_call and function_call_output.",
+        param="input",
         code="unsupported_item",
-    )  # fmt: skip
+    )
 
 
 def _tool(tool: Any) -> dict[str, Any]:
     kind = object_in(tool, "tools").get("type")
     if kind != "function":
         raise RequestError(
-            f"Tools of type {kind!r} are OpenAI's own.", "Send tools of type function.", param="tools",
+            f"Tools of type {kind!r} are OpenAI's own.",
+            "Send tools of type function.",
+            param="tools",
             code="unsupported_tool",
-        )  # fmt: skip
+        )
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
 
@@ -223,9 +270,7 @@ def _choice(choice: Any) -> Any:
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             raise RequestError(
-                "tool_choice names no function.",
-                "Use auto, none, required or a function.",
-                param="tool_choice",
+                "tool_choice names no function.", "Use auto, none, required or a function.", param="tool_choice"
             )
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice or "auto"
@@ -243,6 +288,4 @@ def _format(shape: Any) -> dict[str, Any] | None:
     if kind == "json_schema":
         names = ("name", "schema", "strict", "description")
         return {"type": kind, "json_schema": {n: shape[n] for n in names if shape.get(n) is not None}}
-    raise RequestError(
-        f"text.format is {kind!r}.", "Use text, json_object or json_schema.", param="text.format"
-    )
+    raise RequestError(f"text.format is {kind!r}.", "Use text, json_object or json_schema.", param="text.format")

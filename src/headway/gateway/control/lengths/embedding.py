@@ -69,9 +69,10 @@ class Embedder:
             self._model = AutoModel.from_pretrained(str(path), local_files_only=True).eval()
         except Exception as error:  # the tokenizer raises nothing more special
             raise ConfigError(
-                f"The sentence encoder in {path} cannot be loaded: {str(error)[:300]}.", _HINT,
+                f"The sentence encoder in {path} cannot be loaded: {str(error)[:300]}.",
+                _HINT,
                 param="predictor.embedding",
-            ) from error  # fmt: skip
+            ) from error
         self._torch: Any = torch
         self._tokenizer.enable_truncation(_LONGEST)
         self._tokenizer.enable_padding()

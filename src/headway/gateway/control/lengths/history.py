@@ -24,9 +24,7 @@ def keep(path: Path, history: History) -> None:
     """Write a history atomically, readable by its owner only; a disk error is logged."""
     try:
         with replacing(path) as file:
-            np.savez(
-                file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens
-            )
+            np.savez(file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens)
     except OSError as error:
         log.warning("lengths are not kept: %s (%s); set predictor.history to another file", path, error)
 

@@ -106,9 +106,7 @@ class PredictorService:
         self.predictor = Predictor(settings.window)
         self._quantile, self._tuner = settings.quantile, PaddingTuner()
         self.lengths: Lengths = (
-            Padded(self.predictor, settings.quantile)
-            if settings.quantile
-            else Adaptive(self.predictor, self._tuner)
+            Padded(self.predictor, settings.quantile) if settings.quantile else Adaptive(self.predictor, self._tuner)
         )
         self._metrics = LengthMetrics(metrics.registry)
         self._metrics.quantile.set(self._quantile or self._tuner.quantile)
@@ -207,9 +205,7 @@ class LengthMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         r = registry
-        self.forecasts = Counter(
-            "headway_forecasts", "Length forecasts, by their source.", ["by"], registry=r
-        )
+        self.forecasts = Counter("headway_forecasts", "Length forecasts, by their source.", ["by"], registry=r)
         self.answers = Counter(
             "headway_forecast_answers", "Answers within or beyond their padded forecast.", ["was"], registry=r
         )
@@ -218,8 +214,5 @@ class LengthMetrics:
         )
         self.known = Gauge("headway_forecast_history", "Answers that the length model knows.", registry=r)
         self.seconds = Histogram(
-            "headway_forecast_seconds",
-            "To forecast from a prompt, waiting included.",
-            buckets=_BUCKETS,
-            registry=r,
+            "headway_forecast_seconds", "To forecast from a prompt, waiting included.", buckets=_BUCKETS, registry=r
         )

@@ -164,9 +164,10 @@ class RemoteControl(ControlView):
         me = self._link.name
         self.leader.remote_counts = {
             (one.tenant, one.tier): one.count
-            for name, waiting in standing.waiting.items() if name != me
+            for name, waiting in standing.waiting.items()
+            if name != me
             for one in waiting
-        }  # fmt: skip
+        }
         known = me in standing.known
         again = REPORT_S + len(self.controller.requests) / _REPORTED_PER_S
         if not known and clock.now() - self.leader.reported > again:

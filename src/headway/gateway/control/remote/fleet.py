@@ -39,9 +39,7 @@ class Fleet:
     """
 
     def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
-        self.engines = {
-            f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)
-        }
+        self.engines = {f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)}
         self._control, self._lease_s = control, lease_s
         self._heard: dict[str, _Heard] = {}
         self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that the log has told of

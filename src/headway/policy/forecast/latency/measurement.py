@@ -13,16 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.policy.forecast.latency.laws import (
-    KINDS,
-    LAWS,
-    Error,
-    LatencyLaw,
-    Shapes,
-    errors,
-    fit,
-    nonnegative,
-)
+from headway.policy.forecast.latency.laws import KINDS, LAWS, Error, LatencyLaw, Shapes, errors, fit, nonnegative
 from headway.types import Batch, Bools, Floats
 
 _CONTEXTS, _QUICK_CONTEXTS = (32, 128, 256, 512, 1024), (64, 512)
@@ -306,9 +297,7 @@ def interruptions(rows: Sequence[Row], arrivals: Sequence[Floats]) -> tuple[list
     counts = np.stack([_during(whole, times) for times in arrivals], 1)
     x = Shapes(*whole[:, 3:7].T)
     prompts = (x.prefill > 0).astype(float)
-    columns = np.stack(
-        [np.ones_like(prompts), x.decodes, x.context, x.prefill, x.prefill_context, prompts], 1
-    )
+    columns = np.stack([np.ones_like(prompts), x.decodes, x.context, x.prefill, x.prefill_context, prompts], 1)
     each = _robust(np.hstack([columns, counts]), whole[:, 2])[6:]
     shorter = whole.copy()
     shorter[:, 2] = np.maximum(whole[:, 2] - counts @ each, whole[:, 2] / 2)

@@ -94,9 +94,17 @@ def prefill_of(theta: Floats, tokens: float) -> float:
 
 @compiled
 def learn(
-    theta: Floats, cov: Floats, cap: Floats, decodes: float, context: float, prefill: float, pairs: float,
-    seconds: float, forget: float, surprise: float,
-) -> None:  # fmt: skip
+    theta: Floats,
+    cov: Floats,
+    cap: Floats,
+    decodes: float,
+    context: float,
+    prefill: float,
+    pairs: float,
+    seconds: float,
+    forget: float,
+    surprise: float,
+) -> None:
     """Move theta and cov, in place, towards one measured iteration by recursive least squares.
 
     Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short

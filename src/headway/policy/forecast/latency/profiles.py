@@ -27,11 +27,7 @@ BUILTIN = Path(__file__).parent / "data"
 SHORTEST = 1e-4  # seconds; a law may be 0 for an empty batch, an iteration may not
 _REQUIRED = {"model": str, "device": str, "block_size": int, "kv_bytes_per_token": int, "weights_bytes": int}
 _OPTIONAL = {"kv_tokens": int, "load_cold_s": float, "load_warm_s": float, "kv_copy_gb_s": float}
-_OVERHEADS = (
-    "request_overhead_s",
-    "token_overhead_s",
-    "interruption_s",
-)  # left out of a file that does not know them
+_OVERHEADS = ("request_overhead_s", "token_overhead_s", "interruption_s")  # left out of a file that does not know them
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +127,7 @@ def load(name: str | Path) -> LatencyProfile:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"The latency profile {path} cannot be read: {error.strerror}.", "Check the path."
-        ) from error
+        raise ConfigError(f"The latency profile {path} cannot be read: {error.strerror}.", "Check the path.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.", f"Copy one of {BUILTIN} and edit that.") from error
     return parse(data, str(path))
@@ -165,8 +159,7 @@ def _locate(name: str | Path) -> Path:
     near = get_close_matches(Path(name).stem, names(), n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise ConfigError(
-        f"There is no latency profile {name}.",
-        f"{hint}Built in are {', '.join(names())}; else give a .json file.",
+        f"There is no latency profile {name}.", f"{hint}Built in are {', '.join(names())}; else give a .json file."
     )
 
 
@@ -191,9 +184,7 @@ def _coefficients(data: Mapping[str, Any], key: str, law: Any, where: str) -> di
     table = _table(data, key, where)
     wanted = [field.name for field in fields(law)]
     for extra in set(table) - set(wanted):
-        raise ConfigError(
-            f"{where}: {key} has {extra!r}, which {law.NAME} has not.", f"Keep {', '.join(wanted)}."
-        )
+        raise ConfigError(f"{where}: {key} has {extra!r}, which {law.NAME} has not.", f"Keep {', '.join(wanted)}.")
     return {name: _value(table, name, float, f"{where}: {key}") for name in wanted}
 
 

@@ -67,9 +67,14 @@ class PaddingTuner:
     """
 
     def __init__(
-        self, costs: Costs | None = None, quantiles: tuple[float, ...] = QUANTILES, start: float = QUANTILE,
-        window: int = 512, least: int = 64, margin: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        costs: Costs | None = None,
+        quantiles: tuple[float, ...] = QUANTILES,
+        start: float = QUANTILE,
+        window: int = 512,
+        least: int = 64,
+        margin: float = 0.02,
+    ) -> None:
         self.costs = costs or Costs()
         self._quantiles = np.array(sorted({*quantiles, start}))
         self._at = int(np.searchsorted(self._quantiles, start))

@@ -22,9 +22,15 @@ _CODE = frozenset("{}()[]=;`<>")
 def features(text: str, prompt_tokens: int, meaning: Features | None = None) -> Features:
     """Return the features of a prompt: sizes and marks on a logarithmic scale, then its embedding."""
     marks = (
-        prompt_tokens, len(text), text.count("?"), text.count("\n"), sum(map(str.isdigit, text)),
-        sum(letter in _CODE for letter in text), len(text.split()), text.count(".") + text.count("!"),
-    )  # fmt: skip
+        prompt_tokens,
+        len(text),
+        text.count("?"),
+        text.count("\n"),
+        sum(map(str.isdigit, text)),
+        sum(letter in _CODE for letter in text),
+        len(text.split()),
+        text.count(".") + text.count("!"),
+    )
     assert len(marks) == PLAIN
     plain = np.log1p(np.array(marks, np.float32))
     return plain if meaning is None else np.concatenate([plain, meaning.astype(np.float32)])

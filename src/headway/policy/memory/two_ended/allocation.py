@@ -104,10 +104,7 @@ def _rank_victims(table: TwoEndedTable) -> None:
     keys = np.empty(rows, np.int64)
     for row in range(rows):
         if table.kind[row] == BEST_EFFORT and table.num_blocks[row] > 0 and table.pinned[row] == 0:
-            table.victims[size], keys[size] = (
-                row,
-                -table.host_tokens[row] * _TOKEN_WEIGHT - table.entered[row],
-            )
+            table.victims[size], keys[size] = (row, -table.host_tokens[row] * _TOKEN_WEIGHT - table.entered[row])
             size += 1
     ranked = table.victims[:size][np.argsort(keys[:size], kind="mergesort")]
     table.victims[:size] = ranked
@@ -340,9 +337,7 @@ def check_integrity(table: TwoEndedTable) -> None:
     assert not table.left_tokens[~left].any()
     assert not table.right_tokens[~right].any()
     stack = table.empty_blocks[: table.state[0]["num_empty"]]
-    assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), (
-        "the stack does not list the empty blocks"
-    )
+    assert sorted(stack.tolist()) == np.flatnonzero(~left & ~right).tolist(), "the stack does not list the empty blocks"
     for row in range(table.kind.size):
         _check_row(table, row, size)
     held = [table.num_blocks[table.kind == kind].sum() for kind in (REAL_TIME, BEST_EFFORT)]

@@ -19,22 +19,24 @@ from headway.types import Ints
 NONE = -1  # no row, or no block
 REAL_TIME, BEST_EFFORT = 1, 2  # kinds of a row; 0 = the row is not in the table
 SAVE, LOAD, MOVE, MIRROR, FREE = 1, 2, 3, 4, 5  # kinds of a KV operation
-_STATE = np.dtype([
-    ("block_size", int),
-    ("num_empty", int),
-    ("host_tokens", int),
-    ("host_capacity", int),
-    ("num_ops", int),
-    ("copied_tokens", int),
-    ("dropped_tokens", int),
-    ("shared_blocks", int),
-    ("last_entered", int),
-    ("num_victims", int),
-    ("next_tail", int),
-    ("next_victim", int),
-    ("decode_only", int),
-    ("most_empty", int),
-])  # fmt: skip
+_STATE = np.dtype(
+    [
+        ("block_size", int),
+        ("num_empty", int),
+        ("host_tokens", int),
+        ("host_capacity", int),
+        ("num_ops", int),
+        ("copied_tokens", int),
+        ("dropped_tokens", int),
+        ("shared_blocks", int),
+        ("last_entered", int),
+        ("num_victims", int),
+        ("next_tail", int),
+        ("next_victim", int),
+        ("decode_only", int),
+        ("most_empty", int),
+    ]
+)
 _OPS_PER_BLOCK = 8
 
 
@@ -103,15 +105,21 @@ class TwoEndedTable(NamedTuple):
 
 
 _PER_ROW = (
-    "block_ids", "num_blocks", "num_tokens", "kind", "host_tokens", "swapped_tokens", "pinned", "entered",
+    "block_ids",
+    "num_blocks",
+    "num_tokens",
+    "kind",
+    "host_tokens",
+    "swapped_tokens",
+    "pinned",
+    "entered",
     "victims",
-)  # fmt: skip
+)
 
 
 def new(
-    blocks: int, size: int, longest: int, host: int, rows: int, *, decode_only: bool = False,
-    most_empty: bool = False,
-) -> TwoEndedTable:  # fmt: skip
+    blocks: int, size: int, longest: int, host: int, rows: int, *, decode_only: bool = False, most_empty: bool = False
+) -> TwoEndedTable:
     """Return the table of a free pool.
 
     longest: most tokens of a request.
@@ -124,14 +132,26 @@ def new(
     state["block_size"], state["num_empty"], state["host_capacity"] = size, blocks, host
     state["num_victims"], state["decode_only"], state["most_empty"] = NONE, decode_only, most_empty
     return TwoEndedTable(
-        left_row=ends[0], right_row=ends[1], left_tokens=block[0], right_tokens=block[1],
-        saved_tokens=block[2], right_index=block[3], mirrored=block[4],
+        left_row=ends[0],
+        right_row=ends[1],
+        left_tokens=block[0],
+        right_tokens=block[1],
+        saved_tokens=block[2],
+        right_index=block[3],
+        mirrored=block[4],
         block_ids=np.full((rows, -(-longest // size) + 1), NONE),
-        num_blocks=row[0], num_tokens=row[1], kind=row[2],
-        host_tokens=row[3], swapped_tokens=row[4], pinned=row[5], entered=row[6], victims=row[7],
+        num_blocks=row[0],
+        num_tokens=row[1],
+        kind=row[2],
+        host_tokens=row[3],
+        swapped_tokens=row[4],
+        pinned=row[5],
+        entered=row[6],
+        victims=row[7],
         empty_blocks=np.arange(blocks)[::-1].copy(),
-        ops=np.zeros((_OPS_PER_BLOCK * blocks + 64, 7), np.int64), state=state,
-    )  # fmt: skip
+        ops=np.zeros((_OPS_PER_BLOCK * blocks + 64, 7), np.int64),
+        state=state,
+    )
 
 
 def resized(table: TwoEndedTable, rows: int) -> TwoEndedTable:
@@ -170,9 +190,7 @@ def resident(table: TwoEndedTable, block: int) -> int:
 
 
 @compiled
-def add_op(
-    table: TwoEndedTable, kind: int, row: int, token: int, tokens: int, block: int, source: int
-) -> None:
+def add_op(table: TwoEndedTable, kind: int, row: int, token: int, tokens: int, block: int, source: int) -> None:
     """Append a KV operation on `tokens` tokens of a row, from its `token`-th on."""
     entry = table.ops[table.state[0]["num_ops"]]
     entry[0], entry[1], entry[2], entry[3], entry[4], entry[5] = kind, row, token, tokens, block, source
@@ -204,9 +222,7 @@ def mirror(table: TwoEndedTable, block: int) -> None:
         return
     table.mirrored[block] = 1
     if 0 < used < table.state[0]["block_size"]:  # the tokens of a full block lie in any order
-        add_op(
-            table, MIRROR, row, table.right_index[block] * table.state[0]["block_size"], used, block, block
-        )
+        add_op(table, MIRROR, row, table.right_index[block] * table.state[0]["block_size"], used, block, block)
 
 
 @compiled

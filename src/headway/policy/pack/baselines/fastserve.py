@@ -30,9 +30,7 @@ class Ladder(Table):
     since: when it was last given tokens, or came to the level.
     """
 
-    COLUMNS: ClassVar[dict[str, type]] = {
-        "serial": int, "level": int, "used": float, "place": int, "since": float,
-    }  # fmt: skip
+    COLUMNS: ClassVar[dict[str, type]] = {"serial": int, "level": int, "used": float, "place": int, "since": float}
 
     def cover(self, rows: int) -> None:
         """Make at least that many rows."""
@@ -133,9 +131,7 @@ class FastServe(Packer):
         tokens = missing(jobs, step.order) if step.tokens is None else step.tokens
         grown = np.maximum(kv_budget.blocks_for(jobs.computed[step.order] + tokens), jobs.blocks[step.order])
         growth = int((grown - jobs.blocks[step.order]).sum())
-        lacking = (
-            int(self.spare * kv_budget.total) - kv_budget.free - int(jobs.blocks[step.evict].sum()) + growth
-        )
+        lacking = int(self.spare * kv_budget.total) - kv_budget.free - int(jobs.blocks[step.evict].sum()) + growth
         idle = ranked[jobs.running[ranked]][::-1]
         idle = idle[~np.isin(idle, np.concatenate([step.order, step.evict]))]
         before = np.cumsum(jobs.blocks[idle]) - jobs.blocks[idle]

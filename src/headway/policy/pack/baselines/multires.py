@@ -45,8 +45,7 @@ class MultiRes(Packer):
         old = np.concatenate([running, waiting[swapped]])
         new = self._nearest(jobs, kv_budget, old, waiting[~swapped])
         step = allocate(jobs, np.concatenate([old, new]), kv_budget, self.max_running, self.budget)
-        return Step(step.order, step.tokens, save=step.evict, max_running=self.max_running,
-                    token_budget=self.budget)  # fmt: skip
+        return Step(step.order, step.tokens, save=step.evict, max_running=self.max_running, token_budget=self.budget)
 
     def _nearest(self, jobs: Jobs, kv_budget: KvBudget, old: Ints, waiting: Ints) -> Ints:
         """Return the waiting rows to admit beside `old`, in the order of choice."""
@@ -73,8 +72,6 @@ class MultiRes(Packer):
     def _demand(self, jobs: Jobs, kv_budget: KvBudget, rows: Ints) -> Floats:
         """Return (rows, 2): tokens in this iteration, and blocks for the prompt with the whole answer."""
         tokens = np.minimum(missing(jobs, rows), self.budget)
-        length = np.ceil(jobs.prompt[rows] + jobs.output_tokens[rows] + jobs.tokens_left[rows]).astype(
-            np.int64
-        )
+        length = np.ceil(jobs.prompt[rows] + jobs.output_tokens[rows] + jobs.tokens_left[rows]).astype(np.int64)
         blocks = np.clip(kv_budget.blocks_for(length), jobs.blocks[rows], kv_budget.total)
         return np.stack([tokens, blocks], 1).astype(float)

@@ -35,9 +35,7 @@ _LEAST_PART = 32  # tokens; a shorter part of a prompt is not worth its place in
 
 
 @compiled
-def algorithm_1(
-    t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, last: Floats, now: float, theta: Floats
-) -> Batch:
+def algorithm_1(t: StepLimits, jobs: Rows, rows: Ints, moves: Ints, last: Floats, now: float, theta: Floats) -> Batch:
     """Return the batch of the next iteration.
 
     rows: all that may run; moves: `TwoEndedBudget`'s, or empty; last: instants of the last tokens by row,
@@ -64,9 +62,7 @@ def algorithm_1(
 
 
 @compiled
-def polled(
-    jobs: Rows, rows: Ints, last: Floats, now: float, most: int, lost_last: bool
-) -> tuple[Ints, Floats]:
+def polled(jobs: Rows, rows: Ints, last: Floats, now: float, most: int, lost_last: bool) -> tuple[Ints, Floats]:
     """Return real-time rows by urgency and the seconds they have left, and these seconds.
 
     Two queues, those that hold KV and those that wait, are polled in turn; of each only the `most` least are
@@ -135,22 +131,22 @@ def _empty(t: StepLimits, jobs: Rows, rows: Ints, other: Ints) -> Batch:
             inside += jobs["running"][row]
     room["crowded"] = held > t.crowded * t.total or inside > t.crowded * t.batch_limit
     room["full"] = held > t.parts_below * t.total
-    room["available"] = (
-        t.total - held if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
-    )
+    room["available"] = t.total - held if t.shared else t.free + (jobs["blocks"] - jobs["shared"])[other].sum()
     return Batch(
-        np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit, np.int64), np.empty(t.batch_limit),
-        np.empty(rows.size, np.int64), all_sums, all_room,
-    )  # fmt: skip
+        np.empty(t.batch_limit, np.int64),
+        np.empty(t.batch_limit, np.int64),
+        np.empty(t.batch_limit),
+        np.empty(rows.size, np.int64),
+        all_sums,
+        all_room,
+    )
 
 
 # ---- real-time rows
 
 
 @compiled
-def _pack_real_time(
-    t: StepLimits, jobs: Rows, batch: Batch, urgent: Ints, left: Floats, theta: Floats
-) -> None:
+def _pack_real_time(t: StepLimits, jobs: Rows, batch: Batch, urgent: Ints, left: Floats, theta: Floats) -> None:
     """Add real-time rows, least time left first, as far as slots, blocks, tokens and time go."""
     room, last = batch.room[0], urgent.size
     for i in range(urgent.size):
@@ -211,9 +207,7 @@ def _in_time(t: StepLimits, jobs: Rows, batch: Batch, row: int, want: int, theta
 
 
 @compiled
-def _tighten(
-    jobs: Rows, batch: Batch, row: int, left: float, t: StepLimits, want: int, theta: Floats
-) -> None:
+def _tighten(jobs: Rows, batch: Batch, row: int, left: float, t: StepLimits, want: int, theta: Floats) -> None:
     """Let the time that a row has left bound the iteration, if it can be kept at all.
 
     Where the bound is fixed, it is what the most urgent row has left that can be in time.
@@ -234,9 +228,7 @@ def _tighten(
 
 
 @compiled
-def _pack_best_effort(
-    t: StepLimits, jobs: Rows, batch: Batch, cheap: Ints, moves: Ints, theta: Floats
-) -> None:
+def _pack_best_effort(t: StepLimits, jobs: Rows, batch: Batch, cheap: Ints, moves: Ints, theta: Floats) -> None:
     """Add best-effort rows by swap cost, then put them in place of the least urgent real-time ones."""
     room, victim = batch.room[0], batch.room[0]["chosen"] - 1
     for row in cheap:
@@ -293,9 +285,17 @@ def _claims(t: StepLimits, jobs: Rows, row: int, moves: Ints) -> tuple[int, int]
 
 @compiled
 def _replace(
-    t: StepLimits, jobs: Rows, batch: Batch, victim: int, row: int, want: int, need: int, claim: int,
-    copies: int, theta: Floats,
-) -> int:  # fmt: skip
+    t: StepLimits,
+    jobs: Rows,
+    batch: Batch,
+    victim: int,
+    row: int,
+    want: int,
+    need: int,
+    claim: int,
+    copies: int,
+    theta: Floats,
+) -> int:
     """Put a best-effort row in the place of the least urgent real-time one; return the next such place.
 
     Only when that one can wait for `spare` such iterations, and only within the smallest time left.

@@ -15,18 +15,17 @@ from headway.types import Bools, Floats, Ints
 Rows = NDArray[np.void]
 # The shape of an iteration, tokens to copy, the bound on its seconds, and tokens of the budget that are left.
 SUMS = np.dtype(
-    [(name, float) for name in (
-        "decodes", "context", "prefill", "prefill_context", "copies", "bound", "budget",
-    )]
-)  # fmt: skip
+    [(name, float) for name in ("decodes", "context", "prefill", "prefill_context", "copies", "bound", "budget")]
+)
 # Blocks that can be had, blocks that are empty (below 0: to be emptied), slots for rows that come in, rows
 # chosen, rows to save, real-time rows kept out, whether real-time rows crowd the KV or the batch (then none
 # is replaced), whether they hold too much KV for prompts in parts, whether the time check kept one out.
 ROOM = np.dtype(
-    [(name, int) for name in (
-        "available", "empty", "free_slots", "chosen", "saved", "refused", "crowded", "full", "late",
-    )]
-)  # fmt: skip
+    [
+        (name, int)
+        for name in ("available", "empty", "free_slots", "chosen", "saved", "refused", "crowded", "full", "late")
+    ]
+)
 
 
 class StepLimits(NamedTuple):

@@ -140,9 +140,11 @@ class Bros(Packer):
         """It saves where the engine has a pool of stated size, or two-ended blocks, which include one."""
         shared = self.two_ended and self.saves and self.spec.two_ended
         return KvUse(
-            shared or (self.saves and bool(self.spec.host_tokens)), two_ended=shared, overlaps_copies=True,
+            shared or (self.saves and bool(self.spec.host_tokens)),
+            two_ended=shared,
+            overlaps_copies=True,
             most_empty=shared and self.most_empty,
-        )  # fmt: skip
+        )
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
@@ -156,9 +158,7 @@ class Bros(Packer):
         self.batch_size.learn(late=bool(step.room["late"][0]))
         tokens = step.tokens[:taken]
         evict, save = (_NONE, save) if self.kv.saves else (save, _NONE)
-        return Step(
-            order, tokens, evict, save, max_running=limits.batch_limit, token_budget=self.spec.token_budget
-        )
+        return Step(order, tokens, evict, save, max_running=limits.batch_limit, token_budget=self.spec.token_budget)
 
     def _limits(self, kv_budget: KvBudget) -> tuple[StepLimits, Ints]:
         spec, use = self.spec, self.kv
@@ -166,8 +166,19 @@ class Bros(Packer):
         copy = spec.copy_seconds if use.saves else 0.0
         batch_limit = min(self.batch_size.size, spec.max_running)
         limits = StepLimits(
-            batch_limit, spec.token_budget, *kv_budget,
-            copy, use.two_ended, self.replaces, self.spare, self.lost_last, self.crowded,
-            self.parts_below, self.parts_fill, self.fixed_bound, self.returns_early, self.replaces_long,
-        )  # fmt: skip
+            batch_limit,
+            spec.token_budget,
+            *kv_budget,
+            copy,
+            use.two_ended,
+            self.replaces,
+            self.spare,
+            self.lost_last,
+            self.crowded,
+            self.parts_below,
+            self.parts_fill,
+            self.fixed_bound,
+            self.returns_early,
+            self.replaces_long,
+        )
         return limits, moves

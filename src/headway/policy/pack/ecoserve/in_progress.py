@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.policy.memory.preemption_cost import PAUSE, cheapest, preemption_costs
 from headway.policy.memory.reservations import blocks_of, capacity_of, first_borrower
-from headway.policy.pack.ecoserve.queues import (
-    ACTIVE,
-    GONE,
-    QUEUED,
-    RowView,
-    left_of,
-)  # fmt: skip
+from headway.policy.pack.ecoserve.queues import ACTIVE, GONE, QUEUED, RowView, left_of
 from headway.policy.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, leave, put
 from headway.types import Bools, Floats, Ints
 
@@ -43,11 +37,7 @@ def go_on(
     for i in range(seen.active.size):
         row = seen.active[i]
         end = blocks_of(jobs["computed"][row] + 1, size)
-        if (
-            status["state"][row] == ACTIVE
-            and jobs["first_lent_block"][row]
-            and end > jobs["first_lent_block"][row]
-        ):
+        if status["state"][row] == ACTIVE and jobs["first_lent_block"][row] and end > jobs["first_lent_block"][row]:
             goes[i] = _reach(params, jobs, status, progress, first_borrower(jobs, row), theta, buffer)
         if goes[i] and status["state"][row] == ACTIVE and end > capacity_of(jobs, row):
             _outgrow(params, jobs, status, progress, row, size, theta, buffer)
@@ -56,13 +46,7 @@ def go_on(
 
 @compiled
 def _reach(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    borrower: int,
-    theta: Floats,
-    buffer: StepBuffer,
+    params: EcoServeParams, jobs: Rows, status: Rows, progress: Rows, borrower: int, theta: Floats, buffer: StepBuffer
 ) -> bool:
     """Resolve a loan that is due: the lender pauses or the borrower leaves, whichever is cheaper.
 
@@ -74,11 +58,7 @@ def _reach(
         return True  # it has just outgrown its loan
     progress[0]["late"] += 1
     costs = preemption_costs(
-        theta,
-        jobs["computed"][borrower],
-        left_of(jobs, status, borrower),
-        n["generating"],
-        params.copy_seconds,
+        theta, jobs["computed"][borrower], left_of(jobs, status, borrower), n["generating"], params.copy_seconds
     )
     if jobs["held"][borrower] or (params.by_cost and cheapest(costs) == PAUSE):
         return False
@@ -108,9 +88,7 @@ def _outgrow(
         status["goal"][row] = min(output_tokens + params.extra, params.longest)
         leave(params, jobs, status, row, theta, buffer)
         return
-    more = min(
-        blocks_of(params.extra, size), blocks_of(params.longest, size) - jobs["blocks"][row], n["free"]
-    )
+    more = min(blocks_of(params.extra, size), blocks_of(params.longest, size) - jobs["blocks"][row], n["free"])
     status["goal"][row] = min(output_tokens + params.extra, params.longest)
     if more > 0:
         progress[0]["extended"] += 1
@@ -124,9 +102,7 @@ def _outgrow(
 
 
 @compiled
-def put_active(
-    params: EcoServeParams, jobs: Rows, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer
-) -> None:
+def put_active(params: EcoServeParams, jobs: Rows, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer) -> None:
     """Schedule one token for each generation that was active before and goes on.
 
     They can be more than `max_running`: rows that control had held come back after others began.

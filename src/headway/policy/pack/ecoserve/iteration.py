@@ -30,7 +30,7 @@ from headway.policy.pack.ecoserve.queues import (
     look,
     need_of,
     same_range,
-)  # fmt: skip
+)
 from headway.policy.pack.ecoserve.step_buffer import COUNTS, EcoServeParams, StepBuffer, leave, put
 from headway.policy.pack.kernels import missing_of
 from headway.types import Bools, Floats, Ints
@@ -83,9 +83,7 @@ def _begin_buffer(jobs: Rows, status: Rows, seen: RowView, size: int, kv_budget:
             n["generating"] += 1
         else:
             n["pool"] += jobs["blocks"][row]
-    return StepBuffer(
-        lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7], lists[8], counts
-    )  # fmt: skip
+    return StepBuffer(lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7], lists[8], counts)
 
 
 @compiled
@@ -108,9 +106,16 @@ def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepB
 
 @compiled
 def _schedule(
-    params: EcoServeParams, jobs: Rows, status: Rows, progress: Rows, seen: RowView, goes: Bools, size: int,
-    now: float, buffer: StepBuffer,
-) -> None:  # fmt: skip
+    params: EcoServeParams,
+    jobs: Rows,
+    status: Rows,
+    progress: Rows,
+    seen: RowView,
+    goes: Bools,
+    size: int,
+    now: float,
+    buffer: StepBuffer,
+) -> None:
     """Fill the KV with queued generations, borrowers first (or last), and number the groups anew."""
     n = buffer.counts[0]
     before = n["generating"]
@@ -197,10 +202,7 @@ def _needs(jobs: Rows, status: Rows, rows: Ints, size: int) -> Ints:
 def _begin(params: EcoServeParams, jobs: Rows, status: Rows, row: int, need: int, buffer: StepBuffer) -> bool:
     """Let a queued generation begin if `need` free blocks may be taken for it; tell whether."""
     n, holds = buffer.counts[0], jobs["blocks"][row]
-    if (
-        need > allocatable(n["free"], params.reserve, n["pool"] - holds)
-        or n["generating"] >= params.max_running
-    ):
+    if need > allocatable(n["free"], params.reserve, n["pool"] - holds) or n["generating"] >= params.max_running:
         return False
     n["free"] -= need
     n["pool"] -= holds

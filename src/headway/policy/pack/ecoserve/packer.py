@@ -121,21 +121,42 @@ class EcoServe(Packer):
         runs, loans, saves, evicts = made.counts[["order", "loans", "saves", "evicts"]][0].tolist()
         lend = Loans(made.borrower[:loans], made.lender[:loans], made.start[:loans], made.span[:loans])
         return Step(
-            made.order[:runs], made.tokens[:runs], made.evict[:evicts], made.save[:saves],
-            self.spec.max_running, self.spec.token_budget, made.hold[:runs], lend if loans else None,
-        )  # fmt: skip
+            made.order[:runs],
+            made.tokens[:runs],
+            made.evict[:evicts],
+            made.save[:saves],
+            self.spec.max_running,
+            self.spec.token_budget,
+            made.hold[:runs],
+            lend if loans else None,
+        )
 
     def limits(self, kv_budget: KvBudget) -> EcoServeParams:
         """Return the options as compiled loops take them."""
         o, spec = self.options, self.spec
         idle = max(int(o.idle * kv_budget.total), 1)
         return EcoServeParams(
-            min(o.tfs, spec.token_budget), min(spec.max_running, spec.token_budget),
-            pool_blocks(kv_budget.total, o.reserve), o.buffer, o.buffer_share, o.grain or kv_budget.size,
-            o.extra, idle, o.synced, o.ordered, o.lends, o.loose, o.fixed_ranges, o.hosts_first,
-            o.lends_to_prompts, o.whole, o.by_cost, spec.copy_seconds,
-            min(spec.max_model_len, kv_budget.total * kv_budget.size), kv_budget.row_chunk,
-        )  # fmt: skip
+            min(o.tfs, spec.token_budget),
+            min(spec.max_running, spec.token_budget),
+            pool_blocks(kv_budget.total, o.reserve),
+            o.buffer,
+            o.buffer_share,
+            o.grain or kv_budget.size,
+            o.extra,
+            idle,
+            o.synced,
+            o.ordered,
+            o.lends,
+            o.loose,
+            o.fixed_ranges,
+            o.hosts_first,
+            o.lends_to_prompts,
+            o.whole,
+            o.by_cost,
+            spec.copy_seconds,
+            min(spec.max_model_len, kv_budget.total * kv_budget.size),
+            kv_budget.row_chunk,
+        )
 
     @property
     def counts(self) -> Counts:

@@ -10,14 +10,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.policy.core.sorting import ordered
-from headway.policy.memory.reservations import (
-    Tail,
-    allocatable,
-    filled_tokens,
-    lendable_end,
-    lendable_start,
-    tail_of,
-)
+from headway.policy.memory.reservations import Tail, allocatable, filled_tokens, lendable_end, lendable_start, tail_of
 from headway.policy.pack.ecoserve.queues import (
     ACTIVE,
     RowView,
@@ -101,9 +94,7 @@ def _time_of(params: EcoServeParams, slot: Tail) -> int:
 
 
 @compiled
-def _is_short(
-    params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints, size: int, buffer: StepBuffer
-) -> bool:
+def _is_short(params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints, size: int, buffer: StepBuffer) -> bool:
     """Tell whether KV is too short for all rows: only then is a loan worth the risk of being late."""
     n = buffer.counts[0]
     room = allocatable(n["free"], params.reserve, n["pool"])
@@ -120,9 +111,17 @@ def _span(jobs: Rows, status: Rows, row: int, slot: Tail, size: int) -> int:
 
 @compiled
 def _borrower(
-    params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints, lefts: Ints, taken: Bools, slot: Tail,
-    spent: int, size: int, buffer: StepBuffer,
-) -> int:  # fmt: skip
+    params: EcoServeParams,
+    jobs: Rows,
+    status: Rows,
+    rows: Ints,
+    lefts: Ints,
+    taken: Bools,
+    slot: Tail,
+    spent: int,
+    size: int,
+    buffer: StepBuffer,
+) -> int:
     """Return the candidate with the longest answer that is gone in time (lefts descend), -1 = none."""
     n = buffer.counts[0]
     if slot.stop <= slot.start or n["generating"] >= params.max_running:
@@ -135,14 +134,7 @@ def _borrower(
 
 @compiled
 def _may_borrow(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    row: int,
-    slot: Tail,
-    spent: int,
-    size: int,
-    buffer: StepBuffer,
+    params: EcoServeParams, jobs: Rows, status: Rows, row: int, slot: Tail, spent: int, size: int, buffer: StepBuffer
 ) -> bool:
     """Tell whether a row can be a borrower, with what the slot does not hold of it from free blocks."""
     n, span = buffer.counts[0], _span(jobs, status, row, slot, size)
@@ -163,15 +155,7 @@ def _may_borrow(
 
 @compiled
 def _lend(
-    jobs: Rows,
-    status: Rows,
-    row: int,
-    lender: int,
-    start: int,
-    span: int,
-    tokens: int,
-    size: int,
-    buffer: StepBuffer,
+    jobs: Rows, status: Rows, row: int, lender: int, start: int, span: int, tokens: int, size: int, buffer: StepBuffer
 ) -> None:
     """Let a row begin as a borrower. Its loan is the very end of the tail, which the lender reaches last."""
     n = buffer.counts[0]

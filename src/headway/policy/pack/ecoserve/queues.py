@@ -72,12 +72,16 @@ def look(jobs: Rows, status: Rows, rows: Ints, most: int, groups: int) -> RowVie
         kinds[kind, sizes[kind]] = row
         sizes[kind] += 1
     return RowView(
-        kinds[0, : sizes[0]], kinds[1, : sizes[1]], kinds[2, : sizes[2]], kinds[3, : sizes[3]], others,
+        kinds[0, : sizes[0]],
+        kinds[1, : sizes[1]],
+        kinds[2, : sizes[2]],
+        kinds[3, : sizes[3]],
+        others,
         between_turns,
         not alive.all(),
         news,
         came,
-    )  # fmt: skip
+    )
 
 
 @compiled
@@ -150,9 +154,7 @@ def by_urgency(jobs: Rows, rows: Ints) -> Ints:
 
 
 @compiled
-def by_range(
-    jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float, fixed: bool
-) -> tuple[Ints, Floats]:
+def by_range(jobs: Rows, rows: Ints, lengths: Ints, size: int, now: float, fixed: bool) -> tuple[Ints, Floats]:
     """Return the order of rows by urgency, deadline range, held KV (most first) and length (longest first).
 
     Second, the ordered keys, shape (4, rows). fixed: as in `deadline_range`.

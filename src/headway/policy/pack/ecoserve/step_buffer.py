@@ -16,17 +16,16 @@ Rows = NDArray[np.void]
 # Sizes of a buffer's lists (order, loans, saves, evicts), free blocks, blocks of prompts that wait to
 # generate (pool), tokens left for prompts in this iteration, free slots, and rows that generate or will.
 COUNTS = np.dtype(
-    [(name, int) for name in (
-        "order", "loans", "saves", "evicts", "free", "pool", "prompt_tokens", "free_slots", "generating",
-    )]
-)  # fmt: skip
+    [
+        (name, int)
+        for name in ("order", "loans", "saves", "evicts", "free", "pool", "prompt_tokens", "free_slots", "generating")
+    ]
+)
 # What a packer keeps from one iteration to the next: time-synced groups, whether to schedule again at once,
 # and what it has done so far (`packer.Counts`).
 PROGRESS = np.dtype(
-    [(name, int) for name in (
-        "groups", "again", "full", "kept", "extended", "stalled", "lent", "late", "rescued",
-    )]
-)  # fmt: skip
+    [(name, int) for name in ("groups", "again", "full", "kept", "extended", "stalled", "lent", "late", "rescued")]
+)
 
 
 class EcoServeParams(NamedTuple):
@@ -99,9 +98,7 @@ def put(buffer: StepBuffer, row: int, tokens: int, hold: int) -> None:
 
 
 @compiled
-def leave(
-    params: EcoServeParams, jobs: Rows, status: Rows, row: int, theta: Floats, buffer: StepBuffer
-) -> None:
+def leave(params: EcoServeParams, jobs: Rows, status: Rows, row: int, theta: Floats, buffer: StepBuffer) -> None:
     """Take a row's KV, to the host or for good, whichever is cheaper; it waits again.
 
     Without `by_cost` to the host wherever the engine can copy.

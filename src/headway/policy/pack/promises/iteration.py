@@ -160,9 +160,15 @@ def _each_until(params: PackerParams, jobs: Rows, row: int, left: float, pace: P
 
 @compiled
 def take_turns(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, limits: TimeLimits, now: float,
-    pace: Pace, row_chunk: int,
-) -> None:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    kept: Outlook,
+    theta: Floats,
+    limits: TimeLimits,
+    now: float,
+    pace: Pace,
+    row_chunk: int,
+) -> None:
     """Let the answers furthest ahead of their tpot wait (WAITS, in place) where the batch is too small.
 
     They keep their KV, so that costs nothing. Of the prompts those count that this iteration computes.
@@ -213,9 +219,7 @@ def make_way(
     if prompt < 0:
         return
     row = kept.rows[prompt]
-    alone = Shape(
-        0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)), 0.0
-    )
+    alone = Shape(0, 0.0, missing_of(jobs, row), float(jobs["computed"][row]), float(missing_of(jobs, row)), 0.0)
     beside, _ = _beside(params, jobs, kept, now, pace, alone, -np.inf)
     takes = _seconds_beside(params, theta, beside, limits.first)
     seconds = _seconds(theta, alone)
@@ -268,9 +272,7 @@ def _beside(
             least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
-    return Shape(decodes, context, prompt.prompt, prompt.first_computed, prompt.first_missing, 0.0), float(
-        least
-    )
+    return Shape(decodes, context, prompt.prompt, prompt.first_computed, prompt.first_missing, 0.0), float(least)
 
 
 @compiled
@@ -288,9 +290,16 @@ def _seconds_beside(params: PackerParams, theta: Floats, shape: Shape, limit: fl
 
 @compiled
 def compose(
-    params: PackerParams, jobs: Rows, kept: Outlook, queue: Queue, others: int, kv: KvBudget, theta: Floats,
-    limits: TimeLimits, now: float,
-) -> CompiledStep:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    kept: Outlook,
+    queue: Queue,
+    others: int,
+    kv: KvBudget,
+    theta: Floats,
+    limits: TimeLimits,
+    now: float,
+) -> CompiledStep:
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
     shape, fresh, limit = _kept_iteration(params, jobs, kept, theta, limits, now, kv.row_chunk)
     limits = TimeLimits(limits.first, limits.plain, min(limits.spare, limit), limits.tpot, limits.soonest)
@@ -310,9 +319,8 @@ def compose(
 
 @compiled
 def _kept_iteration(
-    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, limits: TimeLimits, now: float,
-    row_chunk: int,
-) -> tuple[Shape, bool, float]:  # fmt: skip
+    params: PackerParams, jobs: Rows, outlook: Outlook, theta: Floats, limits: TimeLimits, now: float, row_chunk: int
+) -> tuple[Shape, bool, float]:
     """Return the iteration of the kept rows, whether a promised first token is to come, and the most seconds.
 
     The seconds are inf unless an urgent prompt limits them.
@@ -342,9 +350,15 @@ def _kept_iteration(
 
 @compiled
 def _until_urgent(
-    params: PackerParams, jobs: Rows, kept: Outlook, theta: Floats, shape: Shape, limit: float, now: float,
+    params: PackerParams,
+    jobs: Rows,
+    kept: Outlook,
+    theta: Floats,
+    shape: Shape,
+    limit: float,
+    now: float,
     row_chunk: int,
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[float, int]:
     """Return the most seconds of an iteration, and the prompt tokens that it has at least; inf, 0 = any.
 
     limit: the seconds that the kept answers allow.
@@ -389,9 +403,7 @@ def _least_chunk(params: PackerParams, theta: Floats) -> int:
 @compiled
 def _with_prompt(shape: Shape, prompt: int) -> Shape:
     """Return the iteration with another number of prompt tokens."""
-    return Shape(
-        shape.decodes, shape.context, prompt, shape.first_computed, shape.first_missing, shape.other_computed
-    )
+    return Shape(shape.decodes, shape.context, prompt, shape.first_computed, shape.first_missing, shape.other_computed)
 
 
 @compiled
@@ -431,9 +443,8 @@ def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) ->
 
 @compiled
 def _chosen(
-    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, limits: TimeLimits,
-    shape: Shape,
-) -> tuple[Ints, int, Shape]:  # fmt: skip
+    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, limits: TimeLimits, shape: Shape
+) -> tuple[Ints, int, Shape]:
     """Return the rows that may run, then those that pause with their KV unless others need it.
 
     And the number of the former, and the iteration.

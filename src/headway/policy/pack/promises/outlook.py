@@ -79,9 +79,7 @@ def pace_of(jobs: Rows, answers: Ints, theta: Floats) -> Pace:
 
 
 @compiled
-def in_pace(
-    params: PackerParams, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace
-) -> Answers:
+def in_pace(params: PackerParams, jobs: Rows, answers: Ints, now: float, theta: Floats, pace: Pace) -> Answers:
     """Choose among the answers in progress if all together are slower than their tpots allow.
 
     Those with a deadline alone wait as long as they have time, the ones with most time first. If the others
@@ -194,9 +192,17 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool) ->
         lost.keeps_begun if pressure > 0.0 or all_promised else calm.keeps_begun,
     )
     return PackerParams(
-        params.kind, params.max_running, params.budget, params.min_chunk, params.max_step, params.keep,
-        params.host, params.copy_seconds, params.max_gap, caution,
-    )  # fmt: skip
+        params.kind,
+        params.max_running,
+        params.budget,
+        params.min_chunk,
+        params.max_step,
+        params.keep,
+        params.host,
+        params.copy_seconds,
+        params.max_gap,
+        caution,
+    )
 
 
 @compiled
@@ -231,9 +237,7 @@ def any_plain(jobs: Rows, rows: Ints) -> bool:
 
 
 @compiled
-def outlook_of(
-    params: PackerParams, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace
-) -> tuple[int, float]:
+def outlook_of(params: PackerParams, jobs: Rows, row: int, now: float, theta: Floats, pace: Pace) -> tuple[int, float]:
     """Return the level of a row and its latest start, -inf where that does not matter."""
     if is_plain(jobs, row):
         return OTHER, -np.inf

@@ -35,14 +35,7 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack import kernels
 from headway.policy.pack.kernels import CompiledStep, Rows
-from headway.policy.pack.promises.iteration import (
-    compose,
-    defer,
-    make_way,
-    seconds_allowed,
-    take_turns,
-    usual_seconds,
-)
+from headway.policy.pack.promises.iteration import compose, defer, make_way, seconds_allowed, take_turns, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
     FAR,
@@ -94,10 +87,17 @@ class Promises(Packer):
         """The parameters of this packer for compiled loops."""
         spec = self.spec
         return PackerParams(
-            kernels.PROMISES, spec.max_running, spec.token_budget, self.min_chunk, self.max_step,
-            self.keep, int(spec.host_tokens or 0) if self.kv.saves else 0, spec.copy_seconds,
-            spec.max_gap_s, self.keep.lost,
-        )  # fmt: skip
+            kernels.PROMISES,
+            spec.max_running,
+            spec.token_budget,
+            self.min_chunk,
+            self.max_step,
+            self.keep,
+            int(spec.host_tokens or 0) if self.kv.saves else 0,
+            spec.copy_seconds,
+            spec.max_gap_s,
+            self.keep.lost,
+        )
 
     @property
     def kv(self) -> KvUse:
@@ -113,15 +113,11 @@ class Promises(Packer):
         if evict.size and self.kv.saves:
             saves = are_swapped(jobs.computed[evict], spec.latency.theta, spec.copy_seconds)
             evict, save = evict[~saves], evict[saves]
-        return Step(
-            step.order, step.caps, evict, save, max_running=spec.max_running, token_budget=spec.token_budget
-        )
+        return Step(step.order, step.caps, evict, save, max_running=spec.max_running, token_budget=spec.token_budget)
 
 
 @compiled
-def pack(
-    params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats
-) -> CompiledStep:
+def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats) -> CompiledStep:
     """Return the step; rows: all of the engine's, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     all_promised = not any_plain(jobs, rows)
@@ -144,9 +140,7 @@ def pack(
     kept = kept_of(jobs, outlook, theta, pace)
     limits = seconds_allowed(params, jobs, kept, now, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others, kv.row_chunk)
-    select(
-        params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook)
-    )
+    select(params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook))
     if answers.deferred.size:
         defer(jobs, kept, answers.deferred)
     make_way(params, jobs, kept, theta, limits, now, pace)

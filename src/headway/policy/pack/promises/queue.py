@@ -15,17 +15,7 @@ from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.ranks import BEYOND, outer
 from headway.policy.core.sorting import push, sort
 from headway.policy.pack.kernels import Rows
-from headway.policy.pack.promises.outlook import (
-    FAR,
-    GOES_ON,
-    HOPE,
-    OTHER,
-    SURPLUS,
-    TURN,
-    WAITS,
-    Outlook,
-    soft_due,
-)
+from headway.policy.pack.promises.outlook import FAR, GOES_ON, HOPE, OTHER, SURPLUS, TURN, WAITS, Outlook, soft_due
 from headway.types import Floats, Ints
 
 # Of equals those that were kept come first, then those that hold a slot: more than any serial.
@@ -50,9 +40,7 @@ class Queue(NamedTuple):
 
 
 @compiled
-def queue_of(
-    keep: PromisesConfig, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, now: float
-) -> Queue:
+def queue_of(keep: PromisesConfig, jobs: Rows, kept: Outlook, outlook: Outlook, theta: Floats, now: float) -> Queue:
     """Return the queue; kept: in the order of the selection, which may have given up some of them."""
     n = outlook.rows.size
     rows, level, serial = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)

@@ -63,9 +63,17 @@ class InProgress(NamedTuple):
 
 @compiled
 def select(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    tpot: float, longest: float, grow: float,
-) -> None:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    outlook: Outlook,
+    kv: KvBudget,
+    now: float,
+    theta: Floats,
+    pace: Pace,
+    tpot: float,
+    longest: float,
+    grow: float,
+) -> None:
     """Change the level of prompts that are given up (LOST) or have no room yet (WAITS), and order the others.
 
     kv: its slots are those that held rows leave. tpot: the tightest of the kept answers, inf = none. longest:
@@ -108,9 +116,7 @@ def _keep_most(
         if loses and outlook.start[i] > -np.inf:  # else it is the eldest
             largest[0, i] = -jobs["urgency"][row]
             largest[1, i] = (
-                -max(need[i, 0, 0], need[i, 0, 1], need[i, 0, 2])
-                * (1.0 if prompt else started)
-                / jobs["weight"][row]
+                -max(need[i, 0, 0], need[i, 0, 1], need[i, 0, 2]) * (1.0 if prompt else started) / jobs["weight"][row]
             )
             largest[2, i] = -jobs["priority"][row]
             size = push(largest, serial, heap, size, i)
@@ -133,9 +139,19 @@ def _add(kept: Floats, need: Floats, i: int, sign: float) -> None:
 
 @compiled_in_place
 def _demand(
-    params: PackerParams, jobs: Rows, row: int, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    share: float, grow: float, prompt: bool, need: Floats, i: int,
-) -> None:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    row: int,
+    kv: KvBudget,
+    now: float,
+    theta: Floats,
+    pace: Pace,
+    share: float,
+    grow: float,
+    prompt: bool,
+    need: Floats,
+    i: int,
+) -> None:
     """Set what a row needs of each resource: need[i, 0] in seconds of all of it, need[i, 1] as a share."""
     if prompt:
         need[i, 0, 0] = _seconds_beside(jobs, row, theta, pace, share)
@@ -206,9 +222,8 @@ def _advance_short(jobs: Rows, outlook: Outlook, now: float, theta: Floats, pace
 
 @compiled
 def _admit(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    grow: float,
-) -> None:  # fmt: skip
+    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace, grow: float
+) -> None:
     """Admit kept prompts as long as they and the answers in progress have KV, `HOPE` after `PROMPT`.
 
     For one that finds none, answers far ahead pause, or smaller prompts pass it. Rows of a later rank from
@@ -235,12 +250,7 @@ def _admit(
                     outlook.level[i] = WAITS
                     if more.blocks <= kv.total:  # smaller ones may pass it for KV, none for a slot
                         inside = InProgress(
-                            inside.blocks,
-                            more.answers,
-                            more.context,
-                            more.prefill_load,
-                            more.steady,
-                            more.rate,
+                            inside.blocks, more.answers, more.context, more.prefill_load, more.steady, more.rate
                         )
                 else:
                     inside = more
@@ -285,9 +295,19 @@ def _rate(keep: PromisesConfig, jobs: Rows, row: int) -> float:
 
 @compiled
 def _paused(
-    params: PackerParams, jobs: Rows, outlook: Outlook, kv: KvBudget, now: float, theta: Floats, pace: Pace,
-    grow: float, inside: InProgress, begin: int, end: int, at: int,
-) -> InProgress:  # fmt: skip
+    params: PackerParams,
+    jobs: Rows,
+    outlook: Outlook,
+    kv: KvBudget,
+    now: float,
+    theta: Floats,
+    pace: Pace,
+    grow: float,
+    inside: InProgress,
+    begin: int,
+    end: int,
+    at: int,
+) -> InProgress:
     """Pause the answers furthest ahead until the rest fit, or none if they never do.
 
     inside: with the prompt at place `at`, for which they make room. What an answer is ahead it loses while it
@@ -314,9 +334,8 @@ def _paused(
 
 @compiled
 def _without(
-    keep: PromisesConfig, inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats,
-    pace: Pace,
-) -> InProgress:  # fmt: skip
+    keep: PromisesConfig, inside: InProgress, jobs: Rows, row: int, kv: KvBudget, grow: float, theta: Floats, pace: Pace
+) -> InProgress:
     """Return the requests in progress without this answer, which can wait."""
     return InProgress(
         inside.blocks - reserved_of(jobs, row, kv.size, grow),
@@ -354,16 +373,19 @@ def _with(
 
 @compiled
 def _in_progress(
-    keep: PromisesConfig, jobs: Rows, outlook: Outlook, kv: KvBudget, theta: Floats, pace: Pace, grow: float,
-    inside: InProgress, begin: int, end: int,
-) -> InProgress:  # fmt: skip
+    keep: PromisesConfig,
+    jobs: Rows,
+    outlook: Outlook,
+    kv: KvBudget,
+    theta: Floats,
+    pace: Pace,
+    grow: float,
+    inside: InProgress,
+    begin: int,
+    end: int,
+) -> InProgress:
     """Return the requests in progress with those of these rows that are kept and hold a slot."""
-    blocks, answers, context, prefill_load = (
-        inside.blocks,
-        inside.answers,
-        inside.context,
-        inside.prefill_load,
-    )
+    blocks, answers, context, prefill_load = (inside.blocks, inside.answers, inside.context, inside.prefill_load)
     steady, rate = inside.steady, inside.rate
     for i in range(begin, end):
         row = outlook.rows[i]

@@ -46,9 +46,7 @@ class FlowControl(Planner):
         keys = (backlog.serial[rows], backlog.arrival[rows], backlog.due[rows], backlog.objective[rows])
         ranked = rows[np.lexsort((*keys, ~backlog.sent[rows]))]
         lines = {
-            name: ranked[inside(cluster, name, ranked)]
-            if name in full
-            else virtual_queue(cluster, name, ranked)
+            name: ranked[inside(cluster, name, ranked)] if name in full else virtual_queue(cluster, name, ranked)
             for name in cluster.instances
         }
         return Plan(sends(lines, cluster), reject=backlog.names(reject))

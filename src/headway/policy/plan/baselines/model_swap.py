@@ -84,9 +84,7 @@ class ModelSwap(Planner):
 
     # ---- what goes where
 
-    def _send_head(
-        self, cluster: Cluster, heads: _Heads, model: str, names: Iterable[str], send: list[Send]
-    ) -> bool:
+    def _send_head(self, cluster: Cluster, heads: _Heads, model: str, names: Iterable[str], send: list[Send]) -> bool:
         """Send the first request of a model, if there is one, to the least loaded of these with room."""
         if model not in heads:
             return False

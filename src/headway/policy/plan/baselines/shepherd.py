@@ -45,9 +45,7 @@ class Demand:
 Options = Mapping[str, float]
 
 
-def assign(
-    now: Mapping[str, str], options: Mapping[str, Options], rates: Mapping[str, float]
-) -> dict[str, str]:
+def assign(now: Mapping[str, str], options: Mapping[str, Options], rates: Mapping[str, float]) -> dict[str, str]:
     """Return the model of each instance that serves the most: first models, then requests per second.
 
     now: what each serves; of equally good assignments the one with the fewest swaps is taken. rates: requests
@@ -150,9 +148,7 @@ def _options(instance: Instance, demands: Mapping[str, Demand]) -> dict[str, flo
 
     An instance whose pace is not known counts as serving one batch per second of anything.
     """
-    latencies = {instance.model: instance.latency} | {
-        other.model: other.latency for other in instance.loadable
-    }
+    latencies = {instance.model: instance.latency} | {other.model: other.latency for other in instance.loadable}
     size, out = instance.max_running, {}
     for model, latency in latencies.items():
         demand = demands.get(model)

@@ -26,9 +26,7 @@ PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0  # what a token costs its tenant
 class VirtualTokenCounter(Planner):
     """Virtual Token Counter over tenants. prompt_weight, answer_weight: what a token costs its tenant."""
 
-    def __init__(
-        self, prompt_weight: float = PROMPT_WEIGHT, answer_weight: float = ANSWER_WEIGHT
-    ) -> None:  # fmt: skip
+    def __init__(self, prompt_weight: float = PROMPT_WEIGHT, answer_weight: float = ANSWER_WEIGHT) -> None:
         self._prompt, self._answer = prompt_weight, answer_weight
         self._served: defaultdict[int, float] = defaultdict(float)  # by tenant: what has ended, and lifts
         self._last: int | None = None  # the tenant that left the queue last
