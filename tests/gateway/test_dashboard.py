@@ -269,7 +269,7 @@ def test_a_browser_shows_it(page: Page, serve: Serve) -> None:
         expect(page.locator("#late tr").first).to_contain_text("queued")
         expect(page.locator("#late tr").first).to_contain_text(NASTY)
         expect(page.locator("#kept")).to_have_text("50.0 %")
-        expect(page.locator("#zone")).to_contain_text("Times are yours:")
+        expect(page.locator("#zone")).to_contain_text("Times are in your time zone:")
         assert page.title() == "Headway"
     expect(page.locator("#state")).to_contain_text("not live")
 

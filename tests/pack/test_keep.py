@@ -413,8 +413,9 @@ def test_kv_is_left_for_growth_only_once_a_request_is_lost() -> None:
     grown = answer(e2e=20.0, tokens_left=400.0)
     rows = [grown, grown, {"e2e": 25.0, "tokens_left": 20.0}]
     room = ROOM._replace(total=40, free=26)
-    late = {"prompt": 2000, "ttft": 0.001}
+    late, hopeless = {"prompt": 10, "ttft": 0.05}, {"prompt": 2000, "ttft": 0.001}
     assert 2 in ran(packer().pack(jobs(*rows), room, 0.1))
+    assert 2 in ran(packer().pack(jobs(*rows, hopeless), room, 0.1)), "it could not be on time alone either"
     assert 2 not in ran(packer().pack(jobs(*rows, late), room, 0.1))
     assert 2 not in ran(packer(PromisesConfig(scales_growth=False)).pack(jobs(*rows), room, 0.1))
 
@@ -499,7 +500,7 @@ def test_while_promises_are_lost_answers_get_a_second_ahead_first() -> None:
     """Of 0.2 s what is not kept has 0.3, until the answer could wait for a burst of prompts."""
 
     def chunk(seconds: float) -> int:
-        lost = {"arrival": -50.0, "ttft": 1.0, "prompt": 5000}
+        lost = {"arrival": -50.0, "ttft": 20.0, "prompt": 5000}
         ahead = {"output_tokens": 20, "computed": 119, "blocks": 8, "first": -4.0 + seconds}
         table = jobs(answer(ttft=1.0, tpot=0.2, last=0.1) | ahead, lost)
         step = packer().pack(table, KvBudget(2000, 2000, 16, 64), 0.2)

@@ -54,7 +54,7 @@ def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> t
             code="invalid_url",
         )
     api = APIS[line.url]
-    headers = {"x-llm-d-inference-objective": "batch"} if "batch" in state.config.classes else {}
+    headers = {"x-llm-d-inference-objective": "batch"}
     parsed = state.parser.parse(api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now())
     if parsed.stream:
         raise RequestError(

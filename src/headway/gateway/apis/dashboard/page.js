@@ -115,7 +115,7 @@ if (![...$("window").options].some(option => option.value === view.get("window")
 $("window").value = view.get("window") ?? "10m";
 options("class", []);
 options("tenant", []);
-$("zone").textContent = `Times are yours: ${zone}, ${new Date().toLocaleTimeString("en", {timeZoneName: "shortOffset"}).split(" ").at(-1)}.`;
+$("zone").textContent = `Times are in your time zone: ${zone}, ${new Date().toLocaleTimeString("en", {timeZoneName: "shortOffset"}).split(" ").at(-1)}.`;
 $("view").addEventListener("change", () => {
   for (const name of NAMES) $(name).value ? view.set(name, $(name).value) : view.delete(name);
   history.replaceState(null, "", `?${view}`);

@@ -54,7 +54,7 @@ class Leader:
     heard: float = 0.0
     knows: bool = False
     reported: float = 0.0
-    elsewhere: Mapping[Group, int] = field(default_factory=dict)
+    remote_counts: Mapping[Group, int] = field(default_factory=dict)
 
 
 class RemoteControl(ControlView):

@@ -157,7 +157,7 @@ def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
 
 
 @compiled
-def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
+def growth_of(keep: PromisesConfig, pressure: float) -> float:
     """Return the share of answers' growth that admission leaves KV for: the more, the more requests are lost.
 
     While none is, a prompt comes in at once, and an answer with time to spare that loses its KV is computed
@@ -165,16 +165,25 @@ def growth_of(keep: PromisesConfig, outlook: Outlook) -> float:
     """
     if not keep.scales_growth:
         return keep.growth_share
-    return keep.growth_share * pressure_of(keep, outlook)
+    return keep.growth_share * pressure
 
 
 @compiled
-def pressure_of(keep: PromisesConfig, outlook: Outlook) -> float:
-    """Return the share of requests that are lost, divided by `full_pressure_share`, at most 1."""
+def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, theta: Floats) -> float:
+    """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1."""
     lost = 0
-    for level in outlook.level:
-        lost += level == LOST
+    for i in range(outlook.rows.size):
+        lost += outlook.level[i] == LOST and not _is_hopeless(jobs, outlook.rows[i], theta)
     return float(min(lost / max(keep.full_pressure_share * outlook.level.size, 1.0), 1.0))
+
+
+@compiled
+def _is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
+    """Tell whether a row could not be on time alone on the engine: that it is lost is no sign of overload."""
+    prompt = prefill_of(theta, jobs["prompt"][row])
+    token = seconds_of(theta, 1.0, jobs["prompt"][row], 0.0, 0.0)
+    answer = token * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
+    return bool(prompt > jobs["ttft"][row] or token > jobs["tpot"][row] or prompt + answer > jobs["e2e"][row])
 
 
 @compiled

@@ -129,7 +129,7 @@ def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float,
     if answers.pace.size < every.size:
         pace = pace_of(jobs, answers.pace, theta)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
-    pressure = pressure_of(params.keep, outlook)
+    pressure = pressure_of(params.keep, jobs, outlook, theta)
     if pressure > 0.0:
         params = under_pressure(params, pressure, all_promised)
         _revise(params, jobs, outlook, now, theta, pace, answers.lost)
@@ -140,7 +140,7 @@ def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float,
     kept = kept_of(jobs, outlook, theta, pace)
     limits = seconds_allowed(params, jobs, kept, now, usual, pace)
     room = KvBudget(kv.total, kv.free, kv.size, kv.slots - others, kv.row_chunk)
-    select(params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, outlook))
+    select(params, jobs, kept, room, now, theta, pace, limits.tpot, limits.first, growth_of(params.keep, pressure))
     if answers.deferred.size:
         defer(jobs, kept, answers.deferred)
     make_way(params, jobs, kept, theta, limits, now, pace)
