@@ -71,7 +71,7 @@ class Places:
             raise _busy(f"{what} (server.tenant_share).", "tenant_queue_full")
 
     def _leaves_room(self, counts: Counter[str], tenant: str, limit: int) -> bool:
-        """Tell whether a tenant may have one more of so many."""
+        """Tell whether a tenant may have one more of `limit`."""
         mine = counts[tenant]
         return self._share == 1.0 or mine < self._share * (limit - (counts.total() - mine))
 

@@ -1,4 +1,4 @@
-"""What a backend outside the LLM is to the gateway, and what it means that something is kept warm."""
+"""The interface of backends outside the LLM, and of resources that are kept warm."""
 
 from __future__ import annotations
 

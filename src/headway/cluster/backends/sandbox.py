@@ -189,7 +189,7 @@ async def _read(pipe: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
 
 
 def _text(task: asyncio.Task[tuple[bytes, bool]]) -> tuple[str, bool]:
-    """Return what was read as text; a pipe that never ended gave nothing that can be told."""
+    """Return the output as text, and whether it was cut; empty if the pipe never ended."""
     if not task.done() or task.cancelled():
         return "", True
     data, more = task.result()

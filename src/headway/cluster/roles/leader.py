@@ -137,7 +137,7 @@ class Leader:
         for item in items:
             match item:
                 case Present(requests, last):
-                    self._hear_report(name, requests, apart, last=last)
+                    self._receive_report(name, requests, apart, last=last)
                 case Alive(waiting, count):
                     self._hear_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
                 case EngineState():
@@ -179,7 +179,7 @@ class Leader:
             self.control.notify_all(*itertools.chain.from_iterable(noted))
 
     def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
-        """Take note of whose request an event is about; return what it means, by the clock of here.
+        """Note the owner of an event's request; return the events that follow, by this clock.
 
         A background request is another gateway's as soon as that has taken it over, even while the previous
         one still reports it.
@@ -212,8 +212,8 @@ class Leader:
         arrived = Arrived(replace(request, arrival=request.arrival + apart))
         return [arrived] if before is None else [Failed(request.id, "begun_anew"), arrived]
 
-    def _hear_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
-        """Correct what is known of a gateway by what it says that it has."""
+    def _receive_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
+        """Correct the requests known of a gateway by its report."""
         cluster = self.control.controller.cluster
         gateway = self._gateways.setdefault(name, _Gateway(clock.now()))
         gateway.reporting = gateway.reporting or set()

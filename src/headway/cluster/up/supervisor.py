@@ -1,4 +1,4 @@
-"""What runs on a node: one process of Headway's, started again whenever it ends.
+"""Runs one Headway process on a node, and starts it again whenever it ends.
 
 Ray keeps the supervisor alive (as an actor), on another node when its own is gone; the process ends with it.
 """
@@ -67,7 +67,7 @@ class Supervisor:
         return State(self._digest, self._host, self._port, pid, ready, self._restarts, self._tail)
 
     def stop(self, grace: float) -> None:
-        """End the process: it gets so many seconds for what is in progress."""
+        """End the process, which gets `grace` seconds to finish its work."""
         self._ends.set()
         self._thread.join()  # from then on nothing starts it again
         self._child.stop(grace)

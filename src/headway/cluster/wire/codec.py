@@ -23,7 +23,7 @@ KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in get_args(Item)}
 
 
 class WireError(HeadwayError):
-    """Control that cannot be sent, or was not understood."""
+    """A message that cannot be sent, or cannot be read."""
 
     status = 503
     kind = "server_error"

@@ -1,6 +1,6 @@
-"""What gateways, controllers and agents tell each other beside events and commands.
+"""Messages of gateways, controllers and agents besides events and commands.
 
-It keeps the picture of each other whole though
+They keep views of each other complete though
 any of them, or the connection between them, may end at any moment: a controller says whom it knows
 (`Standing`), and one that does not find itself there reports all that it has (`Present`, `EngineState`).
 """

@@ -151,7 +151,7 @@ class Dispatcher:
     # ---- models that are given up
 
     def unavailable(self, model: str) -> ModelUnavailable | None:
-        """Return the error of a model that every engine which has it has given up, None = there is hope."""
+        """Return the error of a model that all its engines have given up, None = one may still load it."""
         having = [engine for engine in self.engines.values() if model in engine.models.names]
         errors = [engine.models.unavailable(model) for engine in having]
         if not having or None in errors:

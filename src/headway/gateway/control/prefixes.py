@@ -105,7 +105,7 @@ class PrefixWarmer(Warmer):
         return key if model is not None and self._able(model) else None
 
     def used(self, request: Request) -> None:
-        """Let go of what the request's unit shares: it holds the blocks by itself now."""
+        """Release the prefix of the request's unit: the request now holds its blocks."""
         if self._held:
             (tenant, app, _), unit = place_of(request)
             event = self._held.get((tenant, f"{app}/{unit}"))

@@ -31,7 +31,7 @@ class Warmer(Protocol):
     """Warms one kind of resource."""
 
     def key(self, command: Prewarm) -> Hashable | None:
-        """Return what commands have in common that one warm-up is enough for; None = nothing to warm."""
+        """Return the key of all commands that one warm-up serves; None = nothing to warm."""
         ...
 
     async def warm(self, command: Prewarm) -> Held | None:

@@ -93,7 +93,7 @@ class RequestPath:
             raise takes_nothing(problem)
 
     def check_capacity(self, request: Request, most: int | None = None) -> None:
-        """Refuse a request before it is stored (429): the queue has no room, or it must not be late and will.
+        """Refuse a request before it is stored (429): the queue has no room, or it would be late (`drop`).
 
         Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up,
         HeadwayError (503) while the controller cannot be reached. most: places of its tenant that may wait.
@@ -281,7 +281,7 @@ class RequestPath:
         return await self._patiently(lambda: self.broker.attempt(in_flight.id))
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what the broker answers, once it does: while it is out, what it holds is not lost for that.
+        """Return the broker's answer, asking again while it is out, as that loses none of its jobs.
 
         Until cancelled, as it is when another gateway has taken the request over meanwhile.
         """

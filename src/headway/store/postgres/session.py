@@ -91,7 +91,7 @@ class Session(ABC):
 
     Raises ConfigError when the server or the schema cannot be used.
 
-    what: is out when calls fail, in the words of errors. again: what clients do later.
+    what: the service that errors say is out. again: the step that they name for later.
     """
 
     def __init__(self, address: Address, what: str, again: str) -> None:

@@ -98,7 +98,7 @@ class Fleet:
                 self.dispatcher.receive(event)
 
     def _lost(self, id: str) -> None:
-        """Take an engine that does not answer for down, until its agent says that it is up."""
+        """Mark an engine that does not answer as down, until its agent says that it is up."""
         self._control.fleet_changed(InstanceDown(id))
         self._control.notify(InstanceDown(id))
 

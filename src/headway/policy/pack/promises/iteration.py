@@ -447,7 +447,7 @@ def _chosen(
 ) -> tuple[Ints, int, Shape]:
     """Return the rows that may run, then those that pause with their KV unless others need it.
 
-    And the number of the former, and the iteration.
+    Also how many may run, and the iteration.
     """
     rows, keys, serial, heap = queue.rows, queue.keys, queue.serial, queue.newcomers
     order, pauses, size, paused = np.empty(rows.size, np.int64), np.empty(queue.sorted.size, np.int64), 0, 0

@@ -151,7 +151,7 @@ def size_of(jobs: Rows, row: int, theta: Floats, pace: Pace) -> float:
 
 @compiled
 def blocks_of(jobs: Rows, row: int, block: int, grow: float) -> float:
-    """Return the KV blocks that a row alone will hold when `grow` of its answer that is left is out."""
+    """Return the KV blocks that a row alone will hold after `grow` of its remaining answer."""
     tokens = jobs["prompt"][row] + jobs["output_tokens"][row] + grow * jobs["tokens_left"][row]
     return float(max(tokens / block + 1.0 - jobs["shared"][row], exclusive_of(jobs, row)))
 
@@ -315,7 +315,7 @@ def is_silent(jobs: Rows, row: int, now: float, seconds: float) -> bool:
 
 @compiled
 def is_over(jobs: Rows, row: int, now: float) -> bool:
-    """Tell whether a row is LOST whatever it takes: its deadline passed before its first token came.
+    """Tell whether a row is LOST for certain: its deadline passed before its first token came.
 
     Under overload that is so for most rows.
     """

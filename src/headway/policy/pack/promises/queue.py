@@ -58,7 +58,7 @@ def _fill(
     """Fill the columns, the kept rows first; return how many places are in `stay` and in `heap`.
 
     Rows that are not kept go by soft due, those begun and due soon first. Of the FAR those that hold a slot
-    come first: what others need of their KV they lose one at a time. Negative ranks from outside go before
+    come first, so that they lose KV to others one at a time. Negative ranks from outside go before
     all that; positive ones are tenants' turns, among rows that are not kept (`policy/plan/run_order.py`).
     """
     at, size, waiting = kept.rows.size, 0, 0
