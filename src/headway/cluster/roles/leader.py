@@ -139,15 +139,15 @@ class Leader:
                 case Present(requests, last):
                     self._receive_report(name, requests, apart, last=last)
                 case Alive(waiting, count):
-                    self._hear_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
+                    self._receive_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
                 case EngineState():
-                    self._hear_engine(name, item)
+                    self._receive_engine(name, item)
                 case Progressed(instance, progress, asked):
                     self.control.progressed(instance, progress, asked + apart)
                 case Gone():
                     self._forget(name, "has ended")
 
-    def _hear_alive(self, gateway: _Gateway, name: str, waiting: tuple[Waiting, ...], count: int) -> None:
+    def _receive_alive(self, gateway: _Gateway, name: str, waiting: tuple[Waiting, ...], count: int) -> None:
         """Take note of what a gateway has; if its number is not what is known here, it is asked for all.
 
         It may be so for a while: until it knows that another gateway has taken a request over.
@@ -256,7 +256,7 @@ class Leader:
 
     # ---- engines
 
-    def _hear_engine(self, name: str, state: EngineState) -> None:
+    def _receive_engine(self, name: str, state: EngineState) -> None:
         """Take note of an engine: its agent tells its events as they come, so it is new, or was doubted."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         new = state.id not in agent.engines

@@ -156,11 +156,11 @@ class RemoteControl(ControlView):
         self.leader.heard = clock.now()
         for item in message.items:
             if isinstance(item, Standing):
-                self._hear_standing(item)
+                self._receive_standing(item)
             elif isinstance(item, COMMANDS):
                 self._obey(_shifted(item, message.apart))
 
-    def _hear_standing(self, standing: Standing) -> None:
+    def _receive_standing(self, standing: Standing) -> None:
         me = self._link.name
         self.leader.remote_counts = {
             (one.tenant, one.tier): one.count
