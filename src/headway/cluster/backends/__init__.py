@@ -1,1 +1,1 @@
-"""What serves units outside the LLM: sandboxes, models in processes of their own, others by plug-in."""
+"""Backends for units outside the LLM: sandboxes, models in worker processes, others by plug-in."""

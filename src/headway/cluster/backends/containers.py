@@ -2,7 +2,7 @@
 
 A container has no network, no capabilities, a read-only image and a /tmp in memory; it is removed with the
 sandbox. One whose gateway was killed ends by itself: at once if it had no code yet, else with its code, or by
-a timer inside it, which code that means to can turn off.
+a timer inside it, which hostile code can turn off.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Sandboxes(Backend):
         return False
 
     async def warm(self) -> Held | None:
-        """Start a sandbox ahead; it serves one unit, of whatever tenant: it has served none before."""
+        """Start a sandbox ahead; it serves one unit, of any tenant, as it has served none before."""
         return await self._pool.warm()
 
     async def run(self, tenant: str, input: Any) -> Ran:

@@ -160,7 +160,7 @@ class Leader:
             self.distrust(name)
 
     def distrust(self, name: str) -> None:
-        """Ignore a gateway's events until it has reported, or take an agent's engines for down until then."""
+        """Ignore a gateway's events until it has reported, or count an agent's engines as down until then."""
         if name in self._gateways:
             self._gateways[name].known = False
         if name in self._agents:
@@ -202,7 +202,7 @@ class Leader:
     ) -> list[Event]:
         """Return the events of a request that arrives, or begins anew: at this gateway, or from another.
 
-        since: as in `InFlight`, by the clock of here; None = now.
+        since: as in `InFlight`, by this clock; None = now.
         """
         before = self._owner.get(request.id)
         if before in self._gateways:

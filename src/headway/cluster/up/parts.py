@@ -31,7 +31,7 @@ class Part:
     custom: Mapping[str, float] = field(default_factory=dict)
 
     def digest(self, config: str) -> str:
-        """Return what tells this part with this configuration from any other."""
+        """Return a hash that identifies this part and configuration."""
         return hashlib.sha256(f"{asdict(self)}{config}".encode()).hexdigest()[:16]
 
     def needs(self) -> str:

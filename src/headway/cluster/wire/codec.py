@@ -1,4 +1,4 @@
-"""What the wire carries as bytes (msgpack), in envelopes that name their sender and the leader's term.
+"""Encodes messages as bytes (msgpack), in envelopes that name their sender and the leader's term.
 
 An envelope is {"version", "epoch", "sender", "number", "sent", "items"}, an item {"kind": "Send", "body"}.
 Floats travel as their eight bytes, infinities included.

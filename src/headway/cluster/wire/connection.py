@@ -311,7 +311,7 @@ async def declare(channel: AbstractChannel, address: Address) -> None:
 
 @contextmanager
 def explained(address: Address) -> Iterator[None]:
-    """Turn errors of connecting into a ConfigError that names the mend and never quotes a password."""
+    """Turn errors of connecting into a ConfigError that names the fix and never quotes a password."""
     place = address.place
     try:
         yield

@@ -1,7 +1,7 @@
 """The wire in RabbitMQ: one queue for the controller that leads, one for each gateway and agent.
 
 It carries only passing state. The truth about requests is with gateways (and, of background work, in
-their common PostgreSQL), the truth about engines with agents; whoever missed something is told all again
+their common PostgreSQL), the truth about engines with agents; a process that missed any gets all again
 (`port.Link`). So nothing has to wait in RabbitMQ for a request to end, and its queues are short.
 """
 

@@ -53,7 +53,7 @@ class Agents:
         return [*loops, self._follow_latency] if follow_latency else loops
 
     def execute(self, command: Command) -> None:
-        """Carry out what a command means for an engine."""
+        """Apply a command to its engine."""
         match command:
             case Rerank():
                 self._ranks[command.instance].put(command.ranks)

@@ -88,7 +88,7 @@ class Control(ControlView):
         self._armed_for = math.inf
 
     async def prepare(self) -> None:
-        """Compile what plans; to be awaited before the first event."""
+        """Compile the planner; await this before the first event."""
         await asyncio.to_thread(self.controller.planner.prepare)
 
     def loops(self) -> list[tasks.Loop]:

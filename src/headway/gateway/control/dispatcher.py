@@ -54,7 +54,7 @@ class Dispatcher:
             self.warmups.used(self.in_flight[event.id].request)
 
     def receive(self, event: Event) -> None:
-        """Take note of what an engine has notified the controller of."""
+        """Take note of an event that an engine has reported."""
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
             self._refuse_unavailable()
 
@@ -106,7 +106,7 @@ class Dispatcher:
     # ---- commands
 
     def execute(self, command: Command) -> None:
-        """Carry out what a command means for requests in flight."""
+        """Apply a command to the requests in flight."""
         match command:
             case Send():
                 self._send(command)

@@ -154,7 +154,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
-        """Add a batch; False when there is one of its id. The outcome is known here, so `keyed` is nothing.
+        """Add a batch; False when there is one of its id. The outcome is known here, so `keyed` is unused.
 
         RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
         """

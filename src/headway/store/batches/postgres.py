@@ -94,7 +94,7 @@ _END = """UPDATE {s}.batches SET state = $2, ended = $3, output_file = $4, error
 class PostgresStore(PostgresFiles):
     """A `BatchStore` in one schema of a PostgreSQL database. Raises ConfigError when it cannot be used.
 
-    lease_s: a gateway that holds and is not heard of for so long is taken for gone.
+    lease_s: seconds of silence after which the gateway that holds is taken as gone.
     """
 
     def __init__(self, address: Address, lease_s: float) -> None:

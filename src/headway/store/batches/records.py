@@ -80,7 +80,7 @@ class EndedLine:
 
 
 def no_room(most: int) -> RequestError:
-    """Return the error of a tenant whose files have all bytes that they may (413)."""
+    """Return the error of a tenant whose files would exceed its limit (413)."""
     return RequestError(
         f"Your files may have {most / 2**20:g} MiB in all (batches.tenant_mib).",
         "Delete files that are not needed any more.",

@@ -136,7 +136,7 @@ class Address:
 
 @contextmanager
 def explained(place: str) -> Iterator[None]:
-    """Turn connection errors into a ConfigError that names the mend and never quotes a password."""
+    """Turn connection errors into a ConfigError that names the fix and never quotes a password."""
     try:
         yield
     except asyncpg.PostgresError as error:

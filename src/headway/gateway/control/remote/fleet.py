@@ -103,7 +103,7 @@ class Fleet:
         self._control.notify(InstanceDown(id))
 
     async def expire(self) -> None:
-        """Take engines for down whose agents are silent, until cancelled."""
+        """Mark engines whose agents are silent as down, until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
             before = clock.now() - self._lease_s

@@ -261,7 +261,7 @@ def _rest_of(params: PackerParams, jobs: Rows, kept: Outlook, i: int, now: float
 def _beside(
     params: PackerParams, jobs: Rows, kept: Outlook, now: float, pace: Pace, prompt: Shape, wait: float
 ) -> tuple[Shape, float]:
-    """Return the iteration of a prompt and of the answers that cannot wait so long, and what those allow."""
+    """Return the iteration of a prompt and answers that cannot wait for it, and the seconds they allow."""
     decodes, context, least = 0, 0.0, np.inf
     for i in range(kept.rows.size):
         row = kept.rows[i]

@@ -131,7 +131,7 @@ def _keep_most(
 
 @compiled_in_place
 def _add(kept: Floats, need: Floats, i: int, sign: float) -> None:
-    """Add what the row at place `i` needs to what all need, or take it away."""
+    """Add the needs of the row at place `i` to the totals, or subtract them."""
     for kind in range(2):
         for k in range(_RESOURCES):
             kept[kind, k] += sign * need[i, kind, k]
