@@ -12,6 +12,7 @@ import pytest
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
 from headway.engines.vllm.process.launch import free_port
+from headway.gateway.parsing.parser import Parser
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.port import BatchStore
 from headway.store.batches.records import Batch, Line, StoredFile
@@ -174,6 +175,18 @@ def test_a_wrong_line_fails_the_batch(gateway: Gateway, fake: Fake, wrong: Any, 
     assert (problem["code"], problem["line"]) == (code, 4)
     assert seen["output_file_id"] is seen["error_file_id"] is None
     assert fake.last()["asked"] == asked, "nothing of it is run"
+
+
+def test_a_fault_of_the_parser_fails_the_batch(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the batch would be checked again every second until it expires."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("a fault")
+
+    monkeypatch.setattr(Parser, "parse", broken)
+    seen = ended(gateway, begin(gateway, lines(1)))
+    (problem,) = seen["errors"]["data"]
+    assert (seen["status"], problem["code"], problem["line"]) == ("failed", "invalid_request", 1)
 
 
 def test_a_file_without_lines_and_one_with_many_wrong_ones(gateway: Gateway) -> None:

@@ -34,6 +34,7 @@ def test_only_releases_and_devices_with_the_bug_are_in_the_table() -> None:
         ("seed", {"seed": 1}),
         ("seed", {"seed": 0, "temperature": 0.5}),
         ("seed", {"seed": "7", "temperature": "high"}),
+        ("seed", {"seed": 7, "temperature": 10**400}),
         ("top_k", {"top_k": 5, "temperature": None}),
         ("prompt_logprobs", {"prompt_logprobs": 0}),
         ("prompt_logprobs", {"echo": True, "logprobs": 1}),

@@ -62,6 +62,7 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     (response_format(schema(maxLength=100_000)), "max_repeats"),
     (response_format(schema(minLength=-100_000, maxLength=1e5)), "max_repeats"),
     (response_format({"allOf": [schema(maxItems=600 + i) for i in range(20)]}), "max_repeats"),
+    (response_format(schema(maxLength=10**400)), "max_repeats"),
     (response_format(nested(40)), "max_depth"),
     (response_format(deep(10_000)), "max_depth"),
     ({"tools": [tool(pattern=REPEATED)], "tool_choice": "required"}, "max_regex"),

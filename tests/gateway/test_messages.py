@@ -100,6 +100,8 @@ def test_errors_are_in_anthropic_s_shape(gateway: Gateway) -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": [3]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
+        ({"tool_choice": {"type": []}, "tools": [{"name": "f", "input_schema": {}}]}, "tool_choice"),
         ({"tool_choice": {"type": "some"}, "tools": [{"name": "f", "input_schema": {}}]}, "tool_choice"),
     ],
 )

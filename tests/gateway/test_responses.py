@@ -108,6 +108,7 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
         ({"input": [{"type": "item_reference"}]}, "item_ref"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"input": [{"role": [], "content": "x"}]}, "role"),
         ({"text": {"format": {"type": "x"}}}, "format"),
         ({"instructions": [1]}, "instructions"),
         ({"max_output_tokens": 0}, "max_tokens"),

@@ -18,7 +18,7 @@ def _samples(raw: Mapping[str, Any]) -> bool:
     """Tell whether tokens are drawn at random; a temperature that is not given is that of the model."""
     try:
         return raw.get("temperature") is None or float(raw["temperature"]) != 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return True  # the engine says what is wrong with it
 
 

@@ -38,7 +38,7 @@ def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
             if key in _REGEX and isinstance(one, str):
                 regex += written_out(one)
             elif key in _BOUNDS and isinstance(one, int | float):
-                repeats += max(0, one)  # NaN counts as nothing
+                repeats += max(0, min(one, limits.max_repeats + 1))  # NaN counts as nothing
         if len(json.dumps(value)) > limits.max_kib * 1024:
             raise _too_large(name, f"more than {limits.max_kib} KiB", "max_kib")
         if regex > limits.max_regex:

@@ -151,7 +151,8 @@ def _thinking(raw: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]
         raise RequestError(f"thinking is {kind!r}.", "Use enabled, adaptive or disabled.", param="thinking")
     if kind is None:
         return {}
-    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"} | (chat.get("chat_template_kwargs") or {})}
+    given = object_in(chat.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled", **given}}
 
 
 def _output(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def _choice(choice: Any) -> dict[str, Any]:
     kind, fields = object_in(choice, "tool_choice").get("type"), dict[str, Any]()
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         fields["tool_choice"] = _CHOICES[kind]
     else:
         raise RequestError(f"tool_choice is {kind!r}.", "Use auto, any, tool or none.", param="tool_choice")

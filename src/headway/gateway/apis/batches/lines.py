@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +24,8 @@ from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest, read_json
 from headway.store.batches.port import BatchStore, pieces
 from headway.store.batches.records import Batch, Line, input_gone
+
+log = logging.getLogger("headway.gateway")
 
 MOST_ERRORS = 50  # that a batch lists
 _PAGE = 500  # lines that are stored at a time
@@ -55,7 +58,15 @@ def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> t
         )
     api = APIS[line.url]
     headers = {"x-llm-d-inference-objective": "batch"}
-    parsed = state.parser.parse(api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now())
+    try:
+        parsed = state.parser.parse(
+            api.kind, api.read(line.body), headers, key, tenant=batch.tenant, arrival=clock.now()
+        )
+    except HeadwayError:
+        raise
+    except Exception as error:  # a fault of ours fails this line, or its batch would be checked for ever
+        log.exception("a line of batch %s cannot be parsed", batch.id)
+        raise RequestError("The body cannot be read.", "Compare it with the API's reference.", param="body") from error
     if parsed.stream:
         raise RequestError(
             "A line of a batch cannot stream.", "Leave out stream.", param="body.stream", code="stream_unsupported"

@@ -223,7 +223,7 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input")
     return {"role": _ROLES[role], "content": _text(item.get("content"), where)}
 
