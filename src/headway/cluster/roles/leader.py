@@ -112,7 +112,7 @@ class Leader:
         """Return what runs as long as it leads."""
         return [*self.control.loops(), self._stand, self.settle]
 
-    # ---- what it hears
+    # ---- messages received
 
     def receive(self, message: Message) -> None:
         """Take a message of a gateway or an agent."""

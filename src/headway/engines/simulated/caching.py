@@ -92,44 +92,18 @@ class CachingEngine(SimulatedEngine):
         names = ("requests", "queries", "hits")
         return {name: int(state[name]) for name in (*names, *(f"preempted_{name}" for name in names))}
 
-    def add(
-        self,
-        id: str,
-        prompt: int,
-        output: int,
-        *,
-        arrival: float,
-        slo: Slo | None = None,
-        priority: int = 0,
-        tokens_left: float | None = None,
-        urgency: float = 0.0,
-        spread: float = 0.0,
-        prefix: Prefix | None = None,
-        soft: float | None = None,
-    ) -> int:
-        assert prefix is None or prefix.fits(prompt), f"{id} of {prompt} tokens cannot begin with {prefix}"
-        row = super().add(
-            id,
-            prompt,
-            output,
-            arrival=arrival,
-            slo=slo,
-            priority=priority,
-            tokens_left=tokens_left,
-            urgency=urgency,
-            spread=spread,
-            soft=soft,
-        )
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
+        prompt = int(self.jobs.prompt[row])
+        assert prefix is None or prefix.fits(prompt), f"{prompt} tokens cannot begin with {prefix}"
         if self.target.size > self.pool.held.size:
             self.pool = prefix_blocks.resized(self.pool, self.target.size)
         size = self.limits.size
-        keys = prefix_blocks.keys_of(prefix, self._serial, (prompt + output) // size, size)
+        keys = prefix_blocks.keys_of(prefix, self._serial, (prompt + int(self.target[row])) // size, size)
         self.pool.keys[row, : keys.size] = keys
         if self.follows:
             self._waiting[row] = None
             prefix_blocks.look_up(self.pool, row, prompt, size)
             self._found.append(int(self.pool.found_tokens[row]))
-        return row
 
     def drop(self, id: str) -> None:
         row = self.jobs.row_of[id]

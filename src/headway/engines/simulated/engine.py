@@ -131,7 +131,11 @@ class SimulatedEngine:
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
         self.target[row] = output
+        self._enter(row, targets, prefix)
         return row
+
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
+        """Account KV for a row that was just added; for engines with another kind of KV."""
 
     def drop(self, id: str) -> None:
         """Abort a request between two iterations, and free its KV."""

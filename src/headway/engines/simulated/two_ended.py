@@ -145,38 +145,10 @@ class TwoEndedEngine(HostPoolEngine):
         moves = checkpoint.blocks_to_restore(self.kv, rows)
         return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
-    def add(
-        self,
-        id: str,
-        prompt: int,
-        output: int,
-        *,
-        arrival: float,
-        slo: Slo | None = None,
-        priority: int = 0,
-        tokens_left: float | None = None,
-        urgency: float = 0.0,
-        spread: float = 0.0,
-        prefix: Prefix | None = None,
-        soft: float | None = None,
-    ) -> int:
-        row = super().add(
-            id,
-            prompt,
-            output,
-            arrival=arrival,
-            slo=slo,
-            priority=priority,
-            tokens_left=tokens_left,
-            urgency=urgency,
-            spread=spread,
-            soft=soft,
-        )
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
         if self.target.size > self.kv.kind.size:
             self.kv = slots_of.resized(self.kv, self.target.size)
-        promised = slo is not None and slo.objective != "best_effort"
-        allocation.add_row(self.kv, row, REAL_TIME if promised else BEST_EFFORT)
-        return row
+        allocation.add_row(self.kv, row, BEST_EFFORT if slo.objective == "best_effort" else REAL_TIME)
 
     def drop(self, id: str) -> None:
         row = self.jobs.row_of[id]

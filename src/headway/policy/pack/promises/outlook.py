@@ -171,19 +171,21 @@ def growth_of(keep: PromisesConfig, pressure: float) -> float:
 @compiled
 def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, theta: Floats) -> float:
     """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1."""
-    lost = 0
+    lost, most = 0, max(keep.full_pressure_share * outlook.level.size, 1.0)
     for i in range(outlook.rows.size):
         lost += outlook.level[i] == LOST and not _is_hopeless(jobs, outlook.rows[i], theta)
-    return float(min(lost / max(keep.full_pressure_share * outlook.level.size, 1.0), 1.0))
+        if lost >= most:
+            return 1.0
+    return float(lost / most)
 
 
 @compiled
 def _is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
-    """Tell whether a row could not be on time alone on the engine: that it is lost is no sign of overload."""
+    """Tell whether a row could not be on time even alone on the engine, so that its loss shows no overload."""
     prompt = prefill_of(theta, jobs["prompt"][row])
     token = seconds_of(theta, 1.0, jobs["prompt"][row], 0.0, 0.0)
     answer = token * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
-    return bool(prompt > jobs["ttft"][row] or token > jobs["tpot"][row] or prompt + answer > jobs["e2e"][row])
+    return bool(token > jobs["tpot"][row] or last_start(0.0, jobs["ttft"][row], jobs["e2e"][row], prompt, answer) < 0.0)
 
 
 @compiled
