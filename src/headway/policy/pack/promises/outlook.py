@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.compiled import compiled
+from headway.compiled import compiled, compiled_in_place
 from headway.policy.core.engine_spec import Caution, PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace, last_start, least_answer, next_token_seconds, pace_at
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
@@ -168,7 +168,7 @@ def growth_of(keep: PromisesConfig, pressure: float) -> float:
     return keep.growth_share * pressure
 
 
-@compiled
+@compiled_in_place
 def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, theta: Floats) -> float:
     """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1."""
     lost, most = 0, max(keep.full_pressure_share * outlook.level.size, 1.0)
@@ -179,7 +179,7 @@ def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, theta: Float
     return float(lost / most)
 
 
-@compiled
+@compiled_in_place
 def _is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
     """Tell whether a row could not be on time even alone on the engine, so that its loss shows no overload."""
     prompt = prefill_of(theta, jobs["prompt"][row])
