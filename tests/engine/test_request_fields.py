@@ -105,6 +105,8 @@ def vllm_takes(kind: Kind, body: dict[str, Any], tokens: int) -> bool:
     """Tell whether vLLM takes a body, as its server checks it."""
     try:
         asked = THEIRS[kind].validate_python(copy.deepcopy(body))
+        for message in asked.messages if kind == "chat" else ():
+            list(message.get("content") or ())  # parts are checked when they are read
         kept = len(asked.build_tok_params(MODEL)._validate_tokens(None, [7] * tokens))
         if kind in POOLING:
             return True
@@ -116,6 +118,8 @@ def vllm_takes(kind: Kind, body: dict[str, Any], tokens: int) -> bool:
         asked.to_sampling_params(limit, {})
     except (ValueError, VLLMValidationError):
         return False
+    if kind == "chat" and asked.max_tokens is not None and asked.max_tokens < 1:
+        return False  # Headway refuses it also where max_completion_tokens overrides it
     return kept < LONGEST  # or its engine refuses it
 
 
@@ -140,7 +144,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi."}]}
 @pytest.mark.parametrize(
     ("kind", "body", "tokens", "kept", "most"),
     [
-        ("completions", {"prompt": "a", "truncate_prompt_tokens": 5}, 100, 5, 59),
+        ("completions", {"prompt": "a", "truncate_prompt_tokens": 5, "max_tokens": None}, 40, 5, 16),
+        ("completions", {"prompt": "a"}, 60, 60, 4),
         ("completions", {"prompt": "a", "truncate_prompt_tokens": -1}, 100, 63, 1),
         ("chat", CHAT | {"truncate_prompt_tokens": 60, "max_tokens": 8}, 100, 60, 4),
         ("chat", CHAT | {"max_tokens": 60}, 40, 40, 24),

@@ -310,20 +310,20 @@ async def test_what_killed_gateways_left_is_swept(store: PostgresStore, address:
 
 async def test_uploads_to_other_gateways_count(store: PostgresStore, other: PostgresStore) -> None:
     await store.begin_file(FILE)
-    await store.append(FILE.id, 0, b"x" * 900)
-    assert (await store.used("alpha"), await other.used("alpha")) == (0, 900)
+    await store.append(FILE.id, 0, b"x" * 9000)
+    assert (await store.used("alpha"), await other.used("alpha")) == (0, 9000)
     assert await other.used("beta") == 0
     await store.discard(FILE.id)
     assert await other.used("alpha") == 0
 
 
 async def test_two_uploads_do_not_exceed_the_limit_together(store: PostgresStore, other: PostgresStore) -> None:
-    files = [StoredFile(f"file-{i}", "alpha", "x", "batch", 600, 1.0) for i in range(2)]
+    files = [StoredFile(f"file-{i}", "alpha", "x", "batch", 6000, 1.0) for i in range(2)]
     for one, file in zip((store, other), files, strict=True):
         await one.begin_file(file)
-        await one.append(file.id, 0, b"x" * 600)
+        await one.append(file.id, 0, b"x" * 6000)
     ends = await asyncio.gather(
-        *(one.add_file(file, 1000) for one, file in zip((store, other), files, strict=True)), return_exceptions=True
+        *(one.add_file(file, 10_000) for one, file in zip((store, other), files, strict=True)), return_exceptions=True
     )
     assert sorted(type(end) for end in ends if end is not None) == [RequestError]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.batches.results import answered, conclude
 from headway.store.batches.port import PIECE, BatchStore, pieces
-from headway.store.batches.records import BAD, CANCELLED, EXPIRED, GOOD, Line, StoredFile
+from headway.store.batches.records import BAD, CANCELLED, EXPIRED, GOOD, LEAST_BYTES, Line, StoredFile
 from tests.gateway.batch_stores import BATCH, FILE, ROOM, STORES, Connect, add, begun, content, custom_ids, job
 
 # What happens to a batch: a line is answered, well or not; or its gateway ends and another one starts.
@@ -232,7 +232,7 @@ async def test_limits_that_the_store_itself_keeps(store: BatchStore) -> None:
     await store.begin_file(FILE)
     await store.append(FILE.id, 0, b"x" * 10)
     with pytest.raises(RequestError, match="tenant_mib"):
-        await store.add_file(FILE, 9)
+        await store.add_file(FILE, LEAST_BYTES - 1)
     await store.discard(FILE.id)
     with pytest.raises(RequestError, match="no file 'file-1'"):
         await store.add_batch(BATCH, 1)
@@ -243,6 +243,24 @@ async def test_limits_that_the_store_itself_keeps(store: BatchStore) -> None:
     with pytest.raises(RequestError, match="batch_1 reads this file") as caught:
         await store.delete_file("alpha", "file-1")
     assert caught.value.status == 409
+
+
+async def test_of_ended_batches_the_newest_are_kept(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("directory", "postgres"):
+        sql = f"headway.store.batches.{place}._FORGET_BATCHES"
+        monkeypatch.setattr(sql, pytest.importorskip(sql.rpartition(".")[0])._FORGET_BATCHES.replace("10000", "3"))
+    store = await asyncio.to_thread(connect)
+    await add(store)
+    assert await store.hold()
+    await store.add_batch(replace(BATCH, id="open"), 9)
+    for i in range(5):
+        await store.add_batch(replace(BATCH, id=f"batch_{i}"), 9)
+        await store.refuse(f"batch_{i}", [], 6.0)
+    await store.sweep()
+    await store.add_batch(replace(BATCH, id="last"), 9)
+    kept = [batch.id for batch in await store.batches("alpha", None, 99)]
+    assert kept == ["last", "batch_4", "batch_3", "open"]
+    await store.close()
 
 
 # ---- files

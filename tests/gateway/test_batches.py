@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
 from headway.engines.vllm.process.launch import free_port
+from headway.gateway.apis.batches.lines import LineCheck
 from headway.gateway.parsing.parser import Parser
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.port import BatchStore
@@ -271,6 +274,29 @@ def test_the_window_ends(serve: Serve, fake: Fake, monkeypatch: pytest.MonkeyPat
         assert outcome(gateway, seen) == (["line-0", "line-1"], [f"held-{i}" for i in range(3)])
         assert content(gateway, seen["error_file_id"])[0]["error"]["code"] == "batch_expired"
         assert gateway.controller.requests == {}
+
+
+def test_tenants_take_turns_with_checks(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant with many batches does not hold up the check of another's only one."""
+    order, may_check, check = list[str](), threading.Event(), LineCheck.run
+
+    def run(self: LineCheck) -> bool:
+        order.append(self.batch.tenant)
+        assert may_check.wait(60)
+        return check(self)
+
+    monkeypatch.setattr(LineCheck, "run", run)
+    keys = tuple(Key(key=f"sk-{tenant}-1234567", tenant=tenant) for tenant in "ab")
+    headers = [{"authorization": f"Bearer {key.key}"} for key in keys]
+    with serve(keys=keys) as gateway:
+        ids = [begin(gateway, lines(1), headers=headers[0]) for _ in range(3)]
+        until(lambda: order == ["a"])
+        only = begin(gateway, lines(1), headers=headers[1])
+        time.sleep(1.5)  # the runner looks for new batches every second
+        may_check.set()
+        assert ended(gateway, only, headers=headers[1])["status"] == "completed"
+        assert [ended(gateway, id, headers=headers[0])["status"] for id in ids] == ["completed"] * 3
+    assert order == ["a", "b", "a", "a"]
 
 
 def test_batches_of_another_tenant_are_not_there(serve: Serve) -> None:

@@ -36,6 +36,22 @@ def test_a_body_keeps_its_fields(fields: dict[str, Any], xargs: dict[str, Any], 
     assert json.loads(EngineBody.of(whole).joined(ours)) == {**whole, "vllm_xargs": {**xargs, **ours}}
 
 
+@given(st.dictionaries(NAMES, st.text() | st.lists(st.integers())))
+def test_a_body_for_the_engine_is_no_longer_than_the_client_can_make_it(fields: dict[str, Any]) -> None:
+    shortest = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    assert len(EngineBody.of(fields).content) <= len(shortest)
+
+
+def test_a_body_that_gets_longer_counts_as_it_is_kept(serve: Serve) -> None:
+    """JSON can write a number in fewer characters than Python does."""
+    metadata = [1e15] * 50_000
+    with serve(DEAD, ready=False) as gateway:
+        body = json.dumps(gateway.chat(metadata=metadata)).replace("1000000000000000.0", "1e15").encode()
+        with hanging(gateway, content=body):
+            until(lambda: gateway.controller.queued == 1)
+            assert used(gateway) > 3 * len(body)
+
+
 def test_a_budget_is_given_back_once() -> None:
     budget = ByteBudget(10)
     with budget.hold() as first:

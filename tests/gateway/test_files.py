@@ -110,6 +110,12 @@ def test_the_bytes_of_a_tenant(serve: Serve) -> None:
         assert upload(gateway, b"x" * 300_000).status_code == 200
 
 
+def test_files_without_content_have_a_limit(serve: Serve) -> None:
+    with serve(batches=Batches(max_file_mib=1, tenant_mib=1)) as gateway:
+        codes = [upload(gateway, b"").status_code for _ in range(257)]
+    assert codes == [200] * 256 + [413]
+
+
 @pytest.mark.parametrize(
     ("more", "code"),
     [

@@ -71,6 +71,7 @@ def test_deep_json_is_passed_on_or_refused(gateway: Gateway, depth: int) -> None
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"kv_transfer_params": {"prompt_token_ids": [7]}}, "kv_transfer_params.prompt_token_ids"),
     ({"model": 3}, "model"),
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),

@@ -38,9 +38,9 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 @contextmanager
-def hanging(gateway: Gateway, **fields: Any) -> Iterator[socket.socket]:
+def hanging(gateway: Gateway, content: bytes | None = None, **fields: Any) -> Iterator[socket.socket]:
     """Send a request and keep the connection; leaving the block hangs up."""
-    body = json.dumps(gateway.chat(**fields)).encode()
+    body = content or json.dumps(gateway.chat(**fields)).encode()
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body))
     with socket.create_connection(("127.0.0.1", gateway.config.server.port), timeout=10) as line:
         line.sendall(head + body)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +13,10 @@ from hypothesis import strategies as st
 from headway.config import Key
 from headway.errors import RequestError
 from headway.gateway.watch.usage import Usage
+from tests.gateway.batches import upload
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import OPERATOR, Gateway, until
+from tests.gateway.gateway import CHAT, OPERATOR, SAY, Fake, Gateway, until
+from tests.gateway.test_request_ends import fakes
 
 A, B = "sk-alpha-123456", "sk-beta-123456"
 LIMITED = Key(key=A, tenant="a", requests_per_min=5)
@@ -31,7 +37,7 @@ def test_no_minute_has_more_requests_than_the_limit(steps: list[tuple[float, int
     for pause, _ in steps:
         now += pause
         if refused(usage, LIMITED, now) is None:
-            usage.accepted("a", 3, now)
+            usage.count("a", now, requests=1, tokens=3)
             accepted.append(now)
         assert sum(now - 60 < at <= now for at in accepted) <= 5
 
@@ -48,14 +54,13 @@ def test_after_the_time_it_is_told_a_client_is_served(steps: list[tuple[float, i
             assert 1 <= wait <= 61
             assert refused(usage, key, now + wait) is None
             now += wait
-        usage.accepted("a", tokens, now)
-        usage.answered("a", tokens, now)
+        usage.count("a", now, requests=1, tokens=2 * tokens)
 
 
 def test_tenants_without_a_limit_cost_nothing() -> None:
     free = Key(key=B, tenant="b")
     usage = Usage([LIMITED, free])
-    usage.accepted("b", 10**9, 0.0)
+    usage.count("b", 0.0, tokens=10**9)
     assert refused(usage, free, 0.0) is None
     assert set(usage._used) == {"a"}
 
@@ -106,3 +111,55 @@ def test_all_prompts_of_a_request_count(serve: Serve) -> None:
             until(lambda: not gateway.controller.requests)
         assert answer.status_code == 429
         assert answer.headers["x-headway-dropped-reason"] == "tokens_per_min"
+
+
+OF_A = {"authorization": f"Bearer {A}"}
+
+
+@pytest.mark.parametrize(("limit", "served"), [({"requests_per_min": 5}, 5), ({"tokens_per_min": 50}, 2)])
+def test_of_a_burst_no_more_are_served(serve: Serve, fake: Fake, limit: dict[str, int], served: int) -> None:
+    """What comes at once is counted before the first one is stored."""
+    body = {"model": "smollm2", "prompt": [7] * 40, "max_tokens": 100, **fakes(hold=f"burst {served}", tokens=100)}
+    with serve(keys=(Key(key=A, tenant="a", **limit),)) as gateway, ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(gateway.post, body, "/v1/completions", headers=OF_A) for _ in range(20)]
+        until(lambda: sum(one.done() for one in asked) == 20 - served)
+        fake.release(f"burst {served}")
+        codes = sorted(one.result().status_code for one in asked)
+    assert codes == [200] * served + [429] * (20 - served)
+
+
+WORK: list[tuple[str, Any, int]] = [
+    (CHAT, {"model": "smollm2"}, 400),
+    ("/tokenize", {"model": "smollm2", "prompt": "a"}, 200),
+    ("/detokenize", {"model": "smollm2", "tokens": [7]}, 200),
+    ("/v1/messages/count_tokens", {"model": "smollm2", "messages": SAY}, 200),
+    ("/v1/batches", {}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), WORK)
+def test_what_costs_work_counts_whatever_becomes_of_it(serve: Serve, path: str, body: Any, status: int) -> None:
+    with serve(keys=(Key(key=A, tenant="a", requests_per_min=2),)) as gateway:
+        codes = [gateway.post(body, path, headers=OF_A).status_code for _ in range(3)]
+        assert codes == [status, status, 429]
+        assert gateway.get("/v1/files", headers=OF_A).status_code == 200, "questions do not count"
+
+
+def test_files_count(serve: Serve) -> None:
+    with serve(keys=(Key(key=A, tenant="a", requests_per_min=2),)) as gateway:
+        codes = [upload(gateway, b"{}", headers=OF_A).status_code for _ in range(3)]
+    assert codes == [200, 200, 429]
+
+
+def test_tokens_count_whose_client_has_left(serve: Serve) -> None:
+    with serve(keys=(Key(key=A, tenant="a", tokens_per_min=10_000),)) as gateway:
+        body = gateway.chat(stream=True, max_tokens=500, **fakes(tokens=500, delay=0.02))
+        with httpx.stream("POST", gateway.url + CHAT, json=body, headers=OF_A) as answer:
+            events = 0
+            for line in answer.iter_lines():
+                events += line.startswith("data: ")
+                if events >= 20:
+                    break
+        until(lambda: not gateway.controller.requests)
+        prompt = gateway.metric('headway_tokens_total{kind="prompt",model="smollm2",tenant="a"}')
+        assert 20 <= gateway.inner.path.usage._used["a"]["tokens"]._sum - prompt < 400

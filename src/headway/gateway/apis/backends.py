@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import Counter
 
-from headway import clock
 from headway.cluster.backends.port import Backend, Ran
 from headway.config import Key
 from headway.errors import RequestError
@@ -53,9 +52,8 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
     )  # fmt: skip
     async def run(name: str, request: Request) -> Response:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""
-        tenant, key = state.tenant(request), state.key(request)
+        tenant, key = state.counted(request), state.key(request)
         if key is not None:
-            gateway.path.check_rate(key, clock.now())
             _check_open(key, open_units[tenant])
         backend = _find(gateway, name)
         body = checked(BackendBody, await state.json(request))
@@ -63,7 +61,6 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
         if stage is not None and UNIT not in request.headers and body.unit is None:
             stage = replace(stage, unit=name)
         began, unit = time.monotonic(), _Unit(gateway, tenant, name, stage)
-        gateway.path.usage.accepted(tenant, 0, clock.now())
         open_units[tenant] += 1
         try:
             ran = await _while_connected(request, unit.execute(backend, body.input))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
 from ipaddress import ip_address
 from socket import gethostname
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -32,6 +32,7 @@ from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
 
 _LARGE = 4  # large bodies that are parsed at a time
+T = TypeVar("T")
 
 
 class AppState:
@@ -90,6 +91,14 @@ class AppState:
                 code="invalid_api_key",
             )
         return key
+
+    def counted(self, request: Request) -> str:
+        """Return the tenant of a request that costs work, and count it in its minute; errors as `key`, and 429."""
+        key = self.key(request)
+        if key is None:
+            return "default"
+        self.gateway.path.check_rate(key)
+        return key.tenant
 
     def _check_page(self, request: Request) -> None:
         """Refuse requests of web pages that are not this server's own, by an address or this machine's name.
@@ -168,11 +177,6 @@ class AppState:
         if self.config.status_closed:
             self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
 
-    async def body(self, request: Request) -> bytes:
-        """Read the body of a request that is answered at once; errors as `read`."""
-        with self.gateway.bodies.hold() as held:
-            return await self.read(request, held)
-
     async def read(self, request: Request, held: Held) -> bytes:
         """Read the body; 413 as soon as it is too long, whatever its declared length.
 
@@ -208,27 +212,38 @@ class AppState:
 
         empty: stands for a body without bytes.
         """
-        data = await self.body(request) or empty
-        return await offload(len(data), partial(read_json, data))
+        return await self.work(request, lambda data: read_json(data or empty))
+
+    async def work(self, request: Request, work: Callable[[bytes], T]) -> T:
+        """Return what is made of the body of a request that is answered at once; errors as `read`."""
+        with self.gateway.bodies.hold() as held:
+            held.tenant = request.scope.get(TENANT, "")
+            data = await self.read(request, held)
+            return await self._work(data, partial(work, data))
+
+    async def _work(self, data: bytes, work: Callable[[], T]) -> T:
+        """Return what is made of a body; few large ones at a time."""
+        async with self._large if len(data) > INLINE else nullcontext():
+            return await offload(len(data), work)
 
     async def receive(self, api: Api, request: Request, held: Held) -> ParsedRequest:
         """Read, parse and admit an HTTP request, or refuse it before anything is stored."""
         arrival, key = clock.now(), self.key(request)
         if key is not None:
             held.tenant = key.tenant
-            self.gateway.path.check_rate(key, arrival)
+            self.gateway.path.check_rate(key)
             self.gateway.path.check_room(key)
         data, headers = await self.read(request, held), _headers(request)
-        tenant, most = ("default", None) if key is None else (key.tenant, key.max_queued)
+        tenant = "default" if key is None else key.tenant
 
         def parse() -> ParsedRequest:
             raw = read_json(data)
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
             return keyed(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
 
-        async with self._large if len(data) > INLINE else nullcontext():
-            parsed = await offload(len(data), parse)
-        parsed = await self.gateway.path.admit(parsed, most)
+        parsed = await self._work(data, parse)
+        held.add(max(len(parsed.upstream.content) - len(data), 0))  # some bodies get longer
+        parsed = await self.gateway.path.admit(parsed, key)
         self._learn_prefix(parsed)
         return parsed
 

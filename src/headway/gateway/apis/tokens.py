@@ -11,13 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
-from headway.gateway.offload import offload
-from headway.gateway.parsing.models import Served
 from headway.gateway.parsing.requests import Kind, read_json
-from headway.gateway.parsing.tokens import Prompt, TokenCounter
 
 _MOST_IDS = 1_000_000
-_BYTES = 4  # of a token, about
 _TEXT: dict[str, Any] = {"model": {"type": "string"}, "prompt": {"type": "string"}}
 _TOKENIZE = {
     "type": "object",
@@ -43,38 +39,34 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=body_docs(_TOKENIZE))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, or of the messages of a chat."""
-        state.tenant(request)
-        data = await state.body(request)
-        asked = await offload(len(data), partial(read_json, data))
-        kind: Kind = "chat" if "messages" in asked else "completions"
-        prompt = await offload(len(data), partial(state.parser.prompt, kind, asked))
-        served = state.models.find(asked.get("model"))
-        told = partial(_told, prompt, served, words=bool(asked.get("return_token_strs")))
-        return await offload(_BYTES * prompt.tokens, told)
+        state.counted(request)
+        return await state.work(request, partial(_tokens, state))
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=body_docs(_DETOKENIZE))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
-        state.tenant(request)
-        raw = await state.json(request)
-        ids = raw.get("tokens")
-        counter = state.models.find(raw.get("model")).counter
-        size = _BYTES * len(ids) if isinstance(ids, list) else 0
-        return await offload(size, partial(_text_of, ids, counter))
+        state.counted(request)
+        return await state.work(request, partial(_text, state))
 
 
-def _told(prompt: Prompt, served: Served, *, words: bool) -> Response:
-    """Return the answer with the tokens of a prompt; words: as the vocabulary writes them, too."""
-    ids = prompt.ids
+def _tokens(state: AppState, data: bytes) -> Response:
+    """Return the answer with the tokens of a prompt, as the vocabulary writes them, too, if that was asked for."""
+    asked = read_json(data)
+    kind: Kind = "chat" if "messages" in asked else "completions"
+    prompt = state.parser.prompt(kind, asked)
+    served, ids = state.models.find(asked.get("model")), prompt.ids
     if ids is None:
         raise RequestError(
             "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.", param="prompt"
         )
     answer = {"count": prompt.tokens, "max_model_len": served.context, "tokens": list(ids)}
-    return JSONResponse(answer | {"token_strs": served.counter.words(ids)} if words else answer)
+    return JSONResponse(answer | ({"token_strs": served.counter.words(ids)} if asked.get("return_token_strs") else {}))
 
 
-def _text_of(ids: Any, counter: TokenCounter) -> Response:
+def _text(state: AppState, data: bytes) -> Response:
+    """Return the answer with the text of tokens."""
+    asked = read_json(data)
+    ids, counter = asked.get("tokens"), state.models.find(asked.get("model")).counter
     if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
         raise RequestError(
             "tokens is not a list of token ids.", f"Send a list of up to {_MOST_IDS:,} integers.", param="tokens"

@@ -10,7 +10,8 @@ from typing import Any
 from headway.engines.vllm.request_metadata import foreign
 from headway.errors import RequestError
 
-_FINITE = json.JSONEncoder(allow_nan=False)
+# As short as JSON can be: it is held until its engine has answered, counted as it came.
+_SHORT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class EngineBody:
 
 def _json(fields: Mapping[str, Any]) -> bytes:
     try:
-        return _FINITE.encode(fields).encode()
+        return _SHORT.encode(fields).encode()
     except ValueError as error:
         raise RequestError(
             "The body has a number that is too large.", "Send finite numbers.", code="invalid_json"

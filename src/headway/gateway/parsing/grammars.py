@@ -32,7 +32,7 @@ def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
         found["tools"] = raw.get("tools")
     regex, repeats = 0, 0.0
     for name, value in found.items():
-        for key, one, depth in _nodes(name, value):
+        for key, one, depth in _nodes(name, value, limits.max_kib * 1024):
             if depth > limits.max_depth:
                 raise _too_large(name, f"more than {limits.max_depth} objects within each other", "max_depth")
             if key in _REGEX and isinstance(one, str):
@@ -53,12 +53,15 @@ def _too_large(name: str, what: str, limit: str) -> RequestError:
     return RequestError(f"{name} has {what}.", _HINT.format(limit), param=name, code="grammar_too_large")
 
 
-def _nodes(name: str, value: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield all values within a field, each with its name and how many objects and arrays it is in."""
+def _nodes(name: str, value: Any, longest: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield all values within a field, each with its name and how many objects and arrays it is in.
+
+    longest: characters of a text that is parsed as JSON; what is longer is refused anyway.
+    """
     waiting = [(name, value, 0)]
     while waiting:
         key, one, depth = waiting.pop()
-        if key in _AS_TEXT and isinstance(one, str):
+        if key in _AS_TEXT and isinstance(one, str) and len(one) <= longest:
             one = _parsed(one)
         yield key, one, depth
         if isinstance(one, dict):

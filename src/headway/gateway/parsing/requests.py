@@ -24,7 +24,7 @@ from headway.gateway.parsing.fields import Ms, checked, milliseconds
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
 from headway.gateway.parsing.text import text_of
-from headway.gateway.parsing.unsupported import refuse_in_chat
+from headway.gateway.parsing.unsupported import refuse_in
 from headway.store.queue.port import Job
 from headway.types import Request, Slo
 
@@ -221,8 +221,8 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
             raise RequestError(
                 f"{name} has {len(value)} elements.", f"Send at most {limit}.", param=name, code="too_many_values"
             )
+    refuse_in(raw, chat=kind == "chat")
     if kind == "chat":
-        refuse_in_chat(raw)
         return checked(ChatBody, raw)
     if raw.get("echo") and raw.get("max_tokens") == 0:
         raw = {**raw, "max_tokens": 1}  # as vLLM does, which makes the token and leaves it out
@@ -312,6 +312,7 @@ def _engine_fields(
 
 
 _UNCONFIGURED = Tier()
+_COMPLETION_TOKENS = 16  # of a completion that does not say, as in vLLM
 
 
 def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, Tier]:
@@ -383,7 +384,10 @@ def _max_tokens(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_l
         if prompt_tokens > max_model_len:
             raise too_long(body, f"{prompt_tokens} tokens", max_model_len)
         return 1
-    limit = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
+    if isinstance(body, ChatBody):
+        limit = body.max_completion_tokens or body.max_tokens
+    else:
+        limit = body.max_tokens or _COMPLETION_TOKENS
     room = max_model_len - prompt_tokens
     if room < 1 or (limit or 1) > max_model_len:
         raise too_long(body, f"{prompt_tokens} tokens and {limit or 1} more are asked for", max_model_len)

@@ -41,6 +41,9 @@ MESSAGES: Fields = {
 }
 
 
+COMPLETIONS: Fields = {"prompt_embeds": "Their tokens cannot be counted; send a prompt."}
+
+
 def refuse(raw: Mapping[str, Any], fields: Fields) -> None:
     """Raise RequestError for a body that has one of these fields."""
     for name, hint in fields.items():
@@ -53,8 +56,11 @@ def refusal(name: str, hint: str) -> RequestError:
     return RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
 
 
-def refuse_in_chat(raw: Mapping[str, Any]) -> None:
-    """Raise RequestError for a chat that asks for what no engine here can do."""
-    refuse(raw, CHAT)
-    if raw.get("modalities") not in (None, [], ["text"]):
+def refuse_in(raw: Mapping[str, Any], *, chat: bool) -> None:
+    """Raise RequestError for a chat or completion that asks for what no engine here can do, or nothing counts."""
+    refuse(raw, CHAT if chat else COMPLETIONS)
+    if chat and raw.get("modalities") not in (None, [], ["text"]):
         raise refusal("modalities", _TEXT)
+    transfer = raw.get("kv_transfer_params")
+    if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:  # vLLM computes them instead
+        raise refusal("kv_transfer_params.prompt_token_ids", "Send token ids as the prompt of /v1/completions.")

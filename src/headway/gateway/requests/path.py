@@ -71,13 +71,15 @@ class RequestPath:
 
     # ---- in
 
-    def check_rate(self, key: Key, now: float) -> None:
-        """Refuse what counts as a request of a tenant that has used up its minute (429)."""
+    def check_rate(self, key: Key, *, counted: bool = False) -> None:
+        """Count a request of a tenant, unless it is `counted`; refuse it when its minute is used up (429)."""
+        now = clock.now()
         try:
-            self.usage.check(key, now)
+            self.usage.check(key, now, counted=counted)
         except RequestError:
             self.observers.refused(Refused("rate_limit", key.tenant))
             raise
+        self.usage.count(key.tenant, now, requests=0 if counted else 1)
 
     def check_room(self, key: Key) -> None:
         """Refuse a request before its body is read (429), if its tenant may not have more of any class."""
@@ -119,16 +121,19 @@ class RequestPath:
         elsewhere = self._dispatcher.control.remote_counts
         return self._storing + Counter(elsewhere) if elsewhere else self._storing
 
-    async def admit(self, parsed: ParsedRequest, most: int | None) -> ParsedRequest:
+    async def admit(self, parsed: ParsedRequest, key: Key | None) -> ParsedRequest:
         """Return a request with its run's deadline and the job of its idempotency key, if it has room.
 
-        Errors as `with_earlier` and, for one without such a job, `check_capacity`.
+        Errors as `with_earlier` and, for one without such a job, `check_rate` and `check_capacity`. To be
+        stored without a pause, as until then it counts for no limit.
         """
         if parsed.request.stage is not None:
             parsed = replace(parsed, request=self._dispatcher.promised(parsed.request))
         parsed = await self.with_earlier(parsed)
         if parsed.earlier is None:
-            self.check_capacity(parsed.request, most)
+            if key is not None:
+                self.check_rate(key, counted=True)  # others' prompts were read meanwhile
+            self.check_capacity(parsed.request, None if key is None else key.max_queued)
         return parsed
 
     async def with_earlier(self, parsed: ParsedRequest) -> ParsedRequest:
@@ -153,6 +158,7 @@ class RequestPath:
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
         self._storing[group] += places
+        self.usage.count(parsed.request.tenant, clock.now(), tokens=parsed.request.prompt_tokens)
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight, parsed.digest)
@@ -162,7 +168,6 @@ class RequestPath:
         finally:
             self._storing -= Counter({group: places})
         in_flight.held = held.keep()
-        self.usage.accepted(parsed.request.tenant, parsed.request.prompt_tokens, clock.now())
         return in_flight
 
     async def _put(self, in_flight: InFlightRequest, digest: str | None) -> None:
@@ -310,10 +315,15 @@ class RequestPath:
         self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
         return done
 
-    async def fail(self, in_flight: InFlightRequest, reason: str, outcome: Outcome = "failed") -> None:
-        """Close a request as failed, with the reason that the broker keeps."""
+    async def fail(
+        self, in_flight: InFlightRequest, reason: str, outcome: Outcome = "failed", output_tokens: int = 0
+    ) -> None:
+        """Close a request as failed, with the reason that the broker keeps.
+
+        output_tokens: that its client has got.
+        """
         if in_flight.enter(RequestState.ENDED):
-            now = self._close(in_flight, reason, outcome)
+            now = self._close(in_flight, reason, outcome, output_tokens)
             await self.closings.fail(in_flight.id, reason, now)
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
@@ -321,11 +331,11 @@ class RequestPath:
         if in_flight.enter(RequestState.ENDED):
             self._close(in_flight, reason, "abandoned")
 
-    def _close(self, in_flight: InFlightRequest, reason: str, outcome: Outcome) -> float:
+    def _close(self, in_flight: InFlightRequest, reason: str, outcome: Outcome, output_tokens: int = 0) -> float:
         """Let go of a request that has ended without an answer; return when."""
         now = clock.now()
         in_flight.drop_body()
-        self.observers.ended(Ended(in_flight, now, outcome, reason=reason))
+        self.observers.ended(Ended(in_flight, now, outcome, output_tokens, reason))
         self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
         self._lengths.ended(in_flight.id)
         return now

@@ -24,7 +24,7 @@ from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, TENANT
-from headway.gateway.in_flight import InFlightRequest, reason_of
+from headway.gateway.in_flight import InFlightRequest, Outcome, reason_of
 from headway.gateway.offload import INLINE, offload
 from headway.gateway.requests.engine_response import CHUNK, EngineResponse
 from headway.gateway.requests.path import RequestPath
@@ -84,7 +84,7 @@ class ResponseStream(LateResponse):
 
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
-        self._path, self._in_flight, self._wants_usage = path, in_flight, wants_usage
+        self._path, self._in_flight, self._reader = path, in_flight, EventReader(wants_usage)
         self._started = self._complete = False
         self._left = False  # the client has disconnected before the end
         self._task: asyncio.Task[object] | None = None
@@ -102,10 +102,13 @@ class ResponseStream(LateResponse):
             await self._serve(scope, receive, send)
         except asyncio.CancelledError:
             if self._left and this.uncancel() == 0:
-                await self._path.fail(self._in_flight, "client_gone: disconnected", "cancelled")
+                await self._fail("client_gone: disconnected", "cancelled")
             else:
-                await self._path.fail(self._in_flight, "gateway_stopped")
+                await self._fail("gateway_stopped")
                 await self._send_error(stopped(), scope, receive, send)
+
+    async def _fail(self, reason: str, outcome: Outcome = "failed") -> None:
+        await self._path.fail(self._in_flight, reason, outcome, self._reader.tokens)
 
     def client_left(self) -> None:
         """End the work on a request whose client has disconnected, unless it has the whole response."""
@@ -124,11 +127,11 @@ class ResponseStream(LateResponse):
             finally:
                 await response.close()
         except HeadwayError as error:
-            await self._path.fail(self._in_flight, *reason_of(error))
+            await self._fail(*reason_of(error))
             await self._send_error(error, scope, receive, send)
         except Exception as error:  # whatever it was, the request ends and the client gets an error
             log.exception("request %s failed", self._in_flight.id)
-            await self._path.fail(self._in_flight, f"internal: {error!r}")
+            await self._fail(f"internal: {error!r}")
             wrapped = EngineError(f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500)
             await self._send_error(wrapped, scope, receive, send)
 
@@ -195,11 +198,11 @@ class ResponseStream(LateResponse):
             await self._path.finish(self._in_flight, response.output_tokens)
         else:
             reason = response.head.decode(errors="replace")[:500]
-            await self._path.fail(self._in_flight, f"engine_refused: {reason}", "refused")
+            await self._fail(f"engine_refused: {reason}", "refused")
 
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
-        reader = EventReader(self._wants_usage)
+        reader = self._reader
         try:
             await self._pass_on(reader, response, scope, send)
         finally:
@@ -230,7 +233,7 @@ class ResponseStream(LateResponse):
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
-        await self._path.fail(self._in_flight, "engine_failed: it said so in the stream")
+        await self._fail("engine_failed: it said so in the stream")
 
     async def _fed(self, reader: EventReader, chunk: bytes) -> bytes:
         """Return what of a chunk may be passed on.

@@ -13,8 +13,8 @@ from headway.types import Request
 class Ended:
     """The end of a request in flight.
 
-    at: instant. output_tokens: of its answer, 0 without a complete one. reason: of a failure, as the broker
-    keeps it.
+    at: instant. output_tokens: of its answer, of one that was cut short those that its client has got.
+    reason: of a failure, as the broker keeps it.
     """
 
     in_flight: InFlightRequest

@@ -17,9 +17,9 @@ _LIMITS = {"requests": "requests_per_min", "tokens": "tokens_per_min"}
 class Usage(Observer):
     """Requests and tokens of each tenant with a limit, by the second of the last minute.
 
-    A request counts, with its prompt, when it is accepted, and the tokens of its answer when it ends: nothing
-    is assumed of their number. So a tenant may be over its limit by what it has open then, and is refused
-    until the minute has room again.
+    A request counts when it arrives, its prompt as soon as it is read, and the tokens of its answer when it
+    ends: nothing is assumed of their number. So a tenant may be over its limit by one prompt and by the
+    answers that are open then, and is refused until the minute has room again.
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
@@ -32,26 +32,26 @@ class Usage(Observer):
         known = self._used
         self._used = {tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited}
 
-    def accepted(self, tenant: str, prompt_tokens: int, now: float) -> None:
-        """Count a request that was accepted."""
+    def count(self, tenant: str, now: float, *, requests: int = 0, tokens: int = 0) -> None:
+        """Count requests or tokens; fewer than none takes them back."""
         if tenant in self._used:
-            self._used[tenant]["requests"].add(1, now)
-            self._used[tenant]["tokens"].add(prompt_tokens, now)
-
-    def answered(self, tenant: str, output_tokens: int, now: float) -> None:
-        """Count the tokens of an answer."""
-        if tenant in self._used:
-            self._used[tenant]["tokens"].add(output_tokens, now)
+            self._used[tenant]["requests"].add(requests, now)
+            self._used[tenant]["tokens"].add(tokens, now)
 
     def ended(self, end: Ended) -> None:
-        """Count the tokens of the answer, if there is one."""
-        self.answered(end.in_flight.request.tenant, end.output_tokens, end.at)
+        """Count the tokens of an answer, or take back those of a prompt that the broker has not stored."""
+        asked = end.in_flight.request
+        tokens = -asked.prompt_tokens if end.outcome == "not_stored" else end.output_tokens
+        self.count(asked.tenant, end.at, tokens=tokens)
 
-    def check(self, key: Key, now: float) -> None:
-        """Raise RequestError (429) while the last minute has no room for another request of this key."""
+    def check(self, key: Key, now: float, *, counted: bool = False) -> None:
+        """Raise RequestError (429) while the last minute has no room for another request of this key.
+
+        counted: the request itself counts already, and only its tokens do not.
+        """
         for what, setting in _LIMITS.items():
             most: int | None = getattr(key, setting)
-            if most is None:
+            if most is None or (counted and what == "requests"):
                 continue
             window = self._used[key.tenant][what]
             if window.sum(now) >= most:

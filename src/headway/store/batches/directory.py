@@ -24,6 +24,8 @@ from headway.store.batches.records import (
     BAD,
     EXPIRED,
     GOOD,
+    LEAST_BYTES,
+    MOST_ENDED,
     Batch,
     EndedLine,
     Line,
@@ -37,6 +39,9 @@ from headway.store.batches.records import (
 from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
+_USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"
+_FORGET_BATCHES = f"""DELETE FROM batches WHERE tenant = ?1 AND ended IS NOT NULL
+    AND seq <= (SELECT seq FROM batches WHERE tenant = ?1 ORDER BY seq DESC LIMIT 1 OFFSET {MOST_ENDED})"""
 
 
 class DirectoryStore(SqliteFile):
@@ -70,7 +75,7 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def used(self, tenant: str) -> int:
         """Return the bytes of all files of a tenant."""
-        ((size,),) = self.rows("SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", tenant)
+        ((size,),) = self.rows(_USED, tenant)
         return int(size)
 
     @in_thread
@@ -78,8 +83,8 @@ class DirectoryStore(SqliteFile):
         """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
         _settle(self.path(file.id))
         with self.transaction() as db:
-            (used,) = db.execute("SELECT COALESCE(SUM(size), 0) FROM files WHERE tenant = ?", [file.tenant]).fetchone()
-            if used + file.size > most:
+            (used,) = db.execute(_USED, [file.tenant]).fetchone()
+            if used + max(file.size, LEAST_BYTES) > most:
                 raise no_room(most)
             add(db, "files", file)
 
@@ -169,6 +174,7 @@ class DirectoryStore(SqliteFile):
             if count >= most:
                 raise too_many_open(count, most)
             add(db, "batches", batch)
+            db.execute(_FORGET_BATCHES, [batch.tenant])
         self.added.append(batch)
         return True
 

@@ -14,14 +14,15 @@ from asyncpg import Connection
 from headway.errors import HeadwayError
 from headway.store.batches.port import PIECE, STALE_S
 from headway.store.batches.postgres_session import BatchSession, Work
-from headway.store.batches.records import StoredFile, in_use, input_gone, no_file, no_room
+from headway.store.batches.records import LEAST_BYTES, StoredFile, in_use, input_gone, no_file, no_room
 from headway.store.postgres.link import Address
 from headway.store.postgres.schema import loaded, lock_of, stored
 
 _CHUNKS = 32  # deleted per transaction, so that it ends in time whatever the size of the file
 _FILE = ", ".join(field.name for field in fields(StoredFile))
 
-_USED = """SELECT coalesce(sum(size), 0)::bigint FROM {s}.files
+_SIZES = f"coalesce(sum(greatest(size, {LEAST_BYTES})), 0)::bigint"
+_USED = f"""SELECT {_SIZES} FROM {{s}}.files
     WHERE tenant = $1 AND (state = 'stored' OR state = 'upload' AND writer <> $2)"""
 _BEGIN = f"""INSERT INTO {{s}}.files ({_FILE}, state, writer, grown)
     VALUES ($1, $2, $3, $4, 0, $5, 'upload', $6, clock_timestamp())"""
@@ -34,7 +35,7 @@ _GONE = "UPDATE {s}.files SET state = 'gone' WHERE id = $1 AND state <> 'gone'"
 _PURGE = """DELETE FROM {s}.chunks WHERE file = $1 AND start IN
     (SELECT start FROM {s}.chunks WHERE file = $1 ORDER BY start LIMIT $2) RETURNING true"""
 _PURGED = "DELETE FROM {s}.files WHERE id = $1 AND state = 'gone'"
-_SUM = "SELECT coalesce(sum(size), 0)::bigint FROM {s}.files WHERE tenant = $1 AND state = 'stored'"
+_SUM = f"SELECT {_SIZES} FROM {{s}}.files WHERE tenant = $1 AND state = 'stored'"
 _LIST = """UPDATE {s}.files SET state = 'stored', name = $3, created = $4
     WHERE id = $1 AND state = 'upload' AND size = $2 RETURNING true"""
 _GET = f"SELECT {_FILE} FROM {{s}}.files WHERE id = $1 AND tenant = $2 AND state = 'stored'"
@@ -92,7 +93,7 @@ class PostgresFiles(BatchSession):
     async def _add_file(self, file: StoredFile, most: int, connection: Connection) -> None:
         await self.lock_tenant(connection, file.tenant)
         used = await connection.fetchval(self.sql(_SUM), stored(file.tenant))
-        if used + file.size > most:
+        if used + max(file.size, LEAST_BYTES) > most:
             raise no_room(most)
         await self.list_file(connection, file)
 

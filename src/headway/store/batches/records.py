@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from headway.errors import RequestError
 
+LEAST_BYTES = 4096  # that a file counts for in its tenant's quota: its row and its block of the disk
+MOST_ENDED = 10_000  # batches of a tenant that are kept when they have ended, the newest ones
 GOOD, BAD, EXPIRED, CANCELLED = range(1, 5)  # ends of a line; 0 = it has none
 
 

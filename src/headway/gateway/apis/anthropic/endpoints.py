@@ -12,7 +12,6 @@ from headway.gateway.apis.anthropic.events import MessageEvents
 from headway.gateway.apis.anthropic.translate import chat_of, error_body
 from headway.gateway.apis.api import Api, api_docs, body_docs
 from headway.gateway.apis.state import AppState
-from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import ParsedRequest, read_json
 
 _TEXT = {"type": "string"}
@@ -74,9 +73,10 @@ def add_message_endpoints(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS, openapi_extra=body_docs(_SCHEMA))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
-        state.tenant(request)
-        data = await state.body(request)
-        prompt = await offload(
-            len(data), lambda: state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)}))
-        )
-        return JSONResponse({"input_tokens": prompt.tokens})
+        state.counted(request)
+
+        def count(data: bytes) -> Response:
+            prompt = state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)}))
+            return JSONResponse({"input_tokens": prompt.tokens})
+
+        return await state.work(request, count)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -18,6 +18,7 @@ from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs, header_docs
 from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
 from headway.gateway.apis.state import AppState, refuse_compressed
+from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.idempotency import HEADER, batch_id, reused
 from headway.store.batches.port import PIECE, BatchStore, pieces
@@ -25,10 +26,12 @@ from headway.store.batches.records import Batch, StoredFile, no_file
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SHORTEST, _LONGEST = 60, 366 * 86400  # seconds of a window
+_BYTES_LISTED = 200  # of one file or batch, about
 _MOST_LISTED = {"files": 10_000, "batches": 100}
 _ENDS = ("completed", "failed", "expired", "cancelled")
 _BYTES = "application/octet-stream"
 _Text = Annotated[str, Field(max_length=512)]
+T = TypeVar("T")
 
 
 class BatchBody(BaseModel):
@@ -77,7 +80,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
-        tenant, store = state.tenant(request), _store(state)
+        tenant, store = state.counted(request), _store(state)
         refuse_compressed(request)
         declared = request.headers.get("content-length", "0")
         size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
@@ -143,7 +146,7 @@ def _files(app: FastAPI, state: AppState) -> None:
         found = await store.files(
             tenant, asked.get("after"), limit + 1, newest=newest == "desc", purpose=asked.get("purpose")
         )
-        return _list([_file(file) for file in found], limit)
+        return await _list(found, _file, limit)
 
     @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
     async def file(id: str, request: Request) -> Response:
@@ -227,8 +230,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
     )
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
-        key, store = state.key(request), _store(state)
-        tenant = "default" if key is None else key.tenant
+        tenant, key, store = state.counted(request), state.key(request), _store(state)
         body = checked(BatchBody, await state.json(request))
         id = batch_id(tenant, request.headers)
         if id is not None and (known := await store.batch(tenant, id)) is not None:
@@ -250,7 +252,7 @@ def _batches(app: FastAPI, state: AppState) -> None:
         tenant, store = state.tenant(request), _store(state)
         limit = _limit(request, "batches", 20)
         found = await store.batches(tenant, request.query_params.get("after"), limit + 1)
-        return _list([_batch(batch) for batch in found], limit)
+        return await _list(found, _batch, limit)
 
 
 def _one_batch(app: FastAPI, state: AppState) -> None:
@@ -348,12 +350,16 @@ def _limit(request: Request, what: str, default: int) -> int:
     return int(text)
 
 
-def _list(data: Sequence[dict[str, Any]], limit: int) -> Response:
+async def _list(found: Sequence[T], told: Callable[[T], dict[str, Any]], limit: int) -> Response:
     """Return a page of a list, of which one more than fits was looked up."""
-    page = list(data[:limit])
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    more = len(data) > limit
-    return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+    def page() -> Response:
+        data = [told(one) for one in found[:limit]]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        more = len(found) > limit
+        return JSONResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
+
+    return await offload(_BYTES_LISTED * len(found), page)
 
 
 # ---- OpenAPI

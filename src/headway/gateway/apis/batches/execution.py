@@ -48,12 +48,14 @@ class Slots:
 
     entry: for lines that are being queued. The queue's file takes all that come in one go, and what is
         done for each of them then would hold up all others.
+    check: of one batch at a time, so that tenants take turns.
     """
 
     free: asyncio.Semaphore
     total: int
     most: int | None
     entry: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ENTRY))
+    check: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, tenant: str, config: Config, computed: int) -> Slots:
@@ -87,8 +89,10 @@ class Execution:
         if batch is None or batch.ended is not None:  # since the caller looked
             return
         self._batch = batch
-        if batch.began is None and not await self._check():
-            return
+        if batch.began is None:
+            async with self._slots.check:
+                if not await self._check():
+                    return
         if batch.finalizing is None:
             await self._answer_all()
         await conclude(self._store, batch)
@@ -228,6 +232,8 @@ class Execution:
             if reject is not None and reject.reason != "infeasible":
                 raise NoRoom
             gateway.path.check_capacity(request, self._slots.most)
+            self._check_room()  # again: other lines came in meanwhile
+            gateway.path.usage.count(batch.tenant, clock.now(), requests=1)
             await _whole(self._put(replace(parsed, request=request, background=True), held))
 
     async def _put(self, parsed: ParsedRequest, held: Held) -> None:
