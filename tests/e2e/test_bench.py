@@ -46,17 +46,28 @@ def contract(*words: str) -> dict[str, Any]:
     return result
 
 
+SHORT = """
+[chat]
+slo = "ttft:1500 tpot:150"
+max_tokens = 16
+[batch]
+max_tokens = 24
+ignore_eos = true
+"""
+
+
 def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
-    words = "compare --quick --mix deadlines --burstiness 0.3 --rate 3 --out"
-    result = contract(*words.split(), str(tmp_path))
+    mix, out = tmp_path / "short.toml", tmp_path / "out"
+    mix.write_text(SHORT)
+    result = contract(*f"compare --quick --mix {mix} --burstiness 0.3 --rate 3 --out {out}".split())
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
     assert {id for id, _, _ in rows} >= COMPARE
-    whole = "all, deadlines, 3 req/s, burstiness 0.3"
+    whole = "all, short, 3 req/s, burstiness 0.3"
     counts = {rows["requests", system, whole] for system in ("vllm-fcfs", "headway")}
     assert len(counts) == 1
     assert counts.pop() > 8
     assert rows["failed", "vllm-fcfs", whole] == rows["failed", "headway", whole] == 0
-    written = {path.name for path in tmp_path.iterdir()}
+    written = {path.name for path in out.iterdir()}
     assert {"report.html", "report.json", "attainment.png", "latency.png"} <= written
 
 

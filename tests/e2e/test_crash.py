@@ -12,7 +12,9 @@ from typing import Any
 import aiohttp
 import httpx
 import psutil
+import pytest
 
+from tests.conftest import MARK
 from tests.e2e.server import ANSWER_S, Headway, gone
 
 
@@ -88,45 +90,39 @@ def engine_core(server: Headway) -> psutil.Process:
     return cores[0]
 
 
-async def test_nothing_accepted_is_lost_or_answered_twice(tmp_path: Path) -> None:
-    server = Headway(tmp_path, max_running=4)
+async def test_nothing_accepted_is_lost_or_answered_twice(headway: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway serves other modules before and after."""
+    server = headway
+    monkeypatch.delenv(MARK)  # so it outlives this one
+    first = background(server, 8)
+    left: list[psutil.Process] = []
+    await load_and(server.url, lambda: left.extend(server.kill()))
+    assert gone(left) == [], "the engine ends with its gateway"
+
+    before = states(server.queue)
+    assert set(first) <= set(before), "accepted means stored"
+    finished = {id for id, (state, _, _) in before.items() if state == "done"}
+    open_then = {id for id, (state, background, _) in before.items() if state == "open" and not background}
+    assert open_then, "the kill found foreground requests in flight"
     server.start()
-    try:
-        server.wait_ready()
-        first = background(server, 8)
-        left: list[psutil.Process] = []
-        await load_and(server.url, lambda: left.extend(server.kill()))
-        assert gone(left) == [], "the engine ends with its gateway"
+    server.wait_ready()
+    texts = completed(server, first)
+    after = states(server.queue)
+    assert set(texts) == set(first)
+    assert set(after) == set(before), "no request appeared or vanished"
+    assert all(after[id][0] == "done" for id in finished | set(first))
+    assert all(after[id][0] == "failed" and "client_gone" in str(after[id][2]) for id in open_then)
 
-        before = states(server.queue)
-        assert set(first) <= set(before), "accepted means stored"
-        finished = {id for id, (state, _, _) in before.items() if state == "done"}
-        server.start()
-        server.wait_ready()
-        texts = completed(server, first)
-        after = states(server.queue)
-        assert set(texts) == set(first)
-        assert set(after) == set(before), "no request appeared or vanished"
-        assert all(after[id][0] == "done" for id in finished | set(first))
-        orphans = [row for id, row in after.items() if id not in finished and not row[1]]
-        assert orphans, "the kill found foreground requests in flight"
-        assert all(state == "failed" and "client_gone" in str(why) for state, _, why in orphans)
-
-        second = background(server, 4)
-        answers = await load_and(server.url, lambda: engine_core(server).kill())
-        whole, streamed = answers[1::2], answers[0::2]
-        assert all(status == 200 for status, _ in whole), "no byte was out: the next engine answers them"
-        for status, text in streamed:
-            assert status == 200
-            assert b"[DONE]" in text, "every stream has an end, be it an error event"
-        broken = sum(b'"error"' in text for _, text in streamed)
-        assert broken, "the kill found streams in flight"
-        assert set(completed(server, second)) == set(second)
-        ends = Counter(state for state, _, _ in states(server.queue).values())
-        assert ends["open"] == 0
-        assert completed(server, first) == texts, "what was answered stays as it was answered"
-        status, rest = server.interrupt()
-        assert (status, rest) == (0, [])
-    finally:
-        if server.process is not None and server.process.poll() is None:
-            server.kill()
+    second = background(server, 4)
+    answers = await load_and(server.url, lambda: engine_core(server).kill())
+    whole, streamed = answers[1::2], answers[0::2]
+    assert all(status == 200 for status, _ in whole), "no byte was out: the next engine answers them"
+    for status, text in streamed:
+        assert status == 200
+        assert b"[DONE]" in text, "every stream has an end, be it an error event"
+    broken = sum(b'"error"' in text for _, text in streamed)
+    assert broken, "the kill found streams in flight"
+    assert set(completed(server, second)) == set(second)
+    ends = Counter(state for state, _, _ in states(server.queue).values())
+    assert ends["open"] == 0
+    assert completed(server, first) == texts, "what was answered stays as it was answered"

@@ -1,5 +1,6 @@
 """The simulation of `loop.py` as one compiled loop, about a thousand times faster than real time.
 
+Only `advance` begins iterations: what a function calls is compiled into it, too, and the packer is large.
 It covers one instance without prefix caching, an `Ordered` planner and a packer with `params`. It calls the
 very functions that those packers, the engine, the latency model and vLLM's hook call; only the slow loop's
 bookkeeping is written anew, as heaps instead of tables. `tests/simulate/test_compiled_loop.py` requires the
@@ -38,19 +39,26 @@ def advance(run: RunState, stop: int, until: float) -> None:
         i = progress["arrived"]
         if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
             progress["now"] = progress["iteration_end"]
-            _end_iteration(run, progress["now"])
+            done = _end_iteration(run, progress["now"])
+            if progress["rows"]:
+                _begin(run, progress["now"])
+            changes = done.size
         else:
             progress["now"] = run.jobs["arrival"][i]
             _arrive(run, i)
+            done, changes = run.rows[:0], 1
+        for k in range(changes):
+            if done.size:
+                _leave(run, done[k])
+            while _sends(run, progress["now"]):
+                _begin(run, progress["now"])
 
 
 @compiled
 def _arrive(run: RunState, i: int) -> None:
-    progress = run.progress[0]
     run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
-    progress["arrived"] += 1
+    run.progress[0]["arrived"] += 1
     _add(run, level_of(run.keys[0, i], False) if run.planner.kind == ATTAINABLE else ON_TIME, i)
-    _send(run, run.jobs["arrival"][i])
 
 
 # ---- the engine
@@ -113,7 +121,8 @@ def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
 
 
 @compiled
-def _end_iteration(run: RunState, now: float) -> None:
+def _end_iteration(run: RunState, now: float) -> Ints:
+    """Return the rows that are complete."""
     progress = run.progress[0]
     size = progress["running"]
     done = engine.complete(run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now)
@@ -123,12 +132,7 @@ def _end_iteration(run: RunState, now: float) -> None:
         run.first[row], run.end[row] = run.jobs["first"][row], now
     if done.size:
         _drop_ended(run)
-    if progress["rows"]:
-        _begin(run, now)
-    for row in done:
-        _leave(run, row)
-        _learn_length(run, row)
-        _send(run, now)
+    return done
 
 
 @compiled
@@ -186,8 +190,8 @@ def _learn_length(run: RunState, i: int) -> None:
 
 
 @compiled
-def _send(run: RunState, now: float) -> None:
-    """Send the head of the queue as long as it belongs inside the engine."""
+def _sends(run: RunState, now: float) -> bool:
+    """Send the head of the queue as long as it belongs inside; True, once one is sent to an engine at rest."""
     progress = run.progress[0]
     if now > progress["late_at"]:  # something inside is late by now
         progress["refused"] = -1
@@ -195,17 +199,19 @@ def _send(run: RunState, now: float) -> None:
         heap = _head(run, now)
         # Under overload most arrivals change neither the head nor what is inside.
         if heap < 0 or run.heaps[heap, 0] == progress["refused"]:
-            return
+            return False
         if not _belongs(run, run.heaps[heap, 0], heap, now):
             progress["refused"] = run.heaps[heap, 0]
-            return
+            return False
         i, progress["refused"] = _take_first(run, heap), -1
         run.place[i] = progress["inside"]
         run.inside[progress["inside"]] = i
         progress["inside"] += 1
         if run.planner.ranked:
             run.jobs["urgency"][i] = run.keys[0, i]
-        _submit(run, i, now)
+        _submit(run, i)
+        if not progress["running"]:
+            return True
 
 
 @compiled
@@ -262,7 +268,7 @@ def _inside_first(
 
 
 @compiled
-def _submit(run: RunState, i: int, now: float) -> None:
+def _submit(run: RunState, i: int) -> None:
     progress = run.progress[0]
     progress["serial"] += 1
     run.jobs["serial"][i] = progress["serial"]
@@ -271,12 +277,11 @@ def _submit(run: RunState, i: int, now: float) -> None:
     run.jobs["live"][i] = True
     run.rows[progress["rows"]] = i
     progress["rows"] += 1
-    if not progress["running"]:
-        _begin(run, now)
 
 
 @compiled
 def _leave(run: RunState, i: int) -> None:
+    _learn_length(run, i)
     progress = run.progress[0]
     progress["inside"], progress["refused"] = progress["inside"] - 1, -1
     last = run.inside[progress["inside"]]
