@@ -171,7 +171,7 @@ def _env(home: str) -> dict[str, str]:
 
 
 async def _nothing() -> None:
-    """What a sandbox in namespaces leaves behind: it ends with its last process."""
+    """Remove nothing: a sandbox in namespaces ends with its last process."""
 
 
 async def _remove(folder: Path) -> None:

@@ -8,8 +8,8 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,18 +140,25 @@ async def _probed(
         yield
         return
     with bind(config.server.host, port) as sock:
-        server = uvicorn.Server(
+        server = _Probes(
             uvicorn.Config(
                 probes(state, metrics), log_level="warning", log_config=None, lifespan="off", access_log=False
             )
         )
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        task = asyncio.create_task(server._serve([sock]))
+        task = asyncio.create_task(server.serve([sock]))
         try:
             yield
         finally:
             server.should_exit = True
             await task
+
+
+class _Probes(uvicorn.Server):
+    """A server that leaves signals to the part that it answers for."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 async def _signal() -> None:

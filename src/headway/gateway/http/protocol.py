@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import httptools
-from starlette.types import Receive, Scope, Send
-from uvicorn._types import ASGI3Application
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -223,7 +222,7 @@ class LimitedHttp(HttpToolsProtocol):
     def _idle(self) -> bool:
         return self._running is None or self._running.response_complete
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running, self._watcher = cycle, None
         cycle.message_event = Event(is_set=cycle.message_event.is_set())
         cast(dict[str, object], cycle.scope)[CONNECTION] = self
@@ -367,26 +366,26 @@ class WithoutChunks:
         return self._transport.is_closing()
 
 
-def _status_alone(app: ASGI3Application) -> ASGI3Application:
+def _status_alone(app: ASGIApp) -> ASGIApp:
     """Return what answers questions about the gateway's health, and refuses all other requests."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
-            await app(scope, receive, send)  # type: ignore[arg-type]
+            await app(scope, receive, send)
         else:
             await error_response(_no_room())(scope, receive, send)
 
-    return answer  # type: ignore[return-value]
+    return answer
 
 
 async def _until_stopped(
-    cycle: RequestResponseCycle, app: ASGI3Application, turns: Turns | None, scope: Scope, receive: Receive, send: Send
+    cycle: RequestResponseCycle, app: ASGIApp, turns: Turns | None, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run the application in its turn; the end of the gateway, which alone cancels it, is not an error."""
     try:
         if turns is not None:
             await turns.take()
-        await app(scope, receive, send)  # type: ignore[arg-type]
+        await app(scope, receive, send)
     except asyncio.CancelledError:
         if not cycle.response_started:
             await error_response(stopped())(scope, receive, send)

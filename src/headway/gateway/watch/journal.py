@@ -201,7 +201,7 @@ class JournalKeeper(Observer):
                 return
             self._written.inc(len(rows))
             if self._failing:
-                log.info("the journal is written again; %d rows were lost", self.lost._value.get())
+                log.info("the journal is written again; headway_journal_lost tells how many rows were lost")
             self._failing = False
         self._bytes.set(writer.size)
 
