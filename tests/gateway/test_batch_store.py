@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.batches.results import answered, conclude
 from headway.store.batches.port import PIECE, BatchStore, pieces
-from headway.store.batches.records import BAD, CANCELLED, EXPIRED, GOOD, LEAST_BYTES, Line, StoredFile
+from headway.store.batches.records import BAD, CANCELLED, ENDED_KEPT_S, EXPIRED, GOOD, LEAST_BYTES, Line, StoredFile
 from tests.gateway.batch_stores import BATCH, FILE, ROOM, STORES, Connect, add, begun, content, custom_ids, job
 
 # What happens to a batch: a line is answered, well or not; or its gateway ends and another one starts.
@@ -257,9 +257,13 @@ async def test_of_ended_batches_the_newest_are_kept(connect: Connect, monkeypatc
         await store.add_batch(replace(BATCH, id=f"batch_{i}"), 9)
         await store.refuse(f"batch_{i}", [], 6.0)
     await store.sweep()
-    await store.add_batch(replace(BATCH, id="last"), 9)
+    await store.add_batch(replace(BATCH, id="soon", created=6.0 + ENDED_KEPT_S), 9)
+    assert len(await store.batches("alpha", None, 99)) == 7, "all have ended not long ago"
+    assert await store.cancel("alpha", "soon", 7.0)
+    await store.refuse("soon", [], 7.0)
+    await store.add_batch(replace(BATCH, id="last", created=6.5 + ENDED_KEPT_S), 9)
     kept = [batch.id for batch in await store.batches("alpha", None, 99)]
-    assert kept == ["last", "batch_4", "batch_3", "open"]
+    assert kept == ["last", "soon", "batch_4", "open"]
     await store.close()
 
 

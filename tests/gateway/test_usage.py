@@ -65,6 +65,25 @@ def test_tenants_without_a_limit_cost_nothing() -> None:
     assert set(usage._used) == {"a"}
 
 
+def test_what_is_taken_back_leaves_nothing_behind() -> None:
+    key = Key(key=A, tenant="a", tokens_per_min=1000)
+    usage = Usage([key])
+    usage.count("a", 0.5, tokens=1000)
+    assert refused(usage, key, 5.0) is not None
+    usage.count("a", 0.5, tokens=-1000)
+    assert refused(usage, key, 5.0) is None
+    usage.count("a", 61.0, tokens=999)
+    usage.count("a", 0.5, tokens=-1000)
+    usage.count("a", 61.5, tokens=1)
+    assert refused(usage, key, 62.0) is not None, "what no longer counts is not taken back from what does"
+
+
+def test_a_limit_that_is_taken_away_while_a_request_comes_in() -> None:
+    usage = Usage([LIMITED])
+    usage.adopt([Key(key=A, tenant="a")])
+    assert refused(usage, LIMITED, 0.0) is None
+
+
 def ask(gateway: Gateway, key: str) -> tuple[int, dict[str, str]]:
     answer = gateway.post(gateway.chat(), headers={"authorization": f"Bearer {key}"})
     return answer.status_code, dict(answer.headers)

@@ -61,6 +61,8 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
         if stage is not None and UNIT not in request.headers and body.unit is None:
             stage = replace(stage, unit=name)
         began, unit = time.monotonic(), _Unit(gateway, tenant, name, stage)
+        if key is not None:
+            _check_open(key, open_units[tenant])  # again: others' bodies were read meanwhile
         open_units[tenant] += 1
         try:
             ran = await _while_connected(request, unit.execute(backend, body.input))

@@ -242,7 +242,8 @@ class AppState:
             return keyed(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
 
         parsed = await self._work(data, parse)
-        held.add(max(len(parsed.upstream.content) - len(data), 0))  # some bodies get longer
+        if (more := len(parsed.upstream.content) - len(data)) > 0:
+            held.add(more)
         parsed = await self.gateway.path.admit(parsed, key)
         self._learn_prefix(parsed)
         return parsed

@@ -302,6 +302,8 @@ def _engine_fields(
     """Return the body for the engine, without what is Headway's own."""
     upstream = {key: value for key, value in raw.items() if key not in _OURS}
     upstream["priority"] = priority
+    if isinstance(body, CompletionBody) and not isinstance(body, PoolingBody) and body.max_tokens is None:
+        upstream["max_tokens"] = _COMPLETION_TOKENS  # as it is planned, whatever the engine's default
     if body.stream is not None:
         upstream["stream"] = body.stream  # so that the engine reads it as it is read here
     if body.stream:

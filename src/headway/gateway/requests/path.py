@@ -158,11 +158,13 @@ class RequestPath:
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
         self._storing[group] += places
-        self.usage.count(parsed.request.tenant, clock.now(), tokens=parsed.request.prompt_tokens)
+        now, tokens = clock.now(), parsed.request.prompt_tokens
+        self.usage.count(parsed.request.tenant, now, tokens=tokens)
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
             await self._put(in_flight, parsed.digest)
         except BaseException:
+            self.usage.count(parsed.request.tenant, now, tokens=-tokens)
             self.observers.ended(Ended(in_flight, clock.now(), "not_stored"))
             raise
         finally:

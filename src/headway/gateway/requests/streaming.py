@@ -258,20 +258,20 @@ class ResponseStream(LateResponse):
 class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
 
-    __slots__ = ("_counted", "_events", "_unfinished", "_wants_usage", "broken", "closed", "fault")
+    __slots__ = ("_counted", "_events", "_told", "_unfinished", "_wants_usage", "broken", "closed", "fault")
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
         self._unfinished = bytearray()
         self._counted: int | None = None  # the engine's own count, None before its usage event
-        self._events = 0
+        self._events = self._told = 0  # events, and the engine's count beside one of them
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
         self.fault: str | None = None  # what is wrong with the event that has come last
 
     @property
     def tokens(self) -> int:
-        return self._events if self._counted is None else self._counted
+        return max(self._events, self._told) if self._counted is None else self._counted
 
     @property
     def complete(self) -> bool:
@@ -318,7 +318,8 @@ class EventReader:
         if answer.usage_only and answer.output_tokens is not None:
             self._counted = answer.output_tokens
             return event if self._wants_usage else b""
-        self._events += 1
+        self._events += not answer.failed
+        self._told = max(self._told, answer.output_tokens or 0)
         return event
 
 

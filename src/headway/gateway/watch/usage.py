@@ -33,27 +33,28 @@ class Usage(Observer):
         self._used = {tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited}
 
     def count(self, tenant: str, now: float, *, requests: int = 0, tokens: int = 0) -> None:
-        """Count requests or tokens; fewer than none takes them back."""
+        """Count requests or tokens; fewer than none takes back what was counted at that instant."""
         if tenant in self._used:
             self._used[tenant]["requests"].add(requests, now)
             self._used[tenant]["tokens"].add(tokens, now)
 
     def ended(self, end: Ended) -> None:
-        """Count the tokens of an answer, or take back those of a prompt that the broker has not stored."""
-        asked = end.in_flight.request
-        tokens = -asked.prompt_tokens if end.outcome == "not_stored" else end.output_tokens
-        self.count(asked.tenant, end.at, tokens=tokens)
+        """Count the tokens of an answer."""
+        self.count(end.in_flight.request.tenant, end.at, tokens=end.output_tokens)
 
     def check(self, key: Key, now: float, *, counted: bool = False) -> None:
         """Raise RequestError (429) while the last minute has no room for another request of this key.
 
         counted: the request itself counts already, and only its tokens do not.
         """
+        used = self._used.get(key.tenant)
+        if used is None:  # the limit was taken away while the request came in
+            return
         for what, setting in _LIMITS.items():
             most: int | None = getattr(key, setting)
             if most is None or (counted and what == "requests"):
                 continue
-            window = self._used[key.tenant][what]
+            window = used[what]
             if window.sum(now) >= most:
                 raise _refused(what, setting, most, window.until(most, now))
 
@@ -66,8 +67,14 @@ class _Window:
         self._sum = 0
 
     def add(self, amount: int, now: float) -> None:
-        self._drop(now)
         second = math.floor(now)
+        if amount < 0:
+            for slot in self._slots:
+                if slot[0] == second:
+                    slot[1] += amount
+                    self._sum += amount
+            return
+        self._drop(now)
         if not self._slots or self._slots[-1][0] < second:
             self._slots.append([second, 0])
         self._slots[-1][1] += amount

@@ -22,7 +22,9 @@ from headway.errors import ConfigError
 from headway.store.batches.port import PIECE, STALE_S
 from headway.store.batches.records import (
     BAD,
+    ENDED_KEPT_S,
     EXPIRED,
+    FORGOTTEN,
     GOOD,
     LEAST_BYTES,
     MOST_ENDED,
@@ -40,8 +42,9 @@ from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 _USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"
-_FORGET_BATCHES = f"""DELETE FROM batches WHERE tenant = ?1 AND ended IS NOT NULL
-    AND seq <= (SELECT seq FROM batches WHERE tenant = ?1 ORDER BY seq DESC LIMIT 1 OFFSET {MOST_ENDED})"""
+_FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches WHERE tenant = ?1 AND ended < ?2
+    AND seq <= (SELECT seq FROM batches WHERE tenant = ?1 ORDER BY seq DESC LIMIT 1 OFFSET {MOST_ENDED})
+    ORDER BY seq LIMIT {FORGOTTEN})"""
 
 
 class DirectoryStore(SqliteFile):
@@ -174,7 +177,7 @@ class DirectoryStore(SqliteFile):
             if count >= most:
                 raise too_many_open(count, most)
             add(db, "batches", batch)
-            db.execute(_FORGET_BATCHES, [batch.tenant])
+            db.execute(_FORGET_BATCHES, [batch.tenant, batch.created - ENDED_KEPT_S])
         self.added.append(batch)
         return True
 

@@ -22,7 +22,17 @@ from headway.errors import HeadwayError
 from headway.store.batches.port import PIECE
 from headway.store.batches.postgres_files import PostgresFiles
 from headway.store.batches.postgres_session import StatementTimeout, Work
-from headway.store.batches.records import EXPIRED, MOST_ENDED, Batch, EndedLine, Line, StoredFile, too_many_open
+from headway.store.batches.records import (
+    ENDED_KEPT_S,
+    EXPIRED,
+    FORGOTTEN,
+    MOST_ENDED,
+    Batch,
+    EndedLine,
+    Line,
+    StoredFile,
+    too_many_open,
+)
 from headway.store.postgres.link import Address
 from headway.store.postgres.schema import stored
 
@@ -36,8 +46,10 @@ _SOME = f"""SELECT {_BATCH} FROM {{s}}.batches WHERE tenant = $1 AND ($3::text I
         OR seq < (SELECT seq FROM {{s}}.batches WHERE id = $3 AND tenant = $1))
     ORDER BY seq DESC LIMIT $2"""
 _OPEN = f"SELECT {_BATCH} FROM {{s}}.batches WHERE ended IS NULL ORDER BY due, seq"
-_FORGET_BATCHES = f"""DELETE FROM {{s}}.batches WHERE tenant = $1 AND ended IS NOT NULL AND cleared
-    AND seq <= (SELECT seq FROM {{s}}.batches WHERE tenant = $1 ORDER BY seq DESC LIMIT 1 OFFSET {MOST_ENDED})"""
+_FORGET_BATCHES = f"""DELETE FROM {{s}}.batches WHERE seq IN (SELECT seq FROM {{s}}.batches
+    WHERE tenant = $1 AND ended < $2 AND cleared
+    AND seq <= (SELECT seq FROM {{s}}.batches WHERE tenant = $1 ORDER BY seq DESC LIMIT 1 OFFSET {MOST_ENDED})
+    ORDER BY seq LIMIT {FORGOTTEN})"""
 _CANCEL = """UPDATE {s}.batches SET state = 'cancelling', cancelling = $3
     WHERE tenant = $1 AND id = $2 AND state IN ('validating', 'in_progress') RETURNING true"""
 
@@ -133,7 +145,7 @@ class PostgresStore(PostgresFiles):
         values = [getattr(batch, field.name) for field in fields(Batch)]
         row = [stored(value) if isinstance(value, str) else value for value in values]
         await connection.execute(self.sql(_ADD), *row)
-        await connection.execute(self.sql(_FORGET_BATCHES), stored(batch.tenant))
+        await connection.execute(self.sql(_FORGET_BATCHES), stored(batch.tenant), batch.created - ENDED_KEPT_S)
         return True
 
     async def batch(self, tenant: str, id: str) -> Batch | None:

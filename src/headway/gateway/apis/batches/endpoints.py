@@ -77,7 +77,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     limits = state.config.batches
     quota = Quota(limits.tenant_mib * 2**20)
 
-    @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 503), openapi_extra=_FORM)
+    @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 429, 503), openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
         tenant, store = state.counted(request), _store(state)

@@ -231,15 +231,17 @@ class Execution:
             reject = gateway.path.admission(request, self._slots.most)
             if reject is not None and reject.reason != "infeasible":
                 raise NoRoom
-            gateway.path.check_capacity(request, self._slots.most)
-            self._check_room()  # again: other lines came in meanwhile
-            gateway.path.usage.count(batch.tenant, clock.now(), requests=1)
             await _whole(self._put(replace(parsed, request=request, background=True), held))
 
     async def _put(self, parsed: ParsedRequest, held: Held) -> None:
+        gateway, tenant, now = self._state.gateway, self._batch.tenant, clock.now()
+        gateway.path.check_capacity(parsed.request, self._slots.most)
+        self._check_room()  # again: other lines came in meanwhile
+        gateway.path.usage.count(tenant, now, requests=1)
         try:
-            await self._state.gateway.background.accept(parsed, held)
+            await gateway.background.accept(parsed, held)
         except HeadwayError as error:
+            gateway.path.usage.count(tenant, now, requests=-1)
             if error.status != 409:  # else the queue has it
                 raise
 
