@@ -1,10 +1,10 @@
 """The simulation of `loop.py` as one compiled loop, about a thousand times faster than real time.
 
-Only `advance` begins iterations: what a function calls is compiled into it, too, and the packer is large.
 It covers one instance without prefix caching, an `Ordered` planner and a packer with `params`. It calls the
 very functions that those packers, the engine, the latency model and vLLM's hook call; only the slow loop's
 bookkeeping is written anew, as heaps instead of tables. `tests/simulate/test_compiled_loop.py` requires the
-same outcome to the last bit.
+same outcome to the last bit. Only `advance` begins iterations: what a function calls is compiled into it, too,
+and the packer is large.
 """
 
 from __future__ import annotations

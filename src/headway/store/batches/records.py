@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from headway.errors import RequestError
 
 LEAST_BYTES = 4096  # that a file counts for in its tenant's quota: its row and its block of the disk
-# Ended batches of a tenant are kept: the newest ones, and all that ended not long ago. That is longer than the queue
-# keeps the requests of their lines, whose ids follow from the batch's.
+# Ended batches of a tenant are kept: the newest ones, and all that ended not long ago. By default (broker.keep_hours)
+# that is longer than the queue keeps the requests of their lines, whose ids follow from the batch's.
 MOST_ENDED, ENDED_KEPT_S = 10_000, 30 * 86400.0
 FORGOTTEN = 1000  # at a time
 GOOD, BAD, EXPIRED, CANCELLED = range(1, 5)  # ends of a line; 0 = it has none
