@@ -10,12 +10,19 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
+from joblib import Memory
+from rich.console import Console
 from rich.progress import track
 
+from headway.compiled import cache_folder
 from headway.whatif.output.results import About, Ask, Grid, Host, Pictures, Report, Row, deliver, row_grid, versions
+from headway.whatif.sweep import source_digest
 
 P = ParamSpec("P")
 JobT = TypeVar("JobT", bound=Hashable)
@@ -69,11 +76,33 @@ def experiment(bench: str, host: Host, title: str) -> Callable[[Callable[Concate
 
 
 def computed(
-    jobs: Iterable[JobT], compute: Callable[[JobT], FoundT], *, bar: bool, processes: int | None = None
+    jobs: Iterable[JobT],
+    compute: Callable[[JobT], FoundT],
+    *,
+    sources: Sequence[str] = (),
+    processes: int | None = None,
 ) -> dict[JobT, FoundT]:
-    """Compute each job once, on all cores."""
+    """Compute each job once, on all cores.
+
+    sources: files and folders of this package on which the figures depend, beside the simulator. With them
+        what is computed is kept on disk, so that a run that was stopped continues.
+    """
+    call = partial(_kept, compute, _store(sources)) if sources else compute
     with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn")) as pool:
-        pending = {pool.submit(compute, job): job for job in dict.fromkeys(jobs)}
-        done = track(as_completed(pending), "simulating", len(pending), disable=not bar)
+        pending = {pool.submit(call, job): job for job in dict.fromkeys(jobs)}
+        done = track(as_completed(pending), "simulating", len(pending), console=Console(stderr=True))
         found = {pending[one]: one.result() for one in done}
     return {job: found[job] for job in pending.values()}
+
+
+def _store(sources: Sequence[str]) -> Path:
+    digest = sha256(f"{source_digest()} {os.environ.get('HEADWAY_DATA')}".encode())
+    for place in (Path(__file__).parent / name for name in sources):
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(file.read_bytes())
+    return cache_folder() / "cells" / digest.hexdigest()[:16]
+
+
+def _kept(compute: Callable[[JobT], FoundT], store: Path, job: JobT) -> FoundT:
+    found: FoundT = Memory(store, verbose=0).cache(compute)(job)
+    return found

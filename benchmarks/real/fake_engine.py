@@ -51,6 +51,7 @@ class _Ask:
     """One request and the response that it asks for.
 
     tokens, delay: `fake_tokens`, `fake_delay` (seconds per token) instead of the engine's
+    prompt: `fake_prompt`, tokens of the prompt that usage counts
     hold: `fake_hold`, a name; no byte is sent before the name is released
     pings: `fake_pings`, comments, 0.1 s apart, before the first event and before the last
     end: `fake_end`, how the response ends:
@@ -68,6 +69,7 @@ class _Ask:
     choices: int
     tokens: int
     delay: float
+    prompt: int
     hold: str
     pings: int
     end: str
@@ -215,6 +217,7 @@ class FakeEngine:
             choices=int(body.get("n") or 1),
             tokens=min(tokens, limit),
             delay=float(extra.get("fake_delay", self.delay)),
+            prompt=int(extra.get("fake_prompt", 11)),
             hold=str(extra.get("fake_hold", "")),
             pings=int(extra.get("fake_pings", 0)),
             end=str(extra.get("fake_end") or self.script(_prompt(body)) or "stop"),
@@ -318,7 +321,7 @@ def _frame(ask: _Ask, kind: str) -> dict[str, Any]:
 
 def _usage(ask: _Ask) -> dict[str, int]:
     output_tokens = 1 if ask.end == "silent" else ask.shown * ask.choices * ask.chunk_tokens
-    return {"prompt_tokens": 11, "completion_tokens": output_tokens, "total_tokens": 11 + output_tokens}
+    return {"prompt_tokens": ask.prompt, "completion_tokens": output_tokens, "total_tokens": ask.prompt + output_tokens}
 
 
 def _error(status: int) -> dict[str, Any]:

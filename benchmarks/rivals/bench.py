@@ -45,9 +45,9 @@ def main(ask: Ask, grounds: Sequence[str] = (), rivals: Sequence[str] = ()) -> R
     check_names(grounds, rivals)
     chosen, seed = bool(grounds or rivals), ask.seed
     asked = [job for job in jobs(seed, quick=ask.quick) if not chosen or _is_chosen(job, grounds, rivals)]
-    found = run(asked, bar=not ask.as_json)
+    found = run(asked)
     if not ask.quick:
-        found |= run(more_seeds(found, seed), bar=not ask.as_json)
+        found |= run(more_seeds(found, seed))
     rows = rows_of(found, asked)
     if not chosen:
         rows += fidelity.rows(found, seed, quick=ask.quick)

@@ -92,7 +92,7 @@ def highest(search: Search) -> float:
     return STEPS[low] if low >= 0 else 0.0
 
 
-def run(jobs: Sequence[Job], *, bar: bool, processes: int | None = None) -> dict[Job, Figures | float]:
+def run(jobs: Sequence[Job], *, processes: int | None = None) -> dict[Job, Figures | float]:
     """Compute the jobs on all cores, the searches first, which take longest."""
     jobs = sorted(jobs, key=lambda job: isinstance(job, Cell))
-    return computed(jobs, compute, bar=bar, processes=processes)
+    return computed(jobs, compute, sources=("rivals",), processes=processes)

@@ -87,6 +87,8 @@ _LOW = 80.0  # %: a search with hindsight is made where the share of the bound i
 _QUICK_LOAD, _QUICK_OTHERS = 1.3, (STOCK, "slack", "bros", "srtf")
 _QUICK_OTHERS_HELD = (STOCK, "slack", "edf")  # compiled loops, all of them
 _QUICK_REQUESTS, _QUICK_HELD = 600, 200
+_FILES = ("default", "default_figures", "grounds", "held_grounds", "hindsight")
+_SOURCES = (*(f"simulated/{name}.py" for name in _FILES), "papers/ecoserve_setup.py")
 
 
 @experiment("default", "sim", f"The default recipe beside all others ({SIMULATED})")
@@ -96,9 +98,9 @@ def main(ask: Ask, seeds: int = 3, hindsight: int = 0) -> Result:
     hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none.
     """
     cells = quick_cells(ask.seed) if ask.quick else all_cells(range(ask.seed, ask.seed + seeds))
-    found = computed(cells, compute, bar=not ask.as_json)
+    found = computed(cells, compute, sources=_SOURCES)
     if hindsight:
-        found |= computed(hindsight_cells(found, hindsight), compute, bar=not ask.as_json)
+        found |= computed(hindsight_cells(found, hindsight), compute, sources=_SOURCES)
     rows = rows_of(found)
     count, grounds = len({cell.seed for cell in cells}), len({cell.ground.name for cell in cells})
     workload = (

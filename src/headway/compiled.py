@@ -125,11 +125,16 @@ def _say_when_compiling() -> None:
     event.register("numba:compile", Listener())
 
 
+def cache_folder() -> Path:
+    """Return the folder for what can be computed again: $HEADWAY_CACHE, or headway in the user's cache."""
+    places = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(places[0] or Path(places[1] or "~/.cache") / "headway").expanduser().absolute()
+
+
 @cache
 def _folder() -> str:
     """Return where this version's machine code is kept; those of versions not used for long are deleted."""
-    places = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    root = Path(places[0] or Path(places[1] or "~/.cache") / "headway").expanduser().absolute() / "compiled"
+    root = cache_folder() / "compiled"
     here = root / sha256(b"".join(path.read_bytes() for path in _sources())).hexdigest()[:16]
     with suppress(OSError):  # a home that cannot be written: numba then falls back to a place of its own
         here.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.cli import bench_app
+from benchmarks.experiment import computed
 from benchmarks.rivals import bench, cells, fidelity, grounds
 from benchmarks.rivals.cells import STEPS, Cell, Search
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
@@ -257,9 +259,23 @@ def _app() -> object:
 @pytest.mark.slow
 def test_cells_run_in_processes_of_their_own() -> None:
     cell = Cell("tiny-kv", 0.7, 0, "vllm", True)
-    both = cells.run([cell, cell, Cell("tiny-kv", 0.7, 1, "vllm", True)], bar=False, processes=1)
+    both = cells.run([cell, cell, Cell("tiny-kv", 0.7, 1, "vllm", True)], processes=1)
     assert len(both) == 2
     assert both[cell] == cells.compute(cell)
+
+
+def _drawn(job: int) -> float:
+    return job + random.random()
+
+
+def test_a_run_that_was_stopped_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    first = computed([1, 2], _drawn, sources=("experiment.py",), processes=1)
+    more = computed([1, 2, 3], _drawn, sources=("experiment.py",), processes=1)
+    assert {job: more[job] for job in first} == first
+    assert 3 < more[3] < 4
+    changed = computed([1], _drawn, sources=("experiment.py", "rivals"), processes=1)
+    assert changed[1] != first[1]
 
 
 def test_without_a_checkout_the_mend_is_told(tmp_path: Path) -> None:

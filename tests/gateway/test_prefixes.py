@@ -16,7 +16,7 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineGone
 from headway.gateway.control.prefixes import PrefixBook
 from headway.gateway.parsing.requests import ChatBody, CompletionBody
-from headway.gateway.parsing.tokens import TokenCounter
+from headway.gateway.parsing.tokens import TokenCounter, load_tokenizer
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Request
 from tests.gateway.conftest import Serve
@@ -123,6 +123,30 @@ def test_tokens_that_only_the_engine_knows_are_not_guessed(counter: TokenCounter
     assert tokens > 0
     assert ids is None
     assert read(counter, CompletionBody(model="m", prompt=[[1, 2], [3]])) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"documents": [{"text": "one"}, {"text": "two"}]}, "onetwoHello!>"),
+        ({"chat_template_kwargs": {"more": "and this"}}, "and thisHello!>"),
+        ({"chat_template_kwargs": {"tokenize": True, "more": "and", "documents": [{"text": "one"}]}}, "oneandHello!>"),
+        ({"chat_template_kwargs": {"chat_template": "{{ more }}"}}, "Hello!>"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"more": "and"}}, "andHello!> quiet"),
+        ({"add_generation_prompt": False}, "Hello!"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "Hello!"),
+        ({"chat_template_kwargs": ["no object"], "documents": None}, "Hello!>"),
+    ],
+)
+def test_what_a_template_makes_of_other_fields_counts(fields: dict[str, Any], text: str) -> None:
+    tokenizer = load_tokenizer("smollm2")
+    tokenizer.chat_template = (
+        "{% for one in documents or [] %}{{ one.text }}{% endfor %}{{ more }}{{ messages[0].content }}"
+        "{% if add_generation_prompt %}>{% endif %}{% if enable_thinking is false %} quiet{% endif %}"
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]} | fields
+    prompt = TokenCounter(tokenizer).read(ChatBody.model_validate(body), 2048)
+    assert prompt.tokens == len(tokenizer.encode(text, add_special_tokens=False))
 
 
 # ---- in a gateway

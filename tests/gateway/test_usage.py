@@ -170,6 +170,15 @@ def test_files_count(serve: Serve) -> None:
     assert codes == [200, 200, 429]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_tokens_count_that_only_the_engine_knew(serve: Serve, stream: bool) -> None:
+    with serve(keys=(Key(key=A, tenant="a", tokens_per_min=500),)) as gateway:
+        body = gateway.chat(stream=stream, **fakes(prompt=500))  # of an image, say
+        assert gateway.post(body, headers=OF_A).status_code == 200
+        until(lambda: gateway.inner.path.usage._used["a"]["tokens"]._sum == 500 + 8)
+        assert gateway.post(body, headers=OF_A).status_code == 429
+
+
 def test_tokens_count_whose_client_has_left(serve: Serve) -> None:
     with serve(keys=(Key(key=A, tenant="a", tokens_per_min=10_000),)) as gateway:
         body = gateway.chat(stream=True, max_tokens=500, **fakes(tokens=500, delay=0.02))

@@ -98,6 +98,7 @@ class InFlightRequest:
     refusal: the error that its client gets instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
+    prompt_tokens: as its engine counts them, 0 = it has not said.
     first_token: instant of the first token, None before it.
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
@@ -119,6 +120,7 @@ class InFlightRequest:
     rank: float = 0.0
     soft: float | None = None
     attempts: int = 0
+    prompt_tokens: int = 0
     first_token: float | None = None
     queued: float | None = None
     sends: tuple[tuple[float, str], ...] = ()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from headway.compiled import cache_folder
 from headway.errors import ConfigError
 from headway.models.convert import GGUF_FILE, GGUF_SHA256, NAME, convert, need, packaged_gguf, sha256, write_json
 
@@ -96,10 +97,7 @@ def _target(out: Path | None) -> Path:
 
 def cache_dir() -> Path:
     """Return where models are that Headway has made: ``models`` in ``$HEADWAY_CACHE`` or the user's cache."""
-    cache = os.environ.get("HEADWAY_CACHE")
-    if not cache:
-        cache = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "headway")
-    return Path(cache).expanduser().absolute() / "models"
+    return cache_folder() / "models"
 
 
 # --- is it there, and whole? ---

@@ -57,7 +57,7 @@ class Cell:
 
     def setting(self) -> dict[str, Any]:
         """Return everything the figures depend on: the cell, its latency profile's content and the code."""
-        return asdict(self) | {"pace_file": _profile(self.fleet.profile), "code": _code()}
+        return asdict(self) | {"pace_file": _profile(self.fleet.profile), "code": source_digest()}
 
     @property
     def key(self) -> str:
@@ -221,8 +221,8 @@ def _profile(name: str) -> str:
 
 
 @cache
-def _code() -> str:
-    """Return a digest of the code that figures depend on."""
+def source_digest() -> str:
+    """Return a digest of the code that a simulation's figures depend on."""
     root, digest = Path(headway.__file__).parent, hashlib.sha256()
     for name in _SOURCES:
         place = root / name

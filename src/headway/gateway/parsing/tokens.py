@@ -31,6 +31,23 @@ _OWN_WAY = frozenset(
         "prompt_embeds",
     )
 )
+# Fields that a chat's template reads, and arguments of `apply_chat_template` that no request may set.
+_TOLD = ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort")
+_NOT_TOLD = frozenset(
+    (
+        "chat_template",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +128,7 @@ class TokenCounter:
         exact = all(_is_text(message.content) for message in body.messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=body.tools, add_generation_prompt=True, tokenize=False
+                messages, tools=body.tools, tokenize=False, **_template_arguments(body)
             )
         except Exception:  # a template may raise anything; the engine's own error reaches the client
             text, exact = "\n".join(message["content"] for message in messages), False
@@ -184,6 +201,17 @@ def _text(content: Content) -> str:
 
 def _is_text(content: Content) -> bool:
     return not isinstance(content, list) or all(isinstance(part, str) or part.get("type") == "text" for part in content)
+
+
+def _template_arguments(body: ChatBody) -> dict[str, Any]:
+    """Return what a body tells the template, merged as by vLLM: fields of their own before template kwargs."""
+    extra = body.model_extra or {}
+    given = extra.get("chat_template_kwargs")
+    told = {name: value for name, value in given.items() if name not in _NOT_TOLD} if isinstance(given, dict) else {}
+    own = {name: extra[name] for name in _TOLD if extra.get(name) is not None}
+    if "reasoning_effort" in own:
+        told.setdefault("enable_thinking", own["reasoning_effort"] != "none")
+    return {"add_generation_prompt": True, **told, **own}
 
 
 @dataclass(frozen=True, slots=True)

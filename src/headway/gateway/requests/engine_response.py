@@ -25,7 +25,7 @@ class EngineResponse:
     status: of the HTTP response: 200, or that of an error.
     streams: it is a stream of events; otherwise it is in `head`, whole.
     head: the first chunk of a stream, otherwise the whole body: an answer, or an error in OpenAI's shape.
-    output_tokens: of a whole answer, as the engine counts them; 0 when it does not.
+    output_tokens, prompt_tokens: of a whole answer, as the engine counts them; 0 when it does not.
     engine: id of the engine.
     memory: what is held of the answer.
     silence: the longest wait for more of a stream that has begun, in seconds, without the time in which its
@@ -41,6 +41,7 @@ class EngineResponse:
     _opened: OpenRequest = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
+    prompt_tokens: int = 0
     pooled: bool = False
     silence: float = 0.0
     _reading: bool = False
@@ -102,7 +103,7 @@ class EngineResponse:
             raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
         if answer.failed:
             self.head = await offload(len(self.head), lambda: told_error(self.head))
-        self.output_tokens = answer.output_tokens or 0
+        self.output_tokens, self.prompt_tokens = answer.output_tokens or 0, answer.prompt_tokens
 
     async def read(self) -> bytes:
         """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""

@@ -210,7 +210,7 @@ class RequestPath:
                     raise EngineKilled(engine.id, attempts) from error
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
-                in_flight.first_token = clock.now()
+                in_flight.first_token, in_flight.prompt_tokens = clock.now(), response.prompt_tokens
                 in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.notify(Started(in_flight.id))

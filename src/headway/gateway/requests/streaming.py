@@ -217,6 +217,7 @@ class ResponseStream(LateResponse):
         await self._path.turns.take()
         while chunk:
             data = await self._fed(reader, chunk)
+            self._in_flight.prompt_tokens = reader.prompt_tokens
             if data and not self._started:
                 await self._start(response, scope, send)
             if reader.complete:
@@ -258,13 +259,24 @@ class ResponseStream(LateResponse):
 class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
 
-    __slots__ = ("_counted", "_events", "_told", "_unfinished", "_wants_usage", "broken", "closed", "fault")
+    __slots__ = (
+        "_counted",
+        "_events",
+        "_told",
+        "_unfinished",
+        "_wants_usage",
+        "broken",
+        "closed",
+        "fault",
+        "prompt_tokens",
+    )
 
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
         self._unfinished = bytearray()
         self._counted: int | None = None  # the engine's own count, None before its usage event
         self._events = self._told = 0  # events, and the engine's count beside one of them
+        self.prompt_tokens = 0  # as the engine counts them
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
         self.fault: str | None = None  # what is wrong with the event that has come last
@@ -315,6 +327,7 @@ class EventReader:
             return event
         answer = read_answer(data)
         self.broken = self.broken or answer.failed
+        self.prompt_tokens = max(self.prompt_tokens, answer.prompt_tokens)
         if answer.usage_only and answer.output_tokens is not None:
             self._counted = answer.output_tokens
             return event if self._wants_usage else b""

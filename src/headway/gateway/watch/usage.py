@@ -17,9 +17,10 @@ _LIMITS = {"requests": "requests_per_min", "tokens": "tokens_per_min"}
 class Usage(Observer):
     """Requests and tokens of each tenant with a limit, by the second of the last minute.
 
-    A request counts when it arrives, its prompt as soon as it is read, and the tokens of its answer when it
-    ends: nothing is assumed of their number. So a tenant may be over its limit by one prompt and by the
-    answers that are open then, and is refused until the minute has room again.
+    A request counts when it arrives, its prompt as soon as it is read, and when it ends the tokens of its
+    answer, of which nothing is assumed, and those of its prompt that only the engine knew (of images). So a
+    tenant may be over its limit by one prompt and by the answers that are open then, and is refused until the
+    minute has room again.
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
@@ -39,8 +40,10 @@ class Usage(Observer):
             self._used[tenant]["tokens"].add(tokens, now)
 
     def ended(self, end: Ended) -> None:
-        """Count the tokens of an answer."""
-        self.count(end.in_flight.request.tenant, end.at, tokens=end.output_tokens)
+        """Count the tokens of an answer, and of its prompt those that were not counted."""
+        one = end.in_flight
+        more = max(one.prompt_tokens - one.request.prompt_tokens, 0)
+        self.count(one.request.tenant, end.at, tokens=end.output_tokens + more)
 
     def check(self, key: Key, now: float, *, counted: bool = False) -> None:
         """Raise RequestError (429) while the last minute has no room for another request of this key.

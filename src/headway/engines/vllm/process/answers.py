@@ -45,6 +45,7 @@ class Answer:
     """The parts of an answer, or of one event of a stream, that the gateway reads.
 
     output_tokens: as the engine counts them, None = it does not say.
+    prompt_tokens: likewise, 0 = it does not say.
     failed: it is an error in OpenAI's shape.
     usage_only: it is a stream's event that has only the usage.
     """
@@ -52,6 +53,7 @@ class Answer:
     output_tokens: int | None = None
     failed: bool = False
     usage_only: bool = False
+    prompt_tokens: int = 0
 
 
 _PLAIN = Answer()  # nearly all events of streams
@@ -61,8 +63,12 @@ class _Object(Struct, gc=False):
     """A JSON object whose content is ignored."""
 
 
+_Count = Annotated[int, Meta(ge=0, le=2**31)] | None
+
+
 class _Usage(Struct, gc=False):
-    completion_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    completion_tokens: _Count = None
+    prompt_tokens: _Count = None
 
 
 class _Shape(Struct, gc=False):
@@ -73,7 +79,7 @@ class _Shape(Struct, gc=False):
     error: _Object | None = None
 
 
-_SHAPE = Decoder(_Shape)
+_SHAPE, _NO_USAGE = Decoder(_Shape), _Usage()
 
 
 def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
@@ -90,15 +96,16 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     _check_numbers(data)
     if found.error is not None:
         return Answer(failed=True)
+    usage = found.usage or _NO_USAGE
     if pooled:
         if found.data is None and found.results is None:
             raise ValueError("it has no list of data or results")
-        return Answer(1)
+        return Answer(1, prompt_tokens=usage.prompt_tokens or 0)
     if found.choices is None:
         raise ValueError("it has no list of choices")
     if found.usage is None:
         return _PLAIN
-    return Answer(found.usage.completion_tokens, usage_only=not found.choices)
+    return Answer(usage.completion_tokens, usage_only=not found.choices, prompt_tokens=usage.prompt_tokens or 0)
 
 
 def told_error(data: bytes) -> bytes:
