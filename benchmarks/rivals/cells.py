@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from benchmarks.experiment import computed
 from benchmarks.rivals.grounds import ARENAS
-from benchmarks.rivals.measures import Figures, figures
+from benchmarks.rivals.measures import Figures, figures, with_line
 from benchmarks.rivals.systems import LINE, system
 from headway.simulate.run import Simulation
-from headway.simulate.workload.traffic import Workload
 
 STEPS = tuple(round(0.05 * k, 2) for k in range(4, 41))  # loads that a search looks at
 
@@ -71,12 +68,6 @@ def simulate(cell: Cell) -> Figures:
     asked = with_line(workload) if cell.system == LINE else workload
     outcome = Simulation(system(cell.system), [arena.instance()], asked, lengths).run()
     return figures(workload, outcome, arena.window(cell.load, quick=cell.quick))
-
-
-def with_line(workload: Workload) -> Workload:
-    """Return the requests with the token line as what their tpot promises."""
-    both = np.isfinite(workload.ttft) & np.isfinite(workload.tpot)
-    return replace(workload, line=both.astype(np.int64))
 
 
 def highest(search: Search) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def figures(workload: Workload, outcome: Outcome, seconds: float) -> Figures:
     return Figures(
         float(promised.sum()),
         _percent(met[promised]),
-        _percent(on_line(workload, outcome)[promised]),
+        _percent(slo_violations.met(with_line(workload), outcome)[promised]),
         float(np.quantile(late[promised], 0.99)),
         float(workload.output.sum()) / last,
         float(workload.output[lulls].sum()) / seconds,
@@ -58,16 +58,10 @@ def figures(workload: Workload, outcome: Outcome, seconds: float) -> Figures:
     )
 
 
-def on_line(workload: Workload, outcome: Outcome) -> Bools:
-    """Tell which requests met their token line: token k is due at arrival + ttft + k x tpot.
-
-    The last token decides: the client shows each token when it is due, and the line is kept where the last
-    one is there by then. A request without both targets is judged by those that it has.
-    """
+def with_line(workload: Workload) -> Workload:
+    """Return the requests with the token line as what their tpot promises."""
     both = np.isfinite(workload.ttft) & np.isfinite(workload.tpot)
-    pace = np.where(np.isfinite(workload.tpot), workload.tpot, 0.0)
-    due = workload.arrival + np.minimum(workload.ttft + pace * (workload.output - 1), workload.e2e)
-    return np.where(both, outcome.end <= due, slo_violations.met(workload, outcome))
+    return replace(workload, line=both.astype(np.int64))
 
 
 def mean(seeds: Sequence[Figures]) -> Figures:

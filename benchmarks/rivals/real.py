@@ -132,11 +132,9 @@ def rows_of(found: Found) -> list[Row]:
 
 
 def on_line(record: Record) -> bool:
-    """Tell whether the last token was there by arrival + ttft + (tokens - 1) x tpot; else as `met`."""
-    slo = record.slo
-    if slo.ttft is None or slo.tpot is None:
-        return record.met
-    return record.ok and record.e2el <= slo.ttft + slo.tpot * (record.output_tokens - 1)
+    """Tell whether a request was on time where ttft and tpot promise the token line."""
+    line = record.slo.ttft is not None and record.slo.tpot is not None
+    return replace(record, slo=replace(record.slo, line=line)).met
 
 
 def _late(record: Record) -> float:

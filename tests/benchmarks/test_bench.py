@@ -19,7 +19,7 @@ from benchmarks.experiment import computed
 from benchmarks.rivals import bench, cells, fidelity, grounds
 from benchmarks.rivals.cells import STEPS, Cell, Search
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
-from benchmarks.rivals.measures import Figures, figures, mean, on_line
+from benchmarks.rivals.measures import Figures, figures, mean, with_line
 from benchmarks.rivals.systems import DEFAULT, LINE, RIVALS
 from benchmarks.simulated.grounds import GROUNDS
 from headway.cli.checkout import bench_commands
@@ -28,6 +28,7 @@ from headway.errors import ConfigError
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
+from headway.whatif import slo_violations
 
 ROOT = Path(__file__).parents[2]
 THEIRS = [arena for arena in ARENAS.values() if arena.base is None]
@@ -107,16 +108,17 @@ def test_other_seconds_of_arrivals_are_at_the_same_rate() -> None:
 # ---- measures
 
 
-def test_the_token_line_forgives_a_late_first_token_and_uses_an_early_one() -> None:
+def test_the_token_line_counts_from_the_instant_at_which_the_first_token_is_due() -> None:
     chat = single(np.zeros(3), 10, 11, slo=Slo(ttft=1.0, tpot=0.1))
     load = concat(chat, single(np.zeros(2), 10, 11, slo=Slo(e2e=5.0)), single(np.zeros(1), 10, 11))
     outcome = Outcome.of(len(load))
     outcome.first[:] = [0.2, 1.5, 0.2, 1.0, 1.0, 1.0]
     outcome.end[:] = [1.9, 1.95, 2.1, 4.9, 5.1, 99.0]
-    assert on_line(load, outcome).tolist() == [True, True, False, True, False, True]
+    kept = slo_violations.met(with_line(load), outcome)
+    assert kept.tolist() == [True, False, False, True, False, True], "an early start is used, a late one is late"
     seen = figures(load, outcome, 50.0)
     assert seen.kept == pytest.approx(100 * 1 / 5), "only the fourth by mean tpot and ttft"
-    assert seen.line == pytest.approx(100 * 3 / 5)
+    assert seen.line == pytest.approx(100 * 2 / 5)
     assert seen.promised == 5
     assert seen.tokens == pytest.approx(66 / 99)
     assert seen.best_effort == 0.0, "it ended behind the arrivals"
@@ -182,7 +184,7 @@ def test_by_the_token_line_the_default_that_promises_it_is_compared() -> None:
     rows = bench.rows_of(seen, list(seen))
     assert [row.ours for row in rows if row.id == "margin.mean"] == [10], "by the mean tpot"
     assert [(row.system, row.ours) for row in rows if row.id == "margin.line"] == [(LINE, 81 - 92)]
-    load = cells.with_line(ARENAS["G1-conv"].workload(1.0, 0, quick=True))
+    load = with_line(ARENAS["G1-conv"].workload(1.0, 0, quick=True))
     assert (load.line == np.isfinite(load.tpot)).all()
     assert 0 < load.line.sum() < len(load), "a deadline alone has no line"
 

@@ -153,6 +153,8 @@ WORK: list[tuple[str, Any, int]] = [
     ("/detokenize", {"model": "smollm2", "tokens": [7]}, 200),
     ("/v1/messages/count_tokens", {"model": "smollm2", "messages": SAY}, 200),
     ("/v1/batches", {}, 400),
+    ("/v1/runs/r1/units", {"unit": "fetch", "state": "started"}, 200),
+    ("/v1/runs/r1/end", {}, 404),
 ]
 
 

@@ -21,7 +21,7 @@ from headway.events import Prewarmed, RunEnded, UnitBegan, UnitEnded
 from headway.gateway import tasks
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.runs import check_begins
-from headway.gateway.apis.state import AppState
+from headway.gateway.apis.state import AppState, tenant_of
 from headway.gateway.gateway import Gateway
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.run_identity import UNIT, RunFields, stage_of
@@ -52,7 +52,8 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
     )  # fmt: skip
     async def run(name: str, request: Request) -> Response:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""
-        tenant, key = state.counted(request), state.key(request)
+        key = state.counted(request)
+        tenant = tenant_of(key)
         if key is not None:
             _check_open(key, open_units[tenant])
         backend = _find(gateway, name)

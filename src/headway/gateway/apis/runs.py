@@ -12,7 +12,7 @@ from headway import clock
 from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.gateway.apis.api import body_docs, error_docs
-from headway.gateway.apis.state import AppState
+from headway.gateway.apis.state import AppState, tenant_of
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.run_identity import APP, SESSION, Name, app_of, check_name
 from headway.policy.apps.account import MOST_OUTSIDE, EndedRun
@@ -52,12 +52,12 @@ def _reports(app: FastAPI, state: AppState) -> None:
 
     @app.post(
         "/v1/runs/{id:path}/end",
-        responses=error_docs(400, 401, 404),
+        responses=error_docs(400, 401, 404, 429),
         openapi_extra=body_docs(EndBody.model_json_schema(), required=False),
     )
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
-        tenant = state.tenant(request)
+        tenant = tenant_of(state.counted(request))
         key = _key(tenant, request, id, checked(EndBody, await state.json(request, b"{}")).app)
         _known(state, key)
         dispatcher.notify(RunEnded(*key))
@@ -65,12 +65,12 @@ def _reports(app: FastAPI, state: AppState) -> None:
 
     @app.post(
         "/v1/runs/{id:path}/units",
-        responses=error_docs(400, 401, 404, 409),
+        responses=error_docs(400, 401, 404, 409, 429),
         openapi_extra=body_docs(UnitBody.model_json_schema()),
     )
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
-        tenant = state.tenant(request)
+        tenant = tenant_of(state.counted(request))
         body = checked(UnitBody, await state.json(request, b"{}"))
         key = _key(tenant, request, id, body.app)
         stage = Stage(key[1], key[2], body.unit)

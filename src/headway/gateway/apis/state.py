@@ -68,8 +68,7 @@ class AppState:
 
     def tenant(self, request: Request) -> str:
         """Return the tenant of a request; errors as `key`."""
-        key = self.key(request)
-        return "default" if key is None else key.tenant
+        return tenant_of(self.key(request))
 
     def key(self, request: Request) -> Key | None:
         """Return the key of a request, None if none are configured; 401 when none fits.
@@ -92,13 +91,12 @@ class AppState:
             )
         return key
 
-    def counted(self, request: Request) -> str:
-        """Return the tenant of a request that costs work, and count it in its minute; errors as `key`, and 429."""
+    def counted(self, request: Request) -> Key | None:
+        """Return the key of a request that costs work, and count it in its minute; errors as `key`, and 429."""
         key = self.key(request)
-        if key is None:
-            return "default"
-        self.gateway.path.check_rate(key)
-        return key.tenant
+        if key is not None:
+            self.gateway.path.check_rate(key)
+        return key
 
     def _check_page(self, request: Request) -> None:
         """Refuse requests of web pages that are not this server's own, by an address or this machine's name.
@@ -253,6 +251,11 @@ class AppState:
         prefixes, ids, asked = self.gateway.prefixes, parsed.prompt_ids, parsed.request
         if prefixes is not None and ids is not None and asked.adapter is None and parsed.kind not in POOLING:
             prefixes.learn(asked, ids)
+
+
+def tenant_of(key: Key | None) -> str:
+    """Return the tenant of a key; None = without keys."""
+    return "default" if key is None else key.tenant
 
 
 def _headers(request: Request) -> dict[str, str]:

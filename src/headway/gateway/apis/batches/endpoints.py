@@ -17,7 +17,7 @@ from headway import clock
 from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs, header_docs
 from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
-from headway.gateway.apis.state import AppState, refuse_compressed
+from headway.gateway.apis.state import AppState, refuse_compressed, tenant_of
 from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import checked
 from headway.gateway.parsing.idempotency import HEADER, batch_id, reused
@@ -80,7 +80,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 429, 503), openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
-        tenant, store = state.counted(request), _store(state)
+        tenant, store = tenant_of(state.counted(request)), _store(state)
         refuse_compressed(request)
         declared = request.headers.get("content-length", "0")
         size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
@@ -230,7 +230,8 @@ def _batches(app: FastAPI, state: AppState) -> None:
     )
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
-        tenant, key, store = state.counted(request), state.key(request), _store(state)
+        key, store = state.counted(request), _store(state)
+        tenant = tenant_of(key)
         body = checked(BatchBody, await state.json(request))
         id = batch_id(tenant, request.headers)
         if id is not None and (known := await store.batch(tenant, id)) is not None:

@@ -227,7 +227,7 @@ class Execution:
         request = self._promised(line, parsed.request)
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant
-            held.add(len(text))
+            held.add(max(len(text), len(parsed.upstream.content)))
             reject = gateway.path.admission(request, self._slots.most)
             if reject is not None and reject.reason != "infeasible":
                 raise NoRoom
