@@ -25,6 +25,7 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
 	       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
 	$(PIP) --editable .
+	$(BIN)/python -m compileall -q src benchmarks testing  # else each process does it where none may write bytecode
 	$(BIN)/python -m headway.engines.vllm.process.metadata
 	@touch $@
 
@@ -88,8 +89,8 @@ explore: install
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 
 lint: install
-	$(BIN)/ruff check src tests tools examples benchmarks
-	$(BIN)/ruff format --check src tests tools examples benchmarks
+	$(BIN)/ruff check src tests tools examples benchmarks testing
+	$(BIN)/ruff format --check src tests tools examples benchmarks testing
 	$(BIN)/mypy
 
 # Known vulnerabilities of all packages in the locks, by PyPI's advisories; no other target asks the network for them.

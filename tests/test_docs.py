@@ -83,7 +83,10 @@ def test_names_in_a_table_are_in_the_file_beside_them(name: str) -> None:
     missing = list[tuple[str, str]]()
     for row in re.findall(r"^\| .*$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE):
         places = [span for span in SPAN.findall(row) if re.fullmatch(r"[\w/-]+\.py", span)]
-        code = "".join((ROOT if "benchmarks/" in one else PACKAGE).joinpath(one).read_text() for one in places)
+        code = "".join(
+            (ROOT if one.startswith(("benchmarks/", "testing/")) else PACKAGE).joinpath(one).read_text()
+            for one in places
+        )
         spans = [span for span in SPAN.findall(row) if re.fullmatch(r"\w+", span)]
         missing += [(row, span) for span in spans if code and not re.search(rf"\b{span}\b", code)]
     assert not missing

@@ -21,14 +21,14 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.attack_clients import say
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.peers import HEADWAY, servers
-from benchmarks.real.servers.parts import Cluster, Shape, clusters
 from headway.config import Wire
 from headway.errors import EngineError
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 from headway.whatif.output.results import say as tell
+from testing.fake_engine import NAME
+from testing.servers.parts import Cluster, Shape, clusters
 
 SQLITE = "sqlite, one process"
 _CLIENTS = 32

@@ -17,12 +17,12 @@ import uvloop
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.attack_clients import ATTACKS, BETA, BURST, FLOOD, HANG_S, KEYS, TENANTS, Target, bearer
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.health_watch import HealthWatch, health_watch
 from benchmarks.real.peers import servers
 from headway.errors import ConfigError
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
+from testing.fake_engine import NAME
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
 _HEALTH_S = HANG_S / 2  # so that a hang is noticed while it lasts

@@ -13,8 +13,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real.nonsense import NONSENSE
 from benchmarks.real.peers import Peer
+from testing.nonsense import NONSENSE
 
 MIB = 2**20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"

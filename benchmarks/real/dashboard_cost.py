@@ -9,11 +9,11 @@ from contextlib import suppress
 import numpy as np
 import uvloop
 
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.peers import HEADWAY, Peer, set_answers
 from benchmarks.real.responses import count_response, read_response
 from headway.whatif.load import prompts
 from headway.whatif.output.results import Row
+from testing.fake_engine import NAME
 
 _RATE, _LINES = 1000.0, 64  # requests/s over so many connections
 _ROUNDS = 3

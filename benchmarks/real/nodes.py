@@ -24,8 +24,6 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from benchmarks.real.fleet import Trial
-from benchmarks.real.servers import postgres, rabbitmq
-from benchmarks.real.servers.both import both
 from benchmarks.real.soak_history import History, Verdict, check
 from headway.addresses import netloc
 from headway.cluster.up.cluster import Actors, connected
@@ -35,6 +33,8 @@ from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.whatif.load import generator
 from headway.whatif.load.records import Call, Record
+from testing.servers import postgres, rabbitmq
+from testing.servers.both import both
 
 NODE = "headway_node_"  # custom resources, by which each engine has a node of its own
 KILLS = ("gateway", "controller", "agent", "engine", "RabbitMQ", "PostgreSQL")

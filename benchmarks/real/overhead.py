@@ -24,7 +24,6 @@ import uvloop
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.dashboard_cost import dashboard_rows
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.peer_gateways import KNOWN, chosen, gateway, ratio_rows
 from benchmarks.real.peer_gateways import versions as peer_versions
 from benchmarks.real.peers import DIRECT, Peer, servers, set_answers
@@ -35,6 +34,7 @@ from headway.types import Floats
 from headway.whatif.load import prompts
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
+from testing.fake_engine import NAME
 
 _CLIENTS, _STREAMS = 32, 64
 _CHAT = f"chat, 16 tokens at once, idle {NAME}"

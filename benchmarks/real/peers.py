@@ -108,7 +108,7 @@ def gateway_argv(folder: Path, run: str = "from headway.cli.main import main; ma
 
 def fake_engine(folder: Path, port: int, *more: str) -> AbstractContextManager[Peer]:
     """Run the FAKE engine until the block ends; more: of its options."""
-    argv = [sys.executable, "-m", "benchmarks.real.fake_paced", "--port", str(port), *more]
+    argv = [sys.executable, "-m", "testing.fake_paced", "--port", str(port), *more]
     return serving(DIRECT, argv, port, "/health", folder)
 
 

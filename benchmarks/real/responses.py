@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 
-from benchmarks.real.fake_engine import WORD
 from headway.errors import EngineError
+from testing.fake_engine import WORD
 
 TOKENS = 200  # of every stream
 MARK = f'"content":"{WORD}"'.encode()  # in every event with a token

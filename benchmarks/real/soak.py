@@ -17,10 +17,10 @@ from rich.progress import Progress
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import soak_calls, soak_kills, soak_requests, soak_streams
-from benchmarks.real.fake_engine import NAME
 from headway.errors import ConfigError
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
+from testing.fake_engine import NAME
 
 # Row -> the goal, at most; the other rows have none.
 GOALS = {

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.real.attack_clients import exchange, request, say
-from benchmarks.real.fake_engine import WORD
 from benchmarks.real.soak_history import History
+from testing.fake_engine import WORD
 
 _CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
 _PAUSE_S = 0.05  # of a client, between two requests
@@ -26,7 +26,7 @@ _MARK = WORD.encode()
 
 
 @dataclass(slots=True)
-class Door:
+class Endpoint:
     """A gateway's port.
 
     lives: counts up when the gateway is ready and when it is to be killed; odd = one lives.
@@ -42,13 +42,13 @@ class Door:
 
 @dataclass(slots=True)
 class Clients:
-    """Clients in a thread of their own, each request of them at a door where a gateway lives.
+    """Clients in a thread of their own, each request of them at an endpoint where a gateway lives.
 
     background: share of the requests whose clients do not wait. pause: seconds between two of a client.
     unfinished: background requests whose end has not been seen. refused: how often they were to come again.
     """
 
-    doors: list[Door]
+    endpoints: list[Endpoint]
     seed: int
     background: float = 0.6
     pause: float = _PAUSE_S
@@ -75,31 +75,31 @@ class Clients:
     async def _client(self, rng: np.random.Generator) -> None:
         while not self.stop:
             await asyncio.sleep(float(rng.exponential(self.pause)))
-            door = self._door(rng)
-            if door is None:
+            endpoint = self._endpoint(rng)
+            if endpoint is None:
                 continue
             if rng.random() < self.background:
-                await self._background(door)
+                await self._background(endpoint)
             else:
-                await self._wait_for(door, stream=bool(rng.random() < 0.5))
+                await self._wait_for(endpoint, stream=bool(rng.random() < 0.5))
 
-    def _door(self, rng: np.random.Generator) -> Door | None:
-        """Return a door where a gateway lives, None = there is none."""
-        open_ = [door for door in self.doors if door.lives_now]
+    def _endpoint(self, rng: np.random.Generator) -> Endpoint | None:
+        """Return an endpoint where a gateway lives, None = there is none."""
+        open_ = [endpoint for endpoint in self.endpoints if endpoint.lives_now]
         return open_[int(rng.integers(len(open_)))] if open_ else None
 
-    async def _background(self, door: Door) -> None:
-        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(background=True)))
+    async def _background(self, endpoint: Endpoint) -> None:
+        status, body = await exchange(endpoint.port, request("/v1/chat/completions", _ask(background=True)))
         self.refused += status in _REFUSED
         if status == 202:
             id = json.loads(body)["id"]
             self.history.looks[id] = []
             self.unfinished.add(id)
 
-    async def _wait_for(self, door: Door, stream: bool) -> None:
+    async def _wait_for(self, endpoint: Endpoint, stream: bool) -> None:
         """Ask and wait; without an answer, an error or a kill the gateway owes it."""
-        life = door.lives
-        status, body = await exchange(door.port, request("/v1/chat/completions", _ask(stream=stream)))
+        life = endpoint.lives
+        status, body = await exchange(endpoint.port, request("/v1/chat/completions", _ask(stream=stream)))
         if status in _REFUSED:
             self.refused += 1
             return
@@ -108,7 +108,7 @@ class Clients:
             self.history.whole += 1
             self.history.told += told
             self.history.doubled += tokens > _TOKENS or body.count(b"[DONE]") > 1
-        elif life == door.lives:
+        elif life == endpoint.lives:
             self.history.silent += 1
 
     async def _watch(self, rng: np.random.Generator) -> None:
@@ -116,13 +116,13 @@ class Clients:
         while not self.stop:
             await asyncio.sleep(0.1)
             for id in list(self.unfinished)[:_LOOKS]:
-                if (door := self._door(rng)) is not None:
-                    await self._look(id, door)
+                if (endpoint := self._endpoint(rng)) is not None:
+                    await self._look(id, endpoint)
 
-    async def _look(self, id: str, door: Door) -> None:
+    async def _look(self, id: str, endpoint: Endpoint) -> None:
         """Look at one background request."""
         get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        status, body = await exchange(door.port, get.encode())
+        status, body = await exchange(endpoint.port, get.encode())
         if status == 404:
             self.history.saw(id, "unknown", "")
         elif status == 200:
@@ -133,14 +133,14 @@ class Clients:
                 self.unfinished.discard(id)
 
     async def look_at_all(self) -> None:
-        """Look at every background request at every door, until each has ended or the time is over."""
+        """Look at every background request at every endpoint, until each has ended or the time is over."""
         deadline = time.monotonic() + _END_S
-        for door in self.doors:
+        for endpoint in self.endpoints:
             for id in self.history.looks:
-                await self._look(id, door)
+                await self._look(id, endpoint)
         while self.unfinished and time.monotonic() < deadline:
             for id in list(self.unfinished):
-                await self._look(id, self.doors[0])
+                await self._look(id, self.endpoints[0])
             await asyncio.sleep(0.2)
 
 

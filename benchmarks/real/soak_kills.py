@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.real.peers import HEADWAY, Peer, fake_engine, gateway_argv, serving, write_config
-from benchmarks.real.soak_clients import Clients, Door
+from benchmarks.real.soak_clients import Clients, Endpoint
 from benchmarks.real.soak_faults import CLOCK, FAULTS, JUMPING, Scene, jump
 from benchmarks.real.soak_history import Verdict, check
 from headway.engines.vllm.process.launch import free_port
@@ -55,7 +55,7 @@ def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) ->
     jump(folder, 0.0)
     server, engines = {"max_attempts": 1000}, {"health_timeout_s": _HEALTH_S}
     write_config(folder, engine_port, port, "slack", server, engines, lease_seconds=_LEASE_S)
-    clients = Clients([Door(port)], seed)
+    clients = Clients([Endpoint(port)], seed)
     with fake_engine(folder, engine_port, "--journal", str(journal)) as engine:
         with clients.running():
             for _ in range(kills):
@@ -78,8 +78,8 @@ def _gateway(folder: Path, port: int) -> Iterator[Peer]:
 
 def _life(clients: Clients, engine: Peer, folder: Path, fault: str, rng: np.random.Generator) -> None:
     """Let a gateway live for a while, break something, and kill the gateway: in the fault, or after it."""
-    with _gateway(folder, clients.doors[0].port) as gateway:
-        clients.doors[0].lives += 1
+    with _gateway(folder, clients.endpoints[0].port) as gateway:
+        clients.endpoints[0].lives += 1
         time.sleep(rng.uniform(*_LIFE_S))
         within = rng.random() < 0.5
         with FAULTS[fault](Scene(engine, gateway, folder, rng)):
@@ -92,7 +92,7 @@ def _life(clients: Clients, engine: Peer, folder: Path, fault: str, rng: np.rand
 
 
 def _kill(clients: Clients, gateway: Peer) -> None:
-    clients.doors[0].lives += 1
+    clients.endpoints[0].lives += 1
     gateway.process.send_signal(signal.SIGKILL)
     gateway.process.wait(30)
 
@@ -100,7 +100,7 @@ def _kill(clients: Clients, gateway: Peer) -> None:
 def _pay(clients: Clients, folder: Path) -> None:
     """Let a last gateway end what is owed; look at everything, and once more after it was killed, too."""
     for _ in range(2):
-        with _gateway(folder, clients.doors[0].port) as gateway:
+        with _gateway(folder, clients.endpoints[0].port) as gateway:
             asyncio.run(clients.look_at_all())
             gateway.process.send_signal(signal.SIGKILL)
             gateway.process.wait(30)

@@ -13,11 +13,11 @@ import numpy as np
 import uvloop
 
 from benchmarks.real.attack_clients import request, say
-from benchmarks.real.fake_engine import WORD
 from benchmarks.real.health_watch import Seen, health_watch
 from benchmarks.real.peers import Peer, servers
 from headway.errors import EngineError
 from headway.whatif.output.results import Row
+from testing.fake_engine import WORD
 
 _OTHER_FILES = 400  # that the gateway needs beside two per stream, and those of the short chats
 _TOKENS, _GROUPS = 4, 50

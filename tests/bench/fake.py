@@ -1,4 +1,4 @@
-"""The FAKE engine of `benchmarks.real.fake_engine`, served in this process on a free port."""
+"""The FAKE engine of `testing.fake_engine`, served in this process on a free port."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from benchmarks.real.fake_engine import FakeEngine
+from testing.fake_engine import FakeEngine
 
 METRICS = """# HELP vllm:num_preemptions_total Cumulative number of preemptions.
 # TYPE vllm:num_preemptions_total counter

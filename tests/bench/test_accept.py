@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import accept
-from benchmarks.real.fake_engine import NAME
 from headway.whatif.output.results import Row, save
+from testing.fake_engine import NAME
 from tests.helpers import postgres, rabbitmq
 
 

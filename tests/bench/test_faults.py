@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.faults import main
 from benchmarks.real.faults.kinds import KINDS
 from benchmarks.real.faults.run import Outcome, Sizes, drawn, measure
 from headway.errors import ConfigError
 from headway.whatif.output.results import save
+from testing.fake_engine import NAME
 from tests.helpers import postgres, rabbitmq
 
 FEW = ("controller killed", "agent killed", "gateway cut off from PostgreSQL", "engine paused")

@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.real.fake_engine import FakeEngine
 from headway.types import Slo
 from headway.whatif.load import generator
 from headway.whatif.load.records import Call
+from testing.fake_engine import FakeEngine
 from tests.bench.fake import METRICS, fake, serving, until
 
 CHAT = Slo(ttft=1.5, tpot=0.15)

@@ -213,6 +213,15 @@ def test_the_product_does_not_import_benchmarks_or_tests(path: Path) -> None:
     assert not {name.split(".")[0] for name in imported(path)} & {"benchmarks", "testing", "tests"}
 
 
+def test_what_tests_and_benchmarks_share_imports_neither() -> None:
+    shared = list((ROOT.parents[1] / "testing").rglob("*.py"))
+    assert shared
+    assert not {name.split(".")[0] for path in shared for name in imports(path.read_text(), "testing")} & {
+        "benchmarks",
+        "tests",
+    }
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = {module(path): path for path in FILES}
     graph = {name: {other for other in imported(path) if other in modules} - {name} for name, path in modules.items()}

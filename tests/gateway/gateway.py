@@ -51,7 +51,7 @@ class Fake:
     port: int = field(default_factory=free_port)
     child: Child | None = None
     options: tuple[str, ...] = ()  # beside the port
-    module: str = "benchmarks.real.fake_engine"
+    module: str = "testing.fake_engine"
 
     @property
     def url(self) -> str:

@@ -8,8 +8,8 @@ from argparse import Namespace
 import uvicorn
 from starlette.applications import Starlette
 
-from benchmarks.real.fake_engine import FakeEngine
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
+from testing.fake_engine import FakeEngine
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.real.fake_engine import FakeEngine
+from testing.fake_engine import FakeEngine
 
 
 class ModelsEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.real.fake_engine import FakeEngine, main
+from testing.fake_engine import FakeEngine, main
 
 SEQUENCES, CONTEXT, BLOCK, BLOCKS = 8, 1024, 128, 182
 _PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.

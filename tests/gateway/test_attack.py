@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.real import attack
 from benchmarks.real.attack_clients import ATTACKS, TENANTS, Target, request, say
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.peers import servers
 from headway.whatif.output.results import Row, save
+from testing.fake_engine import NAME
 
 CHOSEN = (
     "1 MiB of empty objects",

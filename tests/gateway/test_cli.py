@@ -187,7 +187,7 @@ if os.environ.get("STANDIN") == "misused":
     sys.exit(2)
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
-line = [sys.executable, "-m", "benchmarks.real.fake_engine", "--port", arguments["--port"]]
+line = [sys.executable, "-m", "testing.fake_engine", "--port", arguments["--port"]]
 os.execv(sys.executable, line)
 """
 
@@ -251,7 +251,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
     assert len(first) >= 2, "the engine and its own child"
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=10).status_code == 200
-    engine = next(one for one in first if "benchmarks.real.fake_engine" in one.cmdline())
+    engine = next(one for one in first if "testing.fake_engine" in one.cmdline())
     engine.kill()
     assert WEB.post(f"{started.url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
     assert left(first) == [], "nothing of the dead engine is left"
@@ -266,7 +266,7 @@ def test_its_engine_is_started_again_and_ended(run: Any) -> None:
 def test_its_engine_ends_when_it_is_killed(run: Any) -> None:
     started = run()
     until(started.ready, 40)
-    engine = [one for one in started.family() if "benchmarks.real.fake_engine" in one.cmdline()]
+    engine = [one for one in started.family() if "testing.fake_engine" in one.cmdline()]
     others = [one for one in started.family() if "sleep" in one.cmdline()]
     started.process.kill()
     assert left(engine) == []

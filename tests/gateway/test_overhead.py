@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.real import dashboard_cost, overhead, planning_overhead, responses
-from benchmarks.real.fake_engine import NAME
 from headway.errors import EngineError
 from headway.whatif.output.results import Row, save
+from testing.fake_engine import NAME
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import soak
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.soak_history import End, History, check
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask, Row, save
+from testing.fake_engine import NAME
 
 SMALL = soak.Sizes(streams=60, kills=1, requests=400, calls=60, period=0.2)
 DONE, OTHER, WAITS, UNKNOWN = ("completed", "a"), ("completed", "b"), ("queued", ""), ("unknown", "")

@@ -186,7 +186,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Return the configuration of a gateway with the built-in classes that starts a FAKE engine of 0.2 s."""
 
     def command(engine: Engine, port: int, recipe: str, *, host: str) -> list[str]:
-        module = "benchmarks.real.fake_engine"
+        module = "testing.fake_engine"
         return [sys.executable, "-m", module, "--port", str(port), "--tokens", "40", "--delay", "0.2"]
 
     monkeypatch.setattr(children, "command", command)
@@ -238,7 +238,7 @@ def test_a_start_is_told_in_words(
         code = (
             "import sys, time, runpy; time.sleep(0.5); print('loading shards\\n', flush=True)\n"
             f"time.sleep(2); sys.argv = ['fake', '--port', '{port}', '--tokens', '9']\n"
-            "runpy.run_module('benchmarks.real.fake_engine', run_name='__main__')"
+            "runpy.run_module('testing.fake_engine', run_name='__main__')"
         )
         return [sys.executable, "-c", code]
 

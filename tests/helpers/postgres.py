@@ -11,9 +11,9 @@ from typing import Any
 
 import asyncpg
 
-from benchmarks.real.servers.postgres import PASSWORD as PASSWORD
-from benchmarks.real.servers.postgres import Server as PrivateServer
 from headway.store.queue.postgres_link import Address
+from testing.servers.postgres import PASSWORD as PASSWORD
+from testing.servers.postgres import Server as PrivateServer
 from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"

@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 
 
 class Startable(Protocol):
-    """A server of `benchmarks.real.servers`."""
+    """A server of `testing.servers`."""
 
     @property
     def url(self) -> str: ...

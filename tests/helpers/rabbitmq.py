@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.real.servers.rabbitmq import Server
+from testing.servers.rabbitmq import Server
 from tests.helpers.private import Private
 
 _server = Private(Server, "HEADWAY_RABBITMQ_URL")

@@ -12,7 +12,6 @@ import pytest
 import uvloop
 from yarl import URL
 
-from benchmarks.real.servers.proxy import proxied
 from headway import clock
 from headway.cluster.wire.codec import Envelope, encode
 from headway.cluster.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
@@ -20,6 +19,7 @@ from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.errors import ConfigError
 from headway.events import Failed, Tick
 from headway.types import Send
+from testing.servers.proxy import proxied
 from tests.helpers import rabbitmq as server
 from tests.wire.ends import dead, end, eventually, items, leading, linked, receive
 

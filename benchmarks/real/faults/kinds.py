@@ -12,23 +12,23 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.real.servers import rabbitmq
-from benchmarks.real.servers.parts import Cluster, Part
-from benchmarks.real.servers.proxy import Proxy
-from benchmarks.real.soak_clients import Door
+from benchmarks.real.soak_clients import Endpoint
+from testing.servers import rabbitmq
+from testing.servers.parts import Cluster, Part
+from testing.servers.proxy import Proxy
 
 SHORTEST_S = 0.2  # of a pause or a cut
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a fault can reach. doors: of the gateways, in their order. rng: for which part, and how long.
+    """What a fault can reach. endpoints: of the gateways, in their order. rng: for which part, and how long.
 
     longest_s: of a pause or a cut.
     """
 
     cluster: Cluster
-    doors: list[Door]
+    endpoints: list[Endpoint]
     rng: np.random.Generator
     longest_s: float
 
@@ -67,9 +67,9 @@ def _killed(which: Callable[[Scene], Part]) -> Kind:
     @contextmanager
     def kind(scene: Scene) -> Iterator[Fault]:
         part = which(scene)
-        door = _door(scene, part)
-        if door is not None:
-            door.lives += 1
+        endpoint = _endpoint(scene, part)
+        if endpoint is not None:
+            endpoint.lives += 1
         part.kill()
         yield Fault(part.name)
         part.start()
@@ -183,9 +183,9 @@ def _named(which: Callable[[Scene], Part]) -> Callable[[Scene], Named]:
     return named
 
 
-def _door(scene: Scene, part: Part) -> Door | None:
-    """Return the door of a gateway, None for another part."""
-    return next((one for one in scene.doors if one.port == part.port), None)
+def _endpoint(scene: Scene, part: Part) -> Endpoint | None:
+    """Return the endpoint of a gateway, None for another part."""
+    return next((one for one in scene.endpoints if one.port == part.port), None)
 
 
 def _wires(part: Part) -> list[Proxy]:

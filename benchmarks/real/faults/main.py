@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.fake_engine import NAME
 from benchmarks.real.faults.kinds import KINDS
 from benchmarks.real.faults.run import PATIENCE_S, Outcome, Sizes, measure
 from benchmarks.real.peers import HEADWAY
-from benchmarks.real.servers.parts import LEASE_S
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
+from testing.fake_engine import NAME
+from testing.servers.parts import LEASE_S
 
 QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3, longest_s=2 * LEASE_S)
 ALL = "all kinds"

@@ -13,10 +13,10 @@ from typing import IO
 import numpy as np
 
 from benchmarks.real.faults.kinds import KINDS, Scene
-from benchmarks.real.servers.parts import Cluster, Part, Shape, clusters
-from benchmarks.real.soak_clients import Clients, Door, probe
+from benchmarks.real.soak_clients import Clients, Endpoint, probe
 from benchmarks.real.soak_history import Verdict, check
 from headway.errors import ConfigError
+from testing.servers.parts import Cluster, Part, Shape, clusters
 
 PATIENCE_S = 60.0  # for all to be well again
 _BETWEEN_S = (0.1, 0.5)  # all well again and the next fault
@@ -88,15 +88,15 @@ def measure(
     rng = np.random.default_rng([seed, 17])
     kinds = drawn(sizes.faults, only, rng)
     with clusters(folder, Shape(sizes.nodes, proxies=True)) as cluster:
-        doors = [Door(part.port, lives=1) for part in cluster.gateways]
+        endpoints = [Endpoint(part.port, lives=1) for part in cluster.gateways]
         clients, scene, records = (
-            Clients(doors, seed, pause=_PAUSE_S),
-            Scene(cluster, doors, rng, sizes.longest_s),
+            Clients(endpoints, seed, pause=_PAUSE_S),
+            Scene(cluster, endpoints, rng, sizes.longest_s),
             list[Record](),
         )
         began = time.monotonic()
         with clients.running():
-            _recovery(cluster.gateways, doors)
+            _recovery(cluster.gateways, endpoints)
             for number, kind in enumerate(kinds):
                 tick(kind)
                 records.append(_strike(scene, number, kind, began))
@@ -113,22 +113,22 @@ def _strike(scene: Scene, number: int, kind: str, began: float) -> Record:
     with KINDS[kind](scene) as fault:
         pass
     undone = time.monotonic()
-    recovered = _recovery(scene.cluster.gateways, scene.doors)
+    recovered = _recovery(scene.cluster.gateways, scene.endpoints)
     return Record(number, kind, fault.target, at - began, undone - at, recovered)
 
 
-def _recovery(gateways: Sequence[Part], doors: Sequence[Door]) -> float | None:
+def _recovery(gateways: Sequence[Part], endpoints: Sequence[Endpoint]) -> float | None:
     """Return the seconds until every gateway is ready and answers a new request, None = it took too long."""
     began = time.monotonic()
 
-    async def well(part: Part, door: Door) -> None:
+    async def well(part: Part, endpoint: Endpoint) -> None:
         while not (await asyncio.to_thread(part.ready) and await probe(part.port)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        door.lives += not door.lives_now
+        endpoint.lives += not endpoint.lives_now
 
     async def all_well() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*map(well, gateways, doors))
+            await asyncio.gather(*map(well, gateways, endpoints))
 
     try:
         asyncio.run(all_well())

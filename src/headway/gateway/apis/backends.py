@@ -43,7 +43,6 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
         "headway_backend_units", "Units that backends executed, by warm and cold start.",
         ["backend", "start"], registry=gateway.metrics.registry,
     )  # fmt: skip
-
     open_units = Counts[str]()  # by tenant
 
     @app.post(

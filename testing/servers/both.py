@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from benchmarks.real.servers import postgres, rabbitmq
+from testing.servers import postgres, rabbitmq
 
 
 @contextmanager

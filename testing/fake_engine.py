@@ -26,9 +26,9 @@ from typing import Any, TextIO
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.real.fake_pooling import pooled_answer
-from benchmarks.real.nonsense import NONSENSE, send_nonsense
 from headway.gateway.http.garbage import spare_old_objects
+from testing.fake_pooling import pooled_answer
+from testing.nonsense import NONSENSE, send_nonsense
 
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
@@ -394,7 +394,7 @@ def _note(journal: TextIO, request: dict[str, Any]) -> None:
 
 def main(kind: type[FakeEngine] = FakeEngine) -> None:
     """Serve on 127.0.0.1 until a signal."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real.fake_engine", description=f"A {NAME}.")
+    parser = argparse.ArgumentParser(prog="python -m testing.fake_engine", description=f"A {NAME}.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=16, help="tokens of every response")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")

@@ -23,11 +23,11 @@ import psutil  # type: ignore[import-untyped]
 import tomli_w
 from yarl import URL
 
-from benchmarks.real.servers import postgres, rabbitmq
-from benchmarks.real.servers.both import both
-from benchmarks.real.servers.proxy import Proxy, proxied
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import EngineError
+from testing.servers import postgres, rabbitmq
+from testing.servers.both import both
+from testing.servers.proxy import Proxy, proxied
 
 LEASE_S = 2.0  # of gateways, agents and background requests, where faults are to be noticed soon
 _HEALTH_S = 0.5  # of engines
@@ -171,7 +171,7 @@ class Cluster:
 
     def add_engine(self, name: str) -> None:
         port = free_port()
-        argv = [sys.executable, "-m", "benchmarks.real.fake_paced", "--port", str(port)]
+        argv = [sys.executable, "-m", "testing.fake_paced", "--port", str(port)]
         argv += ["--journal", str(self.folder / f"{name}.journal")]
         self.engines.append(Part(name, port, self._child(name, argv, dict(os.environ)), "/health"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.real.fake_engine import FakeEngine, main
+from testing.fake_engine import FakeEngine, main
 
 
 class PacedEngine(FakeEngine):

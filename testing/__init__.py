@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: a FAKE engine, and private servers of RabbitMQ and PostgreSQL."""
