@@ -520,7 +520,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
             {
                 "server": {"operator_only": True},
                 "broker": {"kind": "postgres"},
-                "classes": {"x": {"drop": True, "measured": True}, "y": {"drop": True}},
+                "classes": {"x": {"drop": True, "measured": True}, "y": {"pace": "line", "drop": True}},
             }
         )
     assert [part.param for part in caught.value.parts] == [
@@ -529,6 +529,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         "classes.x.drop",
         "classes.x.measured",
         "classes.y.drop",
+        "classes.y.pace",
     ]
 
 

@@ -322,7 +322,9 @@ def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
     process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
     until(Run(process, f"http://127.0.0.1:{port}").ready, 40)
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    with WEB.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=600)) as answer:
+    with WEB.stream(
+        "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=0.3, tokens=1000)
+    ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGINT)

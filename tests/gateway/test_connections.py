@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from headway.gateway import tasks
 from headway.gateway.app import new_app
 from headway.gateway.http import connections
 from headway.gateway.http.connections import SPARE, Connections, Limit, Limits
-from headway.gateway.http.protocol import LimitedHttp, limited
+from headway.gateway.http.protocol import LimitedHttp, WithoutChunks, limited
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, SAY, Fake, Gateway, until
 from tests.gateway.test_refusals import error
@@ -292,6 +293,33 @@ def test_a_stream_over_http_1_0_has_no_chunk_sizes(serve: Serve) -> None:
         assert stream.startswith(b"data: ") == (version == b"1.0")
     with serve() as gateway, connected(gateway, b"GET /health HTTP/1.0\r\n\r\n") as line:
         assert rest(line).endswith(b'{"status":"ok"}')
+
+
+def test_an_empty_part_of_a_stream_over_http_1_0_is_nothing() -> None:
+    """A translated API says nothing of some events of a chat."""
+    sent: list[bytes] = []
+    cycle: Any = SimpleNamespace(transport=SimpleNamespace(write=sent.append), chunked_encoding=True)
+    flow = WithoutChunks(cycle)
+    for data in (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"", b"2\r\nab\r\n", b"0\r\n\r\n"):
+        flow.write(data)
+    assert b"".join(sent) == b"HTTP/1.1 200 OK\r\n\r\nab"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"400"),
+        (b"GET /health HTTP/2.0\r\nHost: h\r\n\r\n", b"400"),
+        (b"GET /health\r\n\r\n", b"400"),
+    ],
+)
+def test_a_head_has_a_version_and_one_host(serve: Serve, head: bytes, status: bytes) -> None:
+    with serve() as gateway, connected(gateway, head) as line:
+        line.shutdown(socket.SHUT_WR)
+        assert rest(line).split()[1] == status
 
 
 def test_a_slash_at_the_end_leads_nowhere_else(serve: Serve) -> None:

@@ -99,6 +99,11 @@ def live(gateway: Gateway, query: str = "", **more: Any) -> Iterator[Iterator[di
         yield (json.loads(line[6:]) for line in lines)
 
 
+def test_a_question_for_the_head_of_the_events_ends(gateway: Gateway) -> None:
+    answer = WEB.head(f"{gateway.url}/headway/live")
+    assert (answer.status_code, answer.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
+
+
 def test_events_say_what_waits_and_what_was_late(gateway: Gateway) -> None:
     assert gateway.post(gateway.chat(), headers={"x-slo-e2e-ms": "0.001"}).status_code == 200
     unhurried = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "60000"}  # a cold machine may need seconds

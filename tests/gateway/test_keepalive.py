@@ -59,6 +59,15 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(serve: Serve, fak
         assert gateway.newest()[0] == "done"
 
 
+def test_a_stream_that_is_silent_in_the_middle_gets_comments(serve: Serve) -> None:
+    with serve(server={"keepalive_s": 0.1}) as gateway:
+        answer = gateway.post(gateway.chat(stream=True, max_tokens=2, **fakes(delay=0.5, tokens=2)))
+    lines = [line for line in answer.text.split("\n") if line]
+    first = next(i for i, line in enumerate(lines) if "fake" in line)
+    assert lines[first + 1 :].count(COMMENT) >= 2
+    assert lines[-1] == "data: [DONE]"
+
+
 def test_a_stream_without_an_engine_gets_comments(serve: Serve, mortal: Fake) -> None:
     """It is sent again to an engine that comes back, as if nothing had been said."""
     with serve(mortal.url, server=SOON) as gateway, waiting(gateway, **fakes(hold="death")) as lines:

@@ -104,6 +104,12 @@ def test_messages_and_parts_count_by_their_text() -> None:
     assert as_completion("rerank", asked, 9)["prompt"] == ["q", "a"]
 
 
+def test_a_field_without_a_value_is_not_there() -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    assert as_completion("embeddings", {"input": None, "messages": chat}, 9)["prompt"] == ["Hi"]
+    assert as_completion("score", {"queries": None, "text_1": "a", "text_2": "b"}, 9)["prompt"] == ["a", "b"]
+
+
 def test_a_model_is_refused_what_it_cannot_do(gateway: Gateway, pooling: Gateway) -> None:
     for path in ENDPOINTS:
         refused = gateway.post(body_of(path), path)

@@ -16,8 +16,11 @@ import openai
 import pytest
 
 from headway.config import Broker
+from headway.engines.vllm.process.answers import begins_answer
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
+from headway.gateway.budget import AnswerBudget
+from headway.gateway.requests.engine_response import EngineResponse
 from headway.gateway.requests.path import RequestPath
 from headway.store.queue import MemoryBroker
 from tests.gateway.conftest import Serve
@@ -347,6 +350,67 @@ async def test_many_clients_at_once(gateway: Gateway) -> None:
     assert gateway.controller.requests == {}
     assert gateway.inner.dispatcher.in_flight == {}
     assert threading.active_count() < 40
+
+
+NO_TOKENS = [
+    b": ping\n\n",
+    b"event: ping\n\n",
+    b"retry: 1000\n\n",
+    b"data:\n\n",
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":0}}\n\n',
+]
+BEGINNINGS = [
+    b'data: {"choices":[{"index":0,"delta":{"content":"Hi"}}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"Hi"}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n',
+    b'data: {"error":{"message":"x"}}\n\n',
+    b"data: [DONE]\n\n",
+    b"data: {not json\n\n",
+    b"<h1>\n\n",
+]
+
+
+def test_an_answer_begins_with_its_first_content() -> None:
+    assert [event for event in NO_TOKENS if begins_answer(event.removesuffix(b"\n\n"))] == []
+    assert [event for event in BEGINNINGS if not begins_answer(event.removesuffix(b"\n\n"))] == []
+
+
+class _Chunks:
+    """An engine's response whose bytes come in these chunks."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self.content, self._chunks, self.headers = self, [*chunks, b""], {}
+
+    async def read(self, most: int) -> bytes:
+        return self._chunks.pop(0)
+
+
+def response(*chunks: bytes) -> EngineResponse:
+    http: Any = _Chunks(*chunks)
+    return EngineResponse(200, True, "e0", AnswerBudget(2**20).of("e0"), http, http)
+
+
+@pytest.mark.parametrize("before", NO_TOKENS[1:])
+def test_what_comes_before_the_first_content_is_kept(before: bytes) -> None:
+    content = BEGINNINGS[0]
+    whole = before + NO_TOKENS[0] + content
+    for at in range(1, len(whole)):
+        seen = response(whole[:at], whole[at:], b"data: more")
+        assert asyncio.run(seen._first_event()) == before + content
+
+
+def test_the_rest_of_a_comment_is_silence() -> None:
+    seen = response(b": pi", b"ng\n\n", b"data: {", b"}\n\n", b"\n")
+
+    async def silent() -> list[bool]:
+        found = []
+        while await seen.read():
+            found.append(seen._silent_since is not None)
+        return found
+
+    assert asyncio.run(silent()) == [True, True, False, False, True]
 
 
 def test_comments_of_an_engine_are_no_tokens(serve: Serve) -> None:

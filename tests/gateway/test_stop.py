@@ -34,7 +34,7 @@ def test_a_stream_that_is_cut_short_says_why(
     serve: Serve, drain: int, times: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with serve(server={"drain_s": drain}) as gateway:
-        with hanging(gateway, stream=True, **fakes(delay=600)) as line:
+        with hanging(gateway, stream=True, max_tokens=1000, **fakes(delay=0.3, tokens=1000)) as line:
             seen = begun(line)
             stop(gateway, times)
             seen += rest(line)

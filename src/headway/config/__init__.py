@@ -380,7 +380,7 @@ def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigE
             param=f"classes.{name}.soft_ttft_ms",
         )
     if tier.pace == "line" and (tier.ttft_ms is None or tier.tpot_ms is None):
-        raise ConfigError(
+        yield ConfigError(
             f'classes.{name} in {where} has pace = "line", but no line: that begins at ttft_ms.',
             "Give it ttft_ms and tpot_ms, or leave pace out.",
             param=f"classes.{name}.pace",

@@ -27,7 +27,7 @@ from headway.config import Config, Engine, Postgres
 from headway.config.keys import reveal, revealed
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
-from headway.engines.vllm.process.settings import check_settings
+from headway.engines.vllm.process.settings import check_cores, check_settings
 from headway.errors import ConfigError, HeadwayError, check_all
 from headway.gateway import tasks
 from headway.gateway.apis.batches.runner import BatchRunner
@@ -73,6 +73,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(_check_names, config),
         partial(check_aliases, config),
         *([check_installed] if starts else []),
+        *(partial(check_cores, f"engines.{i}", engine.cores) for i, engine in own if starts),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
         partial(_check_addresses, config),
@@ -352,6 +353,9 @@ class Server(uvicorn.Server):
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
         )
         engines = gateway.dispatcher.engines.values()
+        if self._link is None and any(engine.url is None for engine in self._settings.engines):
+            logs = self._log_dir or self._settings.logs_dir
+            _say(console, f"[dim]their logs: {escape(str(logs))}[/]", highlight=False)
         with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ from headway.compiled import cache_folder
 from headway.errors import ConfigError
 from headway.models.convert import GGUF_FILE, GGUF_SHA256, NAME, convert, need, packaged_gguf, sha256, write_json
 
+log = logging.getLogger(__name__)
 ALIASES = ("smollm2", NAME.lower())
 MANIFEST = "headway.json"
 ROOM = 300_000_000  # bytes on disk that a conversion takes, rounded up
@@ -152,7 +153,7 @@ def _lock(target: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"Another fetch is preparing {target}; waiting for it.", file=sys.stderr)
+            log.warning("another fetch is preparing %s; waiting for it", target)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -24,6 +24,7 @@ from headway.gateway.http.connections import CONNECTION, PROBES, Connections, Li
 from headway.gateway.http.empty_queues import Event, Flow, Pipeline
 from headway.gateway.http.turns import Turns
 
+_VERSIONS = ("1.0", "1.1")
 _ROUTING = ("asgi", "state")  # of a request's scope, besides its headers
 
 
@@ -198,6 +199,10 @@ class LimitedHttp(HttpToolsProtocol):
         self._upgrades = self.parser.should_upgrade()
         if self._upgrades:
             return
+        version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in _VERSIONS or hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._error = _malformed_head(version, hosts)
+            raise ValueError("malformed head")  # ends the parser, which calls send_400_response
         self._open, self._in_body = False, True
         self._due = self.loop.time() + self.limits.body_s
         super().on_headers_complete()
@@ -346,7 +351,7 @@ class WithoutChunks:
         """Write the head, or a part of the body, without what uvicorn has added for chunks."""
         if self._cycle.chunked_encoding and self._head:
             data = data.replace(b"transfer-encoding: chunked\r\n", b"")
-        elif self._cycle.chunked_encoding:
+        elif self._cycle.chunked_encoding and data:
             size, _, rest = data.partition(b"\r\n")
             data = rest[: int(size, 16)]
         self._head = False
@@ -403,6 +408,12 @@ def _too_large(max_head: int) -> RequestError:
         status=431,
         code="headers_too_large",
     )
+
+
+def _malformed_head(version: str, hosts: int) -> RequestError:
+    if version not in _VERSIONS:
+        return RequestError(f"HTTP/{version} is not served here.", "Send HTTP/1.1.", code="unsupported_version")
+    return RequestError(f"The request has {hosts or 'no'} Host headers.", "Send one.", code="invalid_host")
 
 
 def _too_slow(limit: Limit, limits: Limits) -> RequestError:

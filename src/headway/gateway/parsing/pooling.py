@@ -45,7 +45,7 @@ def as_completion(kind: PoolingKind, raw: Mapping[str, Any], most: int) -> dict[
     _check(kind, raw)
     prompt, read = list[Any](), set[str]()
     for names in _INPUTS[kind]:
-        name = next((one for one in names if one in raw), None)
+        name = next((one for one in names if raw.get(one) is not None), None)
         if name is None:
             raise RequestError(f"{names[0]} is missing.", "Send a text or a list of texts.", param=names[0])
         prompt += _texts(name, raw[name], most)

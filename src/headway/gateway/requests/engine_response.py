@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from headway.engines.vllm.process.answers import read_answer, told_error
+from headway.engines.vllm.process.answers import begins_answer, read_answer, told_error
 from headway.engines.vllm.process.connection import BROKEN, EngineGone, MalformedAnswer, OpenRequest, engine_error
 from headway.gateway.budget import AnswerBudget, AnswerMemory
 from headway.gateway.offload import offload
 
 CHUNK = 2**14  # bytes of a response that are read at a time
+_END, _LINE = b"\n\n", 8  # the end of an event, and bytes of a line that tell data from comments
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 
 
@@ -46,6 +47,7 @@ class EngineResponse:
     silence: float = 0.0
     _reading: bool = False
     _silent_since: float | None = None  # from when nothing but comments has come
+    _line: bytes = b""  # the beginning of a line of the stream whose end has not come
     _end: asyncio.Future[None] | None = field(default=None, repr=False)  # of the connection
 
     @classmethod
@@ -85,13 +87,19 @@ class EngineResponse:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
 
     async def _first_event(self) -> bytes:
-        """Return what comes with the first event; comments before it are not tokens and are left out."""
-        head = await self.read()
-        while head and not _has_event(head):
+        """Return all that comes with the first event of the answer; comments before it are left out."""
+        head, looked_at = bytearray(), 0
+        while more := await self.read():
+            head += more
+            end = head.rfind(_END, max(len(head) - len(more) - 1, 0)) + len(_END)
+            if end >= len(_END):
+                events = [event for event in bytes(head[looked_at:end]).split(_END)[:-1] if not _is_comment(event)]
+                head[looked_at:end] = b"".join(event + _END for event in events)
+                if any(map(begins_answer, events)):
+                    return bytes(head)
+                looked_at += sum(len(event) + len(_END) for event in events)
             self.memory.hold(len(head))
-            more = await self.read()
-            head = head.rpartition(b"\n")[2] + more if more else b""
-        return head
+        return bytes(head)
 
     async def _check(self) -> None:
         """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
@@ -110,7 +118,7 @@ class EngineResponse:
         self._reading, began = True, self._silent_since or time.monotonic()
         try:
             chunk = await self._response.content.read(CHUNK)
-            self._silent_since = began if self.streams and not _has_event(chunk) else None
+            self._silent_since = began if self.streams and not self._has_data(chunk) else None
             return chunk
         except BROKEN as error:
             raise engine_error(self.engine, error) from error
@@ -120,6 +128,12 @@ class EngineResponse:
             self._reading, waited = False, time.monotonic() - began
             if waited > self.silence:
                 self.silence = waited
+
+    def _has_data(self, chunk: bytes) -> bool:
+        """Tell whether a part of a stream has data of an event, or a part of it."""
+        lines = (self._line + chunk).split(b"\n")
+        self._line = lines.pop()[:_LINE]
+        return any(map(_is_data, lines)) or _is_data(self._line)
 
     @property
     def retry_after(self) -> str | None:
@@ -173,6 +187,9 @@ def _is_stream(response: aiohttp.ClientResponse) -> bool:
     return kind.strip().lower() == "text/event-stream"
 
 
-def _has_event(data: bytes) -> bool:
-    """Tell whether this has more of a stream of events than comments."""
-    return data.startswith(b"data:") or any(line.strip() and not line.startswith(b":") for line in data.split(b"\n"))
+def _is_data(line: bytes) -> bool:
+    return line.startswith(b"data:") and not line[5:].isspace() and len(line) > 5
+
+
+def _is_comment(event: bytes) -> bool:
+    return all(line.startswith(b":") for line in event.split(b"\n") if line.strip())

@@ -252,7 +252,7 @@ class RequestPath:
                 raise EngineGone(engine.id, error) from error
             raise
         # A live engine's error is this request's fault, and the client gets it.
-        broken = response.status >= 500 or response.head.startswith(ERROR_EVENT)
+        broken = response.status >= 500 or ERROR_EVENT in response.head
         if broken and not await engine.lives():
             await response.close()
             raise EngineGone(engine.id, response.head[:300])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headway.engines.vllm.process.answers import read_answer
+from headway.engines.vllm.process.answers import event_data, read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.errors import error_response, stopped
@@ -30,7 +31,7 @@ from headway.gateway.requests.engine_response import CHUNK, EngineResponse
 from headway.gateway.requests.path import RequestPath
 
 log = logging.getLogger("headway.gateway")
-_LATE = "headway.late"  # in the scope of a request
+_LATE, HEAD = "headway.late", "headway.head"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": waiting\n\n"
@@ -69,7 +70,7 @@ class Unwound:
         """Serve a request."""
         routed = {**scope}  # with what routing adds, which is not kept
         if scope.get("method") == "HEAD":
-            routed["method"] = "GET"
+            routed |= {"method": "GET", HEAD: True}
         await self._app(routed, receive, send)
         if TENANT in routed:
             scope[TENANT] = routed[TENANT]
@@ -87,6 +88,7 @@ class ResponseStream(LateResponse):
         self._path, self._in_flight, self._reader = path, in_flight, EventReader(wants_usage)
         self._started = self._complete = False
         self._left = False  # the client has disconnected before the end
+        self._sent = math.inf  # instant (the loop's) of the latest bytes for the client, inf = no more will come
         self._task: asyncio.Task[object] | None = None
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,13 +121,13 @@ class ResponseStream(LateResponse):
         try:
             with self._commenting(scope, send):
                 response = await self._path.open(self._in_flight)
-            try:
-                if response.streams:
-                    await self._stream(response, scope, send)
-                else:
-                    await self._whole(response, scope, send)
-            finally:
-                await response.close()
+                try:
+                    if response.streams:
+                        await self._stream(response, scope, send)
+                    else:
+                        await self._whole(response, scope, send)
+                finally:
+                    await response.close()
         except HeadwayError as error:
             await self._fail(*reason_of(error))
             await self._send_error(error, scope, receive, send)
@@ -137,11 +139,12 @@ class ResponseStream(LateResponse):
 
     @contextmanager
     def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
-        """Send comments while a stream waits in the block; until the first one is due this costs a timer."""
+        """Send comments while a stream is silent in the block; until the first one is due this costs a timer."""
         every, loop, begun = (self._path.limits.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]())
         if not (every and self._in_flight.streams):
             yield
             return
+        self._sent = loop.time()
         timer = loop.call_later(every, lambda: begun.append(loop.create_task(self._comment(every, scope, send))))
         try:
             yield
@@ -151,11 +154,15 @@ class ResponseStream(LateResponse):
                 comments.cancel()
 
     async def _comment(self, every: float, scope: Scope, send: Send) -> None:
-        while True:
+        now = asyncio.get_running_loop().time
+        while self._sent < math.inf:
+            if (left := self._sent + every - now()) > 0:
+                await asyncio.sleep(left)
+                continue
             if not self._started:
                 await self._start(None, scope, send)
+            self._sent = now()
             await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-            await asyncio.sleep(every)
 
     async def _send_error(self, error: HeadwayError, scope: Scope, receive: Receive, send: Send) -> None:
         """Send an error: with its status when nothing was sent yet, else as the stream's last event."""
@@ -213,7 +220,7 @@ class ResponseStream(LateResponse):
 
     async def _pass_on(self, reader: EventReader, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Send what comes until the stream is complete, and close the request."""
-        chunk = response.head
+        chunk, now = response.head, asyncio.get_running_loop().time
         await self._path.turns.take()
         while chunk:
             data = await self._fed(reader, chunk)
@@ -226,6 +233,7 @@ class ResponseStream(LateResponse):
                 await self._path.finish(self._in_flight, reader.tokens)
                 return
             if data:
+                self._sent = now()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if reader.fault is not None:
                 raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
@@ -252,6 +260,7 @@ class ResponseStream(LateResponse):
 
         A crash in between leaves an answered request open; the next start fails it as `client_gone`.
         """
+        self._sent = math.inf
         await send({"type": "http.response.body", "body": last, "more_body": False})
         self._complete = True
 
@@ -319,7 +328,7 @@ class EventReader:
         return b"".join(passed)
 
     def _look(self, event: bytes) -> bytes:
-        data = _data(event)
+        data = event_data(event)
         if not data:
             return event
         if data == b"[DONE]":
@@ -334,20 +343,6 @@ class EventReader:
         self._events += not answer.failed
         self._told = max(self._told, answer.output_tokens or 0)
         return event
-
-
-def _data(event: bytes) -> bytes:
-    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
-    if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
-        return event[6:-2]
-    found = list[bytes]()
-    for line in event.splitlines():
-        name, _, value = line.partition(b":")
-        if name == b"data":
-            found.append(value.removeprefix(b" "))
-        elif name not in (b"", b"event", b"id", b"retry"):
-            raise ValueError("it has a line that is no part of an event")
-    return b"\n".join(found)
 
 
 def _last(error: dict[str, Any]) -> bytes:

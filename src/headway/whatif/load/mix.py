@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from headway.errors import ConfigError
 from headway.types import Floats, Slo
@@ -202,7 +203,7 @@ def _call(tier: Tier, at: float, prompt: str) -> Call:
 
 
 def _warn(line: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]Warning:[/] {line}")
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]Warning:[/] {escape(line)}")
 
 
 def _seconds(value: str, pair: str) -> float:

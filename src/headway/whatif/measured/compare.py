@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
@@ -88,7 +89,7 @@ class Systems:
         """
         async with self._at(name) as url:
             before = await counted(name, url)
-            _console.print(f"[bold]{name}[/], {label}")
+            _console.print(f"[bold]{escape(name)}[/], {escape(label)}")
             records = await generator.run(url, self.setup.engine.name, calls)
             if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
                 raise KeyboardInterrupt  # a comparison needs complete runs
@@ -161,7 +162,7 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
         setup = replace(setup, engine=await kv_sizing.tight(setup.engine, setup.mix, setup.seed))
     kv_sizing.check(setup.engine)
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
-    _console.print(f"[dim]logs: {logs}[/]")
+    _console.print(f"[dim]logs: {escape(str(logs))}[/]")
     async with AsyncExitStack() as stack:
         names = setup.systems if setup.together else ()
         urls = await asyncio.gather(*(_up(stack, name, setup, logs) for name in names))
@@ -171,7 +172,7 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
 
 
 async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
-    _console.print(f"[dim]starting {name} ...[/]")
+    _console.print(f"[dim]starting {escape(name)} ...[/]")
     return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.markup import escape
 
 from headway.config import Engine
 from headway.policy.forecast.latency.laws import KINDS, Shapes
@@ -85,7 +86,7 @@ async def _found(
         assert url is not None, "the caller gives an engine or an address"
         return await _measured(await profile.attached(url, model), where, rng, quick)
     logs = Path(tempfile.mkdtemp(prefix="headway-profile-"))
-    profile.console.print(f"[dim]starting vLLM, logs: {logs}[/]")
+    profile.console.print(f"[dim]starting vLLM, logs: {escape(str(logs))}[/]")
     async with profile.started(engine, logs) as target:
         return await _measured(target, where, rng, quick)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 from headway.engines.vllm.process.launch import Child
 from headway.errors import EngineError
@@ -26,6 +27,6 @@ def attempts(name: str, child: Child, seconds: float = START_S) -> Iterator[None
             raise child.died(name)
         if now > said + _SILENT_S:
             said = now
-            _console.print(f"[dim]{name} is not ready after {now - began:.0f} s; its log: {child.log}[/]")
+            _console.print(f"[dim]{name} is not ready after {now - began:.0f} s; its log: {escape(str(child.log))}[/]")
         yield
     raise EngineError(f"{name} was not ready after {seconds:g} s.\n{child.tail()}\n", f"See {child.log}.")

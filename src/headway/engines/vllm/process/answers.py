@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import DecodeError, Meta, Struct
+from msgspec import DecodeError, Meta, Raw, Struct
 from msgspec.json import Decoder
 
 from headway.engines.vllm.parsers import no_tool_parser
@@ -79,6 +79,18 @@ class _Shape(Struct, gc=False):
     error: _Object | None = None
 
 
+class _Choice(Struct, gc=False):
+    delta: dict[str, Raw] | None = None
+    text: Raw = Raw(b"")
+    finish_reason: Raw = Raw(b"")
+
+
+class _Begin(Struct, gc=False):
+    choices: list[_Choice] | None = None
+    error: Raw | None = None
+
+
+_BEGIN, _NOTHING = Decoder(_Begin), frozenset((b"", b"null", b'""', b"[]", b"{}"))
 _SHAPE, _NO_USAGE = Decoder(_Shape), _Usage()
 
 
@@ -106,6 +118,38 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if found.usage is None:
         return _PLAIN
     return Answer(usage.completion_tokens, usage_only=not found.choices, prompt_tokens=usage.prompt_tokens or 0)
+
+
+def event_data(event: bytes) -> bytes:
+    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
+    if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
+        return event[6:-2]
+    found = list[bytes]()
+    for line in event.splitlines():
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            found.append(value.removeprefix(b" "))
+        elif name not in (b"", b"event", b"id", b"retry"):
+            raise ValueError("it has a line that is no part of an event")
+    return b"\n".join(found)
+
+
+def begins_answer(event: bytes) -> bool:
+    """Tell whether an event of a stream has content, an end, an error or a fault; a role or usage alone is none."""
+    try:
+        data = event_data(event)
+        if not data.strip():
+            return False
+        read_answer(data)
+        found = _BEGIN.decode(data)
+    except (ValueError, DecodeError):  # [DONE], too
+        return True
+    return found.error is not None or any(map(_has_content, found.choices or ()))
+
+
+def _has_content(choice: _Choice) -> bool:
+    parts = [*(choice.delta or {}).items(), ("text", choice.text), ("finish_reason", choice.finish_reason)]
+    return any(name != "role" and bytes(part) not in _NOTHING for name, part in parts)
 
 
 def told_error(data: bytes) -> bytes:

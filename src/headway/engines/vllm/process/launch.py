@@ -163,6 +163,8 @@ def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
+        if engine.eager:  # else the first request for log probabilities waits 10 s for a compiler, and all others
+            env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
     return env
 

@@ -45,6 +45,8 @@ def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) ->
 def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
     """Log where an instance and its configuration differ, and what is assumed for want of both."""
     default = Engine()
+    if "blocks_total" not in told:
+        log.warning("engine %s does not tell its KV cache; enough for all requests that run at once is assumed.", id)
     for name, option in _OPTIONS.items():
         configured, unset = getattr(config, name), getattr(config, name) == getattr(default, name)
         if name not in told and unset:

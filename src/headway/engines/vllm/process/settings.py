@@ -54,6 +54,24 @@ def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> N
     )
 
 
+def check_cores(where: str, cores: str | None) -> None:
+    """Raise ConfigError for a list of cores that cannot be read, or that names one that this process may not use."""
+    if cores is None:
+        return
+    ranges = [part.partition("-") for part in cores.split(",")]
+    numbers = [end for first, dash, last in ranges for end in ([first, last] if dash else [first])]
+    mine = sorted(os.sched_getaffinity(0))
+    if not all(map(str.isdecimal, numbers)):
+        fix = 'Write numbers and ranges, as in "0-3,8".'
+        raise ConfigError(f"{where}.cores is {cores!r}, which is no list of CPU cores.", fix, param=f"{where}.cores")
+    if missing := set(map(int, numbers)) - set(mine):
+        raise ConfigError(
+            f"{where}.cores names core {min(missing)}, which this process may not use.",
+            f"Use some of {', '.join(map(str, mine))}.",
+            param=f"{where}.cores",
+        )
+
+
 def _check_context(where: str, engine: Engine, model: str) -> None:
     """Compare the context with that of a model on this disk."""
     if engine.runner == "pooling" or _OVERRIDES & _options(engine):

@@ -17,6 +17,7 @@ from headway.gateway.apis.api import error_docs
 from headway.gateway.apis.dashboard.board import Board
 from headway.gateway.apis.dashboard.explain import Explainer
 from headway.gateway.apis.state import AppState
+from headway.gateway.requests.streaming import HEAD
 from headway.gateway.watch.history import FINEST, WINDOWS, View
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
@@ -55,8 +56,10 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
                 kind="server_error",
                 code="too_many_viewers",
             )
-        events = board.events(state.stopping, operator, view)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        if HEAD in request.scope:
+            return Response(media_type="text/event-stream", headers=headers)
+        events = board.events(state.stopping, operator, view)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     @app.get("/headway/explain", responses=error_docs(400, 401, 403, 404, 503))
