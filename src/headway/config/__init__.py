@@ -53,7 +53,7 @@ class Server:
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
     write_timeout_s: in which a client reads nothing of its answer. idle_timeout_s: between two requests.
-    keepalive_s: between comments of a stream that waits for its first token, for proxies; 0 = none.
+    keepalive_s: between comments of a stream while nothing else comes, for proxies; 0 = none.
     max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
         that have no request in progress make room for new ones.
     drain_s: that requests in progress get when the gateway is stopped.
