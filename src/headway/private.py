@@ -65,12 +65,15 @@ def opened(path: str | Path, flags: int) -> int:
     return handle
 
 
-def database(path: str | Path) -> None:
+def database(path: str | Path, *, used: bool = False) -> None:
     """Make a SQLite database and its files private, before SQLite opens it: new files beside it get its mode.
 
-    Raises OSError if another user owns one of them, and if the database is empty or missing while its
-    write-ahead log is not: SQLite would delete that log, and the work in it.
+    used: it had something. Raises OSError if another user owns one of the files, if the database is empty though
+    it was used, and if it is empty or missing while its write-ahead log is not: SQLite would delete that log,
+    and the work in it.
     """
+    if used and not _size(path) and os.path.exists(path):
+        raise OSError(errno.EIO, f"{path} is empty, but it was not; put it back, or delete it to begin anew")
     if _size(f"{path}-wal") and not _size(path):  # in this order: another gateway may be making both
         mend = "put the database back, or move its log away to begin anew"
         raise OSError(errno.EIO, f"{path} is empty or missing, but {path}-wal is not; {mend}")

@@ -14,7 +14,16 @@ from headway.engines.vllm.plugin import hook
 pytestmark = pytest.mark.filterwarnings("default")
 SOURCES = [
     Path(hook.__file__).with_name(name).read_text()
-    for name in ("hook.py", "view.py", "blocked.py", "columns.py", "recording.py", "token_caps.py", "prefix_cache.py")
+    for name in (
+        "hook.py",
+        "view.py",
+        "blocked.py",
+        "columns.py",
+        "recording.py",
+        "token_caps.py",
+        "prefix_cache.py",
+        "grammar_time.py",
+    )
 ]
 
 
@@ -58,6 +67,7 @@ def test_version_is_one_that_this_was_written_for() -> None:
         ("_holds_kv_blocks", ["request"]),
         ("finish_requests", ["self", "request_ids", "finished_status"]),
         ("get_request_counts", ["self"]),
+        ("get_grammar_bitmask", ["self", "scheduler_output"]),
         ("reset_connector_cache", ["self"]),
     ],
 )
@@ -90,6 +100,7 @@ def test_scheduler_methods(name: str, parameters: list[str]) -> None:
         "token_budget = self.max_num_scheduled_tokens",
         "preempted_req = self.running[-1]",
         "self.waiting.prepend_request(request)",
+        "error_req_ids = set(self.grammar_compile_error_reqs)",
     ],
 )
 def test_scheduler_state(line: str) -> None:

@@ -44,7 +44,7 @@ def ask(gateway: Gateway, name: str, body: Any = PRINT, **more: Any) -> httpx.Re
 
 def live(gateway: Gateway, name: str) -> int:
     """Return the processes of a backend."""
-    return int(gateway.inner.backends[name]._pool.live)  # type: ignore[attr-defined]
+    return int(gateway.inner.backends[name].pool.live)  # type: ignore[attr-defined]
 
 
 def test_a_unit_is_executed_and_is_part_of_its_run(hermes: Gateway) -> None:
@@ -187,7 +187,7 @@ def test_units_count_against_the_limits_of_their_tenant(serve: Serve) -> None:
         assert [ask(gateway, "echo", {"input": 1}, headers=anna).status_code for _ in range(3)] == [200, 200, 429]
         sleeps = {"input": {"code": "import time; time.sleep(600)"}}
         units = [threads.submit(ask, gateway, "python", sleeps, headers=one) for one in (bert, carl)]
-        pool: Any = gateway.inner.backends["python"]._pool  # type: ignore[attr-defined]
+        pool: Any = gateway.inner.backends["python"].pool  # type: ignore[attr-defined]
         until(lambda: len(pool._busy) == 2)
         refused = ask(gateway, "echo", {"input": 1}, headers=bert)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_queue_full")
@@ -210,5 +210,5 @@ def test_the_gateway_ends_its_sandboxes_when_it_stops(serve: Serve) -> None:
             unit = threads.submit(ask, gateway, "python", sleeps)
             until(lambda: live(gateway, "python") == 1)
             backends = gateway.inner.backends
-        assert backends["python"]._pool.live == 0  # type: ignore[attr-defined]
+        assert backends["python"].pool.live == 0  # type: ignore[attr-defined]
         assert unit.exception() is not None or unit.result().status_code >= 500

@@ -72,7 +72,7 @@ async def sandboxes(isolation: Any = "process", **more: Any) -> AsyncIterator[Sa
         yield backend
     finally:
         await backend.close()
-        assert backend._pool.live == 0
+        assert backend.pool.live == 0
         if isolation == "docker":
             left = command(os.environ["DOCKER_HOST"], "ps", "--all", "--quiet")
             assert left.stdout == "", "its containers are gone"
@@ -85,7 +85,7 @@ async def model(load: str = "scripted", **more: Any) -> AsyncIterator[Model]:
         yield backend
     finally:
         await backend.close()
-        assert backend._pool.live == 0
+        assert backend.pool.live == 0
 
 
 async def execute(backend: Sandboxes, code: str) -> Ran:
@@ -135,7 +135,7 @@ async def test_a_warm_sandbox_serves_one_unit(isolation: str) -> None:
     async with sandboxes(isolation) as backend:
         held = await backend.warm()
         assert held is not None
-        assert (held.fresh, held.used.is_set(), backend._pool.live) == (True, False, 1)
+        assert (held.fresh, held.used.is_set(), backend.pool.live) == (True, False, 1)
         first = await execute(backend, "import os; open('left', 'w'); print(os.getcwd())")
         assert (first.warm, first.started, held.used.is_set()) == (True, None, True)
         second = await execute(backend, "import os; print('left' in os.listdir()); print(os.getcwd())")
@@ -152,7 +152,7 @@ async def test_a_warm_sandbox_that_nothing_uses_ends() -> None:
         held = await backend.warm()
         assert held is not None
         await held.release()
-        await eventually(lambda: backend._pool.live == 0)
+        await eventually(lambda: backend.pool.live == 0)
 
 
 @every
@@ -228,7 +228,7 @@ async def test_input_that_is_no_code_is_refused(input: Any) -> None:
     async with sandboxes() as backend:
         with pytest.raises(RequestError, match="cannot execute this input"):
             await backend.run("tenant", input)
-        assert backend._pool.live == 0
+        assert backend.pool.live == 0
 
 
 # ---- the pool
@@ -238,12 +238,12 @@ async def test_there_are_only_so_many_processes_and_only_so_many_wait() -> None:
     async with sandboxes(processes=1, waiting=1) as backend:
         begins = asyncio.create_task(execute(backend, "input()\nimport time; time.sleep(1)"))
         first = asyncio.create_task(execute(backend, "import time; time.sleep(1)"))
-        await eventually(lambda: backend._pool._places._waiting)
+        await eventually(lambda: backend.pool._places._waiting)
         assert await backend.warm() is None
         with pytest.raises(RequestError) as refused:
             await execute(backend, "pass")
         assert (refused.value.status, refused.value.code) == (429, "backend_busy")
-        assert backend._pool.live == 1
+        assert backend.pool.live == 1
         assert {ran.output["timed_out"] for ran in await asyncio.gather(begins, first)} == {False}
 
 
@@ -254,12 +254,12 @@ async def test_a_tenant_leaves_workers_and_places_to_others() -> None:
     backend = Sandboxes("python", Settings("sandbox", isolation="process", processes=3, waiting=8), 0.5)
     flood = [asyncio.create_task(backend.run("alpha", SLEEPS)) for _ in range(20)]
     try:
-        await eventually(lambda: len(backend._pool._busy) == 2)
+        await eventually(lambda: len(backend.pool._busy) == 2)
         assert (await backend.run("beta", {"code": "print('there')"})).output["stdout"] == "there\n"
         refused = [unit.exception() for unit in flood if unit.done()]
         assert {error.code for error in refused if isinstance(error, RequestError)} == {"tenant_queue_full"}
         assert len(refused) == 14, "two run, and four of eight places are its share"
-        assert backend._pool.live == 2
+        assert backend.pool.live == 2
     finally:
         await backend.close()
         await asyncio.gather(*flood, return_exceptions=True)
@@ -274,7 +274,7 @@ async def test_tenants_take_turns() -> None:
 
     async with sandboxes(processes=1) as backend:
         blocks = asyncio.create_task(backend.run("alpha", {"code": "import time; time.sleep(2)"}))
-        await eventually(lambda: backend._pool._busy)
+        await eventually(lambda: backend.pool._busy)
         units = list[asyncio.Task[None]]()
         for tenant in ["alpha"] * 4 + ["beta"] * 2:
             units.append(asyncio.create_task(run(backend, tenant)))
@@ -286,7 +286,7 @@ async def test_tenants_take_turns() -> None:
 async def test_a_unit_waits_for_a_sandbox_that_is_being_warmed() -> None:
     async with sandboxes(processes=1) as backend:
         warming = asyncio.create_task(backend.warm())
-        await eventually(lambda: backend._pool.live)
+        await eventually(lambda: backend.pool.live)
         ran = await execute(backend, "print('there')")
         held = await warming
         assert held is not None
@@ -297,18 +297,18 @@ async def test_a_unit_waits_for_a_sandbox_that_is_being_warmed() -> None:
 async def test_a_warm_sandbox_that_has_died_is_not_used() -> None:
     async with sandboxes() as backend:
         await backend.warm()
-        backend._pool._spares[0].start.result().worker.kill()
-        await eventually(lambda: not backend._pool._spares[0].ready)
+        backend.pool._spares[0].start.result().worker.kill()
+        await eventually(lambda: not backend.pool._spares[0].ready)
         assert (await execute(backend, "print('there')")).output["stdout"] == "there\n"
 
 
 async def test_a_unit_that_is_given_up_ends_its_process() -> None:
     async with sandboxes() as backend:
         unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
-        await eventually(lambda: backend._pool._busy)
+        await eventually(lambda: backend.pool._busy)
         unit.cancel()
         await asyncio.gather(unit, return_exceptions=True)
-        await eventually(lambda: backend._pool.live == 0)
+        await eventually(lambda: backend.pool.live == 0)
 
 
 async def test_closing_ends_a_unit_whose_worker_is_still_starting() -> None:
@@ -341,7 +341,7 @@ async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
     before = folders()
     async with sandboxes(isolation, processes=2) as backend:
         unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
-        await eventually(lambda: backend._pool._busy)
+        await eventually(lambda: backend.pool._busy)
         await backend.warm()
         waiting = asyncio.create_task(backend.warm())
     told = (await unit).output
@@ -392,20 +392,20 @@ async def test_a_model_stays_loaded() -> None:
         assert held is not None
         assert not held.fresh
         await held.release()
-        assert backend._pool.live == 1
+        assert backend.pool.live == 1
 
 
 async def test_a_model_that_is_not_used_is_unloaded() -> None:
     async with model(keep_s=0.2) as backend:
         assert (await backend.run("a", None)).output == "hello"
-        await eventually(lambda: backend._pool.live == 0)
+        await eventually(lambda: backend.pool.live == 0)
         held = await backend.warm()
         assert held is not None
         assert held.fresh
         await asyncio.sleep(0.5)
-        assert backend._pool.live == 1, "it is held, however long that is"
+        assert backend.pool.live == 1, "it is held, however long that is"
         await held.release()
-        await eventually(lambda: backend._pool.live == 0)
+        await eventually(lambda: backend.pool.live == 0)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ async def test_a_model_that_does_not_load_says_why() -> None:
         for _ in range(2):
             with pytest.raises(BackendError, match="there are no weights"):
                 await backend.run("a", None)
-        assert backend._pool.live == 0
+        assert backend.pool.live == 0
     async with model("stuck", start_timeout_s=0.5) as backend:
         with pytest.raises(BackendError, match=r"not ready within 0\.5 s"):
             await backend.warm()

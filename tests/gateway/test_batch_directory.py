@@ -77,6 +77,14 @@ def test_batches_in_a_log_without_its_database_are_not_thrown_away(tmp_path: Pat
     assert (tmp_path / "batches.sqlite-wal").read_bytes() == b"work"
 
 
+def test_batches_that_were_emptied_beside_their_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite").touch()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1").touch()
+    with pytest.raises(ConfigError, match="is empty, but it was not"):
+        DirectoryStore(tmp_path)
+
+
 def test_an_answer_is_told_as_openai_does() -> None:
     line = Line(7, 0, 1, 'quoted "body": null')
     good, text = answered(BATCH, line, job(line, True))

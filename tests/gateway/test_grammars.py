@@ -63,6 +63,7 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     (response_format(schema(minLength=-100_000, maxLength=1e5)), "max_repeats"),
     (response_format({"allOf": [schema(maxItems=600 + i) for i in range(20)]}), "max_repeats"),
     (response_format(schema(maxLength=10**400)), "max_repeats"),
+    ({"structured_outputs": {"grammar": "root ::= [a-z ]{1,100000}"}}, "max_repeats"),
     (response_format(nested(40)), "max_depth"),
     (response_format(deep(10_000)), "max_depth"),
     ({"tools": [tool(pattern=REPEATED)], "tool_choice": "required"}, "max_regex"),
@@ -71,7 +72,7 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
 FITTING: list[dict[str, Any]] = [
     {"guided_regex": r"\d{3}-\d{4}", "guided_choice": None},
     {"structured_outputs": {"regex": r"\{1,100000\}[{1,100000}]"}},
-    {"structured_outputs": {"json": "no JSON", "grammar": 'root ::= "a"{1,100000}'}},
+    {"structured_outputs": {"json": "no JSON", "grammar": 'root ::= "a"{1,100}'}},
     response_format(schema(pattern="^[a-z]{1,200}@[a-z]{1,200}$", minLength=1, maxLength=4000)),
     response_format(schema(properties={"pattern": {"const": 1}, "maxLength": {"type": "integer"}})),
     response_format(nested(20)),

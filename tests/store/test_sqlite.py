@@ -125,8 +125,7 @@ async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> N
 
 
 async def test_an_empty_file_is_a_new_queue(path: str) -> None:
-    await SqliteBroker(path, "A").close()
-    os.truncate(path, 0)
+    Path(path).touch()
     broker = SqliteBroker(path, "B")
     await broker.renew(FAR)
     await broker.put(job())
@@ -143,6 +142,19 @@ def test_work_in_a_log_without_its_database_is_not_thrown_away(path: str, gone: 
     assert f"is empty or missing, but {path}-wal is not" in said
     assert "move its log away" in said
     assert Path(f"{path}-wal").read_bytes() == b"work"
+
+
+async def test_a_queue_that_was_emptied_is_refused_and_one_that_was_deleted_begins_anew(path: str) -> None:
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    await broker.put(job())
+    await broker.close()
+    os.truncate(path, 0)
+    assert f"{path} is empty, but it was not" in refusal(path)
+    os.remove(path)
+    broker = SqliteBroker(path, "B")
+    assert await broker.get("a") is None
+    await broker.close()
 
 
 # ---- version 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import subprocess
 import sys
@@ -207,3 +208,12 @@ async def test_sqlite_shortens_the_log_itself(path: str) -> None:
         for _ in range(2):
             writing.execute("INSERT INTO filler VALUES (?)", [bytes(2**12)])
         assert health.log_bytes(path) <= health.LOG_LIMIT
+
+
+async def test_a_log_that_was_cut_off_is_noticed(path: str, broker: SqliteBroker) -> None:
+    for id in MANY[:5]:
+        await broker.put(replace(job(id, background=True), body=BODY))
+    os.truncate(f"{path}-wal", 0)
+    await until(lambda: broker.problem())
+    with pytest.raises(HeadwayError, match="headway queue recover"):
+        await broker.put(job("late"))

@@ -17,7 +17,8 @@ class Grammars:
     max_kib: of schemas, regular expressions, grammars and choices, as JSON.
     max_depth: objects and arrays within each other in a schema.
     max_regex: characters of all regular expressions, with what they repeat written out: "[a-z]{3}" has 3.
-    max_repeats: sum of the bounds of a schema: minLength, maxLength, minItems, maxItems and the like.
+    max_repeats: sum of the bounds of a schema, minLength, maxLength, minItems, maxItems and the like, and of a
+        grammar's counted repetitions.
     """
 
     max_kib: Count = 64

@@ -36,7 +36,7 @@ class _Loaded:
 
 
 class Model(Backend):
-    """The backend `kind = "model"`. ConfigError without `load`."""
+    """The backend `kind = "model"`. ConfigError without `load`. pool: of its workers."""
 
     def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is None or ":" not in settings.load:
@@ -47,7 +47,7 @@ class Model(Backend):
             )
         self._name, self._settings, self._load = name, settings, settings.load
         self._most = settings.output_kib * 1024
-        self._pool = WorkerPool(
+        self.pool = WorkerPool(
             name, self._start, most=settings.processes, waiting=settings.waiting, share=share, keep_s=settings.keep_s
         )
 
@@ -57,16 +57,16 @@ class Model(Backend):
 
     async def warm(self) -> Held | None:
         """Load the model ahead, or keep a worker that has it."""
-        return await self._pool.warm()
+        return await self.pool.warm()
 
     async def run(self, tenant: str, input: Any) -> Ran:
         """Call the model with the input and return what it returns."""
-        async with self._pool.worker(tenant) as taken:
+        async with self.pool.worker(tenant) as taken:
             output = await self._call(taken.worker.worker, input)
         return Ran(output, taken.warm, taken.waited, taken.started)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
     async def _start(self) -> _Loaded:
         options = json.dumps(self._settings.options)

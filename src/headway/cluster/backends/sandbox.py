@@ -62,7 +62,7 @@ class _Sandbox:
 
 
 class Sandboxes(Backend):
-    """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for."""
+    """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for. pool: of its workers."""
 
     def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is not None or settings.options:
@@ -72,7 +72,7 @@ class Sandboxes(Backend):
                 param=f"backends.{name}",
             )
         self._name, self._settings = name, settings
-        self._pool = WorkerPool(
+        self.pool = WorkerPool(
             name, self._start, most=settings.processes, waiting=settings.waiting, share=share, keep_s=None
         )
 
@@ -82,7 +82,7 @@ class Sandboxes(Backend):
 
     async def warm(self) -> Held | None:
         """Start a sandbox ahead; it serves one unit, of any tenant, as it has served none before."""
-        return await self._pool.warm()
+        return await self.pool.warm()
 
     async def run(self, tenant: str, input: Any) -> Ran:
         """Execute code; return `exit_code`, `stdout`, `stderr`, `truncated`, `timed_out`."""
@@ -94,12 +94,12 @@ class Sandboxes(Backend):
                 'Send {"input": {"code": "print(6 * 7)"}}.',
                 param="input",
             ) from None
-        async with self._pool.worker(tenant) as taken:
+        async with self.pool.worker(tenant) as taken:
             output = await self._execute(taken.worker.worker, code.code)
         return Ran(output, taken.warm, taken.waited, taken.started)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
     async def _start(self) -> _Sandbox:
         """Start one; it gets nothing of the gateway's environment but what the settings name."""

@@ -16,11 +16,13 @@ from headway.errors import RequestError
 
 _FIELDS = ("response_format", "structured_outputs")  # and vLLM's earlier names, which begin with guided_
 _REGEX = frozenset(("pattern", "regex", "whitespace_pattern", "guided_regex", "guided_whitespace_pattern"))
+_GRAMMAR = frozenset(("grammar", "guided_grammar"))
 _AS_TEXT = frozenset(("json", "guided_json", "structural_tag"))  # may have their JSON as a text
 _BOUNDS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 # An escaped character, a class, a counted repetition, or any other character.
 # An unclosed class extends to the end of the text, and nothing is given back: the time stays linear.
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\{(\d++)(?:,(\d*+))?\}|.", re.DOTALL)
+_REPEATS = re.compile(r"\{(\d++)(?:,(\d*+))?\}")
 _ENDLESS = 10**9  # more than any limit
 _HINT = "Send a smaller grammar, or raise grammars.{} in the server's configuration."
 
@@ -37,6 +39,8 @@ def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
                 raise _too_large(name, f"more than {limits.max_depth} objects within each other", "max_depth")
             if key in _REGEX and isinstance(one, str):
                 regex += written_out(one)
+            elif key in _GRAMMAR and isinstance(one, str):
+                repeats += sum(max(_count(most), _count(least)) for least, most in _REPEATS.findall(one))
             elif key in _BOUNDS and isinstance(one, int | float):
                 repeats += max(0, min(one, limits.max_repeats + 1))  # NaN counts as nothing
         if len(json.dumps(value)) > limits.max_kib * 1024:
@@ -45,7 +49,7 @@ def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
             what = f"regular expressions of more than {limits.max_regex} characters, repetitions written out"
             raise _too_large(name, what, "max_regex")
         if repeats > limits.max_repeats:
-            what = f"bounds, such as maxLength, of more than {limits.max_repeats} in sum"
+            what = f"bounds, such as maxLength or {{9}} of a grammar, of more than {limits.max_repeats} in sum"
             raise _too_large(name, what, "max_repeats")
 
 

@@ -72,7 +72,8 @@ class SqliteFile:
     """
 
     def __init__(self, path: Path) -> None:
-        private.database(path)  # first: SQLite deletes the log of an empty file
+        # First: SQLite deletes the log of an empty file.
+        private.database(path, used=any((path.parent / "files").glob("*")))
         check_sound(str(path), "The batches", "batches.dir")
         self._path, self._db = path, _open(str(path))
         self._lock = threading.Lock()

@@ -57,8 +57,9 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
     Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
     """
-    with _errors_explained(path), locked(path):
-        private.database(path)  # first: SQLite deletes the log of an empty file
+    with _errors_explained(path), locked(path) as lock:
+        # First: SQLite deletes the log of an empty file. The lock has the boot in which the queue was opened last.
+        private.database(path, used=os.fstat(lock).st_size > 0)
     check_sound(path, "The broker", PARAM)
     with _errors_explained(path), locked(path) as lock:
         writing = connect(path, PATIENCE, partial(_prepare_writer, path, lock, synchronous))

@@ -37,13 +37,26 @@ def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> s
     thorough: read all of it, not only its header and schema. stop: when it is set, the look ends early.
     """
     try:
-        with closing(_connect(path)) as db:
-            if stop is not None:
-                db.set_progress_handler(stop.is_set, 10_000)
-            db.execute("SELECT * FROM sqlite_master").fetchall()
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0] if thorough else "ok"
+        try:
+            return _look(path, thorough, stop)
+        except sqlite3.Error as error:
+            if not _is_short(error):
+                raise
+        return _look(path, True, stop)  # a part of the log is gone, unless it has just been begun anew
     except sqlite3.Error as error:
-        return str(error) if means_damage(error) else None
+        return str(error) if _is_short(error) or means_damage(error) else None
+
+
+def _is_short(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_SHORT_READ
+
+
+def _look(path: str, thorough: bool, stop: Event | None) -> str | None:
+    with closing(_connect(path)) as db:
+        if stop is not None:
+            db.set_progress_handler(stop.is_set, 10_000)
+        db.execute("SELECT * FROM sqlite_master").fetchall()
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0] if thorough else "ok"
     return None if found == "ok" else " ".join(found.split())
 
 

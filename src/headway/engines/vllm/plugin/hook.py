@@ -25,6 +25,7 @@ from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
 from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
+from headway.engines.vllm.plugin.grammar_time import GrammarTimeMixin
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.recording import RecordingMixin, ints
@@ -40,7 +41,7 @@ from headway.policy.recipes.registry import find
 from headway.types import UNLIMITED, Batch, Jobs, Step
 
 
-class HeadwayMixin(ControlMixin, TokenCapsMixin, RecordingMixin):
+class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixin):
     """The hook, placed before a stock scheduler class in the method resolution order."""
 
     # Stock attributes used here; declared because mypy does not see vLLM.

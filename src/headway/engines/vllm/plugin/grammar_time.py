@@ -1,0 +1,56 @@
+"""Ends requests whose grammars take the engine too long.
+
+The mask of the tokens that a grammar allows is computed between iterations, while all other requests wait. A
+short grammar may be so ambiguous that each mask takes seconds, as "(([a-z ]*)*)*x" does in xgrammar, and its
+size does not tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("headway.engine")
+SLOW_S = 0.05  # seconds of an iteration's masks above which they are counted
+MOST_S = 1.0  # seconds that the slow masks of one request may take in all
+
+
+class GrammarTimeMixin:
+    """Placed before a stock scheduler class. timer: seconds."""
+
+    requests: dict[str, Any]
+    structured_output_manager: Any
+    grammar_compile_error_reqs: set[str]  # these end as failed after this iteration
+    timer: Callable[[], float]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._grammar_s: dict[str, float] = {}
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        began = self.timer()
+        found = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        if found is not None and (took := self.timer() - began) > SLOW_S:
+            self._charge(found.structured_output_request_ids, took)
+        return found
+
+    def _charge(self, ids: list[str], took: float) -> None:
+        """Count the time of slow masks; of several requests each mask is computed once more, alone."""
+        self._grammar_s = {id: seconds for id, seconds in self._grammar_s.items() if id in self.requests}
+        for id in ids:
+            seconds = took if len(ids) == 1 else self._seconds_alone(id)
+            if seconds <= SLOW_S:
+                continue
+            self._grammar_s[id] = total = self._grammar_s.get(id, 0.0) + seconds
+            if total > MOST_S:
+                log.warning("request %s is ended: its grammar has taken %.1f s of the engine's time", id, total)
+                self.grammar_compile_error_reqs.add(id)
+
+    def _seconds_alone(self, id: str) -> float:
+        grammar = self.requests[id].structured_output_request.grammar
+        if grammar.is_terminated():
+            return 0.0
+        mask, began = self.structured_output_manager.backend.allocate_token_bitmask(1), self.timer()
+        grammar.fill_bitmask(mask, 0)
+        return self.timer() - began
