@@ -93,7 +93,7 @@ lint: install
 	$(BIN)/ruff format --check src tests tools examples benchmarks testing
 	$(BIN)/mypy
 
-# Known vulnerabilities of all packages in the locks, by PyPI's advisories; no other target asks the network for them.
+# Known vulnerabilities of all packages in the locks, by PyPI's advisories; `make test` does not ask the network for them.
 # A version without its local part (+cpu) is the one that PyPI knows.
 ADVISORIES := https://pypi.org/pypi/pip/json
 audit:

@@ -56,6 +56,7 @@ tenant_share = 0.4
 class_share = 0.6
 operator_key = "{SECRET}"
 operator_only = true
+hosts = ["llm.example", ".b.example"]
 max_attempts = 5
 head_timeout_s = 3
 body_timeout_s = 30.5
@@ -237,7 +238,26 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.recipe == "edf"
     assert config.aliases == {"claude-*": "some"}
     assert config.server == Server(
-        "0.0.0.0", 9000, 64, 16, 10, 64, 8, 0.4, 0.6, SECRET, True, 5, 3.0, 30.5, 20.0, 6, 7.5, 100, 0
+        "0.0.0.0",
+        9000,
+        64,
+        16,
+        10,
+        64,
+        8,
+        0.4,
+        0.6,
+        SECRET,
+        True,
+        5,
+        3.0,
+        30.5,
+        20.0,
+        6,
+        7.5,
+        100,
+        0,
+        ("llm.example", ".b.example"),
     )
     assert config.engines == (
         Engine(

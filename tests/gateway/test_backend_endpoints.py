@@ -26,6 +26,8 @@ BACKENDS = {
     "digits": Backend("model", load=f"{MODELS}:digits", processes=1),
     "echo": Backend(f"{MODELS}:Echo", options={"word": "hm"}),
 }
+ALL = Key("key-of-all", "default")
+OF_ALL = {"authorization": f"Bearer {ALL.key}"}
 RUN = {"x-headway-app": "agent", "x-headway-run": "r1"}
 PRINT = {"input": {"code": "print(6 * 7)"}}
 
@@ -34,11 +36,13 @@ PRINT = {"input": {"code": "print(6 * 7)"}}
 def hermes(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway with a recipe that plans warm-ups."""
     folder = tmp_path_factory.mktemp("hermes")
-    with serving(configuration(folder, fake.url, recipe="hermes", backends=BACKENDS)) as gateway:
+    with serving(configuration(folder, fake.url, recipe="hermes", backends=BACKENDS, keys=(ALL,))) as gateway:
         yield gateway
 
 
 def ask(gateway: Gateway, name: str, body: Any = PRINT, **more: Any) -> httpx.Response:
+    if ALL in gateway.config.keys:
+        more["headers"] = OF_ALL | more.get("headers", {})
     return gateway.post(body, f"/v1/backends/{name}", **more)
 
 
@@ -53,20 +57,20 @@ def test_a_unit_is_executed_and_is_part_of_its_run(hermes: Gateway) -> None:
     assert answer["output"]["stdout"] == "42\n"
     assert 0 < answer["waited_s"] <= answer["seconds"]
     assert ask(hermes, "echo", {"input": 1, "unit": "repeat"}, headers=RUN).json()["output"][1:] == ["default", 1]
-    told = hermes.get("/v1/runs/r1?app=agent").json()
+    told = hermes.get("/v1/runs/r1?app=agent", headers=OF_ALL).json()
     units = [(unit["unit"], unit["backend"], unit["in_progress"]) for unit in told["units"]]
     assert units == [("python", "python", 0), ("repeat", "echo", 0)]
     assert told["units"][0]["seconds"] > 0
     assert ask(hermes, "echo", {"input": 1, "final": True}, headers=RUN).status_code == 200
-    assert hermes.get("/v1/runs/r1?app=agent").json()["status"] == "ended"
+    assert hermes.get("/v1/runs/r1?app=agent", headers=OF_ALL).json()["status"] == "ended"
     assert hermes.metric('headway_backend_units_total{backend="python",start="cold"}') == 1
 
 
 async def test_the_client_helper_executes_units(hermes: Gateway) -> None:
-    async with headway.run("helped", base_url=f"{hermes.url}/v1") as run:
+    async with headway.run("helped", base_url=f"{hermes.url}/v1", api_key=ALL.key) as run:
         done = await run.execute_async("python", PRINT["input"], unit="execute")
         again = await asyncio.to_thread(run.execute, "echo", 1)
-        told = hermes.get(f"/v1/runs/{run.id}?app=helped").json()
+        told = hermes.get(f"/v1/runs/{run.id}?app=helped", headers=OF_ALL).json()
     assert done.output["stdout"] == "42\n"
     assert 0 < done.waited_s <= done.seconds
     assert again.output[1:] == ["default", 1]
@@ -74,7 +78,7 @@ async def test_the_client_helper_executes_units(hermes: Gateway) -> None:
 
 
 def test_the_client_helper_raises_what_the_gateway_refuses(hermes: Gateway) -> None:
-    run = headway.run("helped", base_url=f"{hermes.url}/v1")
+    run = headway.run("helped", base_url=f"{hermes.url}/v1", api_key=ALL.key)
     with pytest.raises(HeadwayError, match="no backend 'pyton'") as caught:
         run.execute("pyton", 1)
     assert caught.value.status == 404
@@ -124,7 +128,7 @@ def test_a_unit_whose_client_leaves_is_given_up(hermes: Gateway) -> None:
     sleeps = {"input": {"code": "import time; time.sleep(60)"}}
     with pytest.raises(httpx.ReadTimeout):
         ask(hermes, "python", sleeps, headers=RUN | {"x-headway-run": "left"}, timeout=1.0)
-    until(lambda: hermes.get("/v1/runs/left?app=agent").json()["units"][0]["in_progress"] == 0)
+    until(lambda: hermes.get("/v1/runs/left?app=agent", headers=OF_ALL).json()["units"][0]["in_progress"] == 0)
     assert live(hermes, "python") == 0
 
 
@@ -132,14 +136,14 @@ def test_a_unit_whose_client_leaves_is_given_up(hermes: Gateway) -> None:
 def test_a_recipe_that_plans_warm_ups_finds_the_sandbox_warm(serve: Serve, recipe: str) -> None:
     """The runs before have shown that code is executed after the answer, so it is warmed with the answer."""
     resource, warm = Resource("backend", "python"), list[bool]()
-    with serve(recipe=recipe, backends=BACKENDS) as gateway:
+    with serve(recipe=recipe, backends=BACKENDS, keys=(ALL,)) as gateway:
         for _ in range(3):
-            with headway.run("coder", base_url=f"{gateway.url}/v1") as run:
+            with headway.run("coder", base_url=f"{gateway.url}/v1", api_key=ALL.key) as run:
                 before = warmed(gateway)
                 # As if it took long to start: it is to be warmed at once, and expected for long.
                 gateway.do(_tell(gateway, Prewarmed(resource, 1000.0)))
                 asked = gateway.chat(max_tokens=512, vllm_xargs={"fake_tokens": 512})
-                assert gateway.post(asked, headers=run.unit("write")).status_code == 200
+                assert gateway.post(asked, headers=OF_ALL | run.unit("write")).status_code == 200
                 if warm:  # there is a graph
                     until(lambda before=before: warmed(gateway) > before)  # type: ignore[misc]
                 warm.append(ask(gateway, "python", headers=run.unit("execute")).json()["warm"])
@@ -206,7 +210,7 @@ def test_nothing_is_executed_unless_it_is_configured(gateway: Gateway) -> None:
 def test_the_gateway_ends_its_sandboxes_when_it_stops(serve: Serve) -> None:
     sleeps = {"input": {"code": "import time; time.sleep(60)"}}
     with ThreadPoolExecutor() as threads:
-        with serve(backends=BACKENDS) as gateway:
+        with serve(backends=BACKENDS, keys=(ALL,)) as gateway:
             unit = threads.submit(ask, gateway, "python", sleeps)
             until(lambda: live(gateway, "python") == 1)
             backends = gateway.inner.backends

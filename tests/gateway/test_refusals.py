@@ -368,14 +368,20 @@ def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: st
 
 def test_without_keys_web_pages_of_other_sites_are_refused(serve: Serve) -> None:
     """A form or a fetch of text/plain reaches any server that its user's browser can reach."""
-    text = {"content-type": "text/plain"}
-    with serve() as gateway:
+    text, data = {"content-type": "text/plain"}, {"content-type": "application/json"}
+    with serve(server={"hosts": ("Llm.example", ".b.example")}) as gateway:
         body, own = json.dumps(gateway.chat()).encode(), gateway.url.removeprefix("http://")
         port = own.rpartition(":")[2]
         rebound, local = f"evil.example:{port}", f"localhost:{port}"
         others = ("http://evil.example", "null", "http://localhost:3000", f"http://{own}1", "http://[")
         for origin, host in (*((one, own) for one in others), (f"http://{rebound}", rebound)):
             answer = gateway.post(content=body, headers=text | {"origin": origin, "host": host})
-            assert error(answer, 403)["code"] == "foreign_page"
-        for headers in ({}, {"origin": gateway.url}, {"origin": f"http://{local}", "host": local}):
-            assert gateway.post(content=body, headers=headers).status_code == 200
+            assert error(answer, 403)["code"] == ("foreign_host" if host == rebound else "foreign_page")
+        for path in ("/v1/models", "/v1/files", "/metrics", "/openapi.json", "/headway/live"):
+            assert error(gateway.get(path, headers={"host": rebound}), 403)["code"] == "foreign_host"
+        assert gateway.get("/ready", headers={"host": rebound}).json() == {"ready": True}
+        assert error(gateway.post(content=body, headers=text), 415)["code"] == "unsupported_media_type"
+        hosts = ("headway", "gpu.local", "a.svc", "[::1]:80", "llm.example", "c.b.example:8000")
+        own = ({}, {"origin": gateway.url}, {"origin": f"http://{local}", "host": local}, *({"host": h} for h in hosts))
+        for headers in own:
+            assert gateway.post(content=body, headers=data | headers).status_code == 200

@@ -125,7 +125,7 @@ async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> N
 
 
 async def test_an_empty_file_is_a_new_queue(path: str) -> None:
-    Path(path).touch()
+    os.mknod(path)
     broker = SqliteBroker(path, "B")
     await broker.renew(FAR)
     await broker.put(job())

@@ -50,6 +50,7 @@ class Server:
 
     operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
         /ready tells besides its status are for operators alone; unset, where there are keys.
+    hosts: without keys, names in requests' Host besides addresses and local names; ".a.org" = all that end so.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
     write_timeout_s: in which a client reads nothing of its answer. idle_timeout_s: between two requests.
@@ -82,6 +83,7 @@ class Server:
     keepalive_s: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 30.0
     max_connections: Count | None = None
     drain_s: Annotated[int, Field(ge=0)] = 5
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -350,6 +352,10 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
         yield ConfigError(problem, fix, param="broker.postgres.url")
+    for name, backend in config.backends.items():
+        if backend.kind == "sandbox" and not config.keys:
+            problem = f"backends.{name} in {where} executes the code of every client, because there are no [[keys]]."
+            yield ConfigError(problem, "Add a [[keys]] table for each client.", param=f"backends.{name}")
     for i, key in enumerate(config.keys):
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."

@@ -232,7 +232,7 @@ def _status(app: FastAPI, state: AppState) -> None:
         batches = None if state.gateway.batches is None else state.gateway.batches.problem()
         good = up >= set(state.models.engines) and not waiting and problem is None and batches is None
         told: dict[str, Any] = {"ready": good}
-        if (operator := state.is_operator(request)) or not state.config.status_closed:
+        if (operator := state.is_operator(request)) or state.tells_status(request):
             described = {id: _engine(engine, operator) for id, engine in engines.items()}
             told |= {"ends_not_stored": waiting, "broker": problem, "batches": batches, "engines": described}
         return JSONResponse(told, 200 if good else 503)

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
-from ipaddress import ip_address
-from socket import gethostname
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,6 +19,7 @@ from headway.config import Key, Tier
 from headway.config.keys import reveal, revealed
 from headway.errors import RequestError
 from headway.gateway.apis.api import Api
+from headway.gateway.apis.web_pages import refuse_foreign_pages
 from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
@@ -73,10 +72,10 @@ class AppState:
     def key(self, request: Request) -> Key | None:
         """Return the key of a request, None if none are configured; 401 when none fits.
 
-        Without keys, 403 for the web page of another site, whose user's browser can reach the server.
+        Without keys, 403 and 415 for what a web page of another site could send.
         """
         if not self._keys:
-            self._check_page(request)
+            self._refuse_foreign_pages(request)
             return None
         given = self._given(request)
         key = None if given is None else self._keys.get(given)
@@ -98,24 +97,8 @@ class AppState:
             self.gateway.path.check_rate(key)
         return key
 
-    def _check_page(self, request: Request) -> None:
-        """Refuse requests of web pages that are not this server's own, by an address or this machine's name.
-
-        A page whose name was made to lead here (DNS rebinding) calls itself the server's own by that name.
-        """
-        if (origin := request.headers.get("origin")) is None:  # no browser, or nothing that changes anything
-            return
-        host = request.headers.get("host", "")
-        own = "localhost", gethostname().lower(), self.config.server.host
-        before, _, port = host.rpartition(":")
-        name = (before if port.isdecimal() else host).strip("[]").lower()
-        if origin.partition("://")[2] != host or not (name in own or _is_address(name)):
-            raise RequestError(
-                f"A web page ({origin[:64]!r}) may not use a server without API keys.",
-                "Configure keys ([[keys]]), or open the page by the server's address.",
-                status=403,
-                code="foreign_page",
-            )
+    def _refuse_foreign_pages(self, request: Request) -> None:
+        refuse_foreign_pages(request, (*self.config.server.hosts, self.config.server.host))
 
     def _given(self, request: Request) -> bytes | None:
         """Return the digest of the key that a request carries; two different ones are none.
@@ -174,6 +157,16 @@ class AppState:
         """Refuse questions about the gateway's state where only operators may ask them."""
         if self.config.status_closed:
             self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
+        elif not self._keys:
+            self._refuse_foreign_pages(request)
+
+    def tells_status(self, request: Request) -> bool:
+        """Tell whether a request may know the gateway's state."""
+        try:
+            self.check_status(request)
+        except RequestError:
+            return False
+        return True
 
     async def read(self, request: Request, held: Held) -> bytes:
         """Read the body; 413 as soon as it is too long, whatever its declared length.
@@ -277,12 +270,3 @@ def refuse_compressed(request: Request) -> None:
             code="unsupported_encoding",
             headers={"accept-encoding": "identity"},
         )
-
-
-def _is_address(name: str) -> bool:
-    """Tell whether the name of a host is an IP address."""
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
