@@ -116,7 +116,7 @@ def test_any_change_of_the_setting_is_another_cell(change: dict[str, Any], swept
 def test_another_simulator_or_pace_file_is_another_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = SMALL.cells()[0]
     keys = {cell.key}
-    for name in ("_code", "_profile"):
+    for name in ("source_digest", "_profile"):
         monkeypatch.setattr(sweeps, name, lambda *_: "other")
         keys.add(cell.key)
     assert len(keys) == 3

@@ -220,7 +220,7 @@ def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this process: a short ground, every rival, and no fidelity."""
     monkeypatch.setattr(grounds, "_SHORT_OWN", 10.0)
     monkeypatch.setattr(bench, "jobs", tiny)
-    monkeypatch.setattr(bench, "run", lambda jobs, bar: {job: cells.compute(job) for job in jobs})
+    monkeypatch.setattr(bench, "run", lambda jobs: {job: cells.compute(job) for job in jobs})
     monkeypatch.setattr(fidelity, "rows", lambda *args, **named: [])
     arguments = ["bench", "rivals", "--quick", "--json", "--seed", "3", "--out", str(tmp_path)]
     result = CliRunner().invoke(_app(), arguments)
@@ -236,7 +236,7 @@ def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[cells.Job] = []
 
-    def run(jobs: Sequence[cells.Job], *, bar: bool) -> dict[cells.Job, Figures]:
+    def run(jobs: Sequence[cells.Job]) -> dict[cells.Job, Figures]:
         seen.extend(jobs)
         return dict.fromkeys(jobs, FIGURES)
 

@@ -63,8 +63,8 @@ def test_an_answer_that_is_not_streamed_and_one_token_have_none(gateway: Gateway
 
 
 def test_a_client_that_leaves_during_a_silence_has_waited_for_it(gateway: Gateway) -> None:
-    with noted(gateway) as gap, hanging(gateway, stream=True, **fakes(delay=30, tokens=2)) as line:
-        assert line.recv(2**16)  # the head, with the first event
+    with noted(gateway) as gap, hanging(gateway, stream=True, **fakes(delay=2, tokens=5)) as line:
+        assert line.recv(2**16)  # the head, with the first token
         time.sleep(0.5)
     assert 0.3 < gap[0] < 5
 
