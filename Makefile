@@ -13,7 +13,7 @@ ARGS ?=
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit chromium clients docker peers install postgres rabbitmq serve test test-fast explore lint bench clean
+.PHONY: audit chromium clients docker loops peers install postgres rabbitmq serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -75,9 +75,14 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
-test: install chromium clients docker postgres rabbitmq
+test: install chromium docker postgres rabbitmq
 	$(BIN)/headway model fetch
+	$(MAKE) --no-print-directory --jobs=2 clients loops
 	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
+
+# Hot loops are compiled once, before several workers of the tests would do so at the same time.
+loops: install
+	@$(BIN)/headway simulate --duration 1 > /dev/null
 
 # Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
 test-fast: install
