@@ -515,6 +515,26 @@ def test_a_missing_part_is_named() -> None:
     assert said == "keys.0.tenant is missing in headway.toml. Add it."
 
 
+@pytest.mark.parametrize(
+    ("tenants", "isolation", "said"),
+    [
+        ("", "namespaces", "backends.python .* there are no"),
+        ("a", "process", None),
+        ("aa", "process", None),
+        ("ab", "namespaces", None),
+        ("ab", "process", "backends.python .* keeps no tenant"),
+    ],
+)
+def test_code_of_clients_is_not_executed_for_anybody(tenants: str, isolation: str, said: str | None) -> None:
+    keys = [{"key": f"{SECRET}{i}", "tenant": tenant} for i, tenant in enumerate(tenants)]
+    data = {"keys": keys, "backends": {"python": {"kind": "sandbox", "isolation": isolation}}}
+    if said is None:
+        parse(data)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            parse(data)
+
+
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(

@@ -19,6 +19,7 @@ from headway.policy.apps.prewarming import Prewarming
 from headway.stages import Resource
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, configuration, serving, until
+from tests.gateway.test_namespaces import namespaces_or_skip
 
 MODELS = "tests.gateway.backend_models"
 BACKENDS = {
@@ -169,9 +170,13 @@ async def _tell(gateway: Gateway, event: Prewarmed) -> None:
     gateway.inner.dispatcher.notify(event)
 
 
+ISOLATED = BACKENDS | {"python": Backend("sandbox", processes=2)}
+
+
 def test_tenants_see_no_backend_without_a_key_and_nothing_of_each_other(serve: Serve) -> None:
+    namespaces_or_skip()
     keys = (Key("key-of-anna", "anna"), Key("key-of-bert", "bert"))
-    with serve(backends=BACKENDS, keys=keys) as gateway:
+    with serve(backends=ISOLATED, keys=keys) as gateway:
         assert ask(gateway, "echo", {"input": 1}).status_code == 401
         anna, bert = ({"authorization": f"Bearer {key.key}"} for key in keys)
         assert ask(gateway, "echo", {"input": 1}, headers=bert).json()["output"] == ["hm", "bert", 1]
@@ -181,13 +186,14 @@ def test_tenants_see_no_backend_without_a_key_and_nothing_of_each_other(serve: S
 
 
 def test_units_count_against_the_limits_of_their_tenant(serve: Serve) -> None:
+    namespaces_or_skip()
     keys = (
         Key("key-of-anna", "anna", requests_per_min=2),
         Key("key-of-bert", "bert", max_queued=1),
         Key("key-of-carl", "carl"),
     )
     anna, bert, carl = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    with ThreadPoolExecutor() as threads, serve(backends=BACKENDS, keys=keys) as gateway:
+    with ThreadPoolExecutor() as threads, serve(backends=ISOLATED, keys=keys) as gateway:
         assert [ask(gateway, "echo", {"input": 1}, headers=anna).status_code for _ in range(3)] == [200, 200, 429]
         sleeps = {"input": {"code": "import time; time.sleep(600)"}}
         units = [threads.submit(ask, gateway, "python", sleeps, headers=one) for one in (bert, carl)]

@@ -353,9 +353,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
         yield ConfigError(problem, fix, param="broker.postgres.url")
     for name, backend in config.backends.items():
-        if backend.kind == "sandbox" and not config.keys:
-            problem = f"backends.{name} in {where} executes the code of every client, because there are no [[keys]]."
-            yield ConfigError(problem, "Add a [[keys]] table for each client.", param=f"backends.{name}")
+        yield from _backend_contradictions(name, backend, len({key.tenant for key in config.keys}), where)
     for i, key in enumerate(config.keys):
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
@@ -369,6 +367,17 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
             yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
+
+
+def _backend_contradictions(name: str, backend: Backend, tenants: int, where: str) -> Iterator[ConfigError]:
+    if backend.kind != "sandbox":
+        return
+    if not tenants:
+        problem = f"backends.{name} in {where} executes the code of every client, because there are no [[keys]]."
+        yield ConfigError(problem, "Add a [[keys]] table for each client.", param=f"backends.{name}")
+    if tenants > 1 and backend.isolation == "process":
+        problem = f'backends.{name} in {where} has isolation = "process", which keeps no tenant from the others.'
+        yield ConfigError(problem, 'Use "namespaces" or "docker".', param=f"backends.{name}.isolation")
 
 
 def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigError]:
