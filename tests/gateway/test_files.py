@@ -121,7 +121,7 @@ def test_files_without_content_have_a_limit(serve: Serve) -> None:
     [
         ({"purpose": "fine-tune"}, "invalid_purpose"),
         ({"purpose": ""}, "invalid_purpose"),
-        ({"headers": {"content-type": "text/plain"}}, "invalid_form"),
+        ({"headers": {"content-type": "application/json"}}, "invalid_form"),
     ],
 )
 def test_what_is_no_form_of_a_file(gateway: Gateway, more: dict[str, Any], code: str) -> None:

@@ -47,7 +47,7 @@ def refuse_foreign_pages(request: Request, hosts: Collection[str]) -> None:
     if kind in _FORMS:
         raise RequestError(
             f"The content type {kind} is not served here.",
-            "Send content-type: application/json.",
+            "Send JSON as application/json, and files as multipart/form-data.",
             status=415,
             code="unsupported_media_type",
         )
