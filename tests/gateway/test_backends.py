@@ -455,8 +455,9 @@ async def test_a_model_that_does_not_load_says_why() -> None:
     ],
 )
 def test_a_configuration_that_cannot_be_used(entry: dict[str, Any], says: str) -> None:
+    data = {"keys": [{"key": "a key of a client", "tenant": "a"}], "backends": {"tool": entry}}
     with pytest.raises(ConfigError, match=says):
-        make("tool", parse({"backends": {"tool": entry}}).backends["tool"])
+        make("tool", parse(data).backends["tool"])
 
 
 def test_a_backend_is_not_called_like_the_llm() -> None:

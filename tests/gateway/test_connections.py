@@ -326,7 +326,7 @@ def test_a_slash_at_the_end_leads_nowhere_else(serve: Serve) -> None:
     for path, status in (("/v1/models/", 200), ("/health/", 404), ("/v1/chat/completions/", 404)):
         method = "POST" if "chat" in path else "GET"
         asked = f"{method} {path} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n".encode()
-        with serve() as gateway, connected(gateway, asked) as line:
+        with serve(server={"hosts": ("evil.example",)}) as gateway, connected(gateway, asked) as line:
             head, _, body = rest(line).partition(b"\r\n\r\n")
         assert head.split()[1] == str(status).encode()
         assert set(json.loads(body)) == ({"object", "data"} if status == 200 else {"error"})
