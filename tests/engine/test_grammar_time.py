@@ -25,7 +25,8 @@ class Stock:
     """What vLLM's scheduler has of structured output."""
 
     def __init__(self) -> None:
-        self.now, self.requests, self.grammar_compile_error_reqs = 0.0, dict[str, Any](), set[str]()
+        self.now = self.elsewhere = 0.0
+        self.requests, self.grammar_compile_error_reqs = dict[str, Any](), set[str]()
         backend = SimpleNamespace(allocate_token_bitmask=lambda count: None)
         self.structured_output_manager = SimpleNamespace(backend=backend)
 
@@ -39,7 +40,8 @@ class Stock:
 class Scheduler(GrammarTimeMixin, Stock):
     def __init__(self, **seconds: float) -> None:
         super().__init__()
-        self.timer = lambda: self.now
+        self.timer = lambda: self.now + self.elsewhere
+        self.cpu_timer = lambda: self.now
         for id, took in seconds.items():
             asked = SimpleNamespace(grammar=Grammar(self, took))
             self.requests[id] = SimpleNamespace(structured_output_request=asked)
@@ -61,6 +63,18 @@ def test_the_slow_one_ends_and_others_go_on() -> None:
 def test_many_quick_ones_together_are_not_to_blame() -> None:
     many = {f"r{i}": SLOW_S / 10 for i in range(100)}
     assert Scheduler(**many).ended(100) == set()
+
+
+def test_what_other_processes_take_does_not_count() -> None:
+    scheduler = Scheduler(a=0.001)
+    grammar = scheduler.requests["a"].structured_output_request.grammar
+
+    def slow(mask: Any, index: int) -> None:
+        scheduler.elsewhere += 0.3
+        scheduler.now += 0.001
+
+    grammar.fill_bitmask = slow
+    assert scheduler.ended(100) == set()
 
 
 def test_what_has_ended_is_forgotten_and_not_measured() -> None:

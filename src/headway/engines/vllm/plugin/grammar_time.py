@@ -8,6 +8,7 @@ size does not tell.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +18,23 @@ MOST_S = 1.0  # seconds that the slow masks of one request may take in all
 
 
 class GrammarTimeMixin:
-    """Placed before a stock scheduler class. timer: seconds."""
+    """Placed before a stock scheduler class. timer: seconds. cpu_timer: those of this thread on a core."""
 
     requests: dict[str, Any]
     structured_output_manager: Any
     grammar_compile_error_reqs: set[str]  # these end as failed after this iteration
     timer: Callable[[], float]
+    cpu_timer: Callable[[], float] = staticmethod(time.thread_time)  # what other processes take does not count
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._grammar_s: dict[str, float] = {}
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        began = self.timer()
+        began, began_cpu = self.timer(), self.cpu_timer()
         found = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        if found is not None and (took := self.timer() - began) > SLOW_S:
-            self._charge(found.structured_output_request_ids, took)
+        if found is not None and self.timer() - began > SLOW_S:
+            self._charge(found.structured_output_request_ids, self.cpu_timer() - began_cpu)
         return found
 
     def _charge(self, ids: list[str], took: float) -> None:
@@ -51,6 +53,6 @@ class GrammarTimeMixin:
         grammar = self.requests[id].structured_output_request.grammar
         if grammar.is_terminated():
             return 0.0
-        mask, began = self.structured_output_manager.backend.allocate_token_bitmask(1), self.timer()
+        mask, began = self.structured_output_manager.backend.allocate_token_bitmask(1), self.cpu_timer()
         grammar.fill_bitmask(mask, 0)
-        return self.timer() - began
+        return self.cpu_timer() - began
