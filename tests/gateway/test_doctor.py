@@ -42,7 +42,7 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
         ('engines = [{ model = "/no/such/model" }]', "configuration", "/no/such/model", "config.json"),
         ("engines = [{ max_model_len = 10000 }]", "configuration", "context of 8192", "max_model_len = 8192"),
         ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
-        ('engines = [{ cores = "two" }]', "configuration", "no list of CPU cores", "0-3,8"),
+        ('engines = [{ cores = "two" }]', "configuration", "lists no CPU cores", "0-3,8"),
         ('engines = [{ cores = "0,9999" }]', "configuration", "names core 9999", "Use some of"),
         ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
         ('engines = [{ url = "http://h:99999" }]', "configuration", "engines.0.url", "65535"),

@@ -163,6 +163,8 @@ def test_kubernetes_opens_the_api_to_all_and_engines_to_gateways() -> None:
     assert [list(named(rule, "role")) for rule in everything] == [["gateway"]]
     services = {one["metadata"]["name"]: one["spec"]["ports"] for one in of_kind("Service")}
     (ingress,) = of_kind("Ingress")
+    names = {rule["host"] for rule in ingress["spec"]["rules"]}
+    assert names <= set(load(DEPLOY / "headway.toml").server.hosts), "without keys others are refused"
     for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
         assert path["path"] == "/v1"  # neither metrics nor the dashboard
         backend = path["backend"]["service"]

@@ -23,6 +23,7 @@ from rich.table import Table
 from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.engines.vllm.process.metadata import installed, lacking
+from headway.engines.vllm.process.settings import cores_of
 from headway.errors import ConfigError
 from headway.gateway.control.targets import describe
 from headway.gateway.main import bind, preflight
@@ -210,14 +211,10 @@ def _cores(config: Config) -> Iterator[Finding]:
 
 
 def _cpus(engine: Engine) -> set[int]:
-    if engine.cores is None:
-        return set(os.sched_getaffinity(0))
-    found = set[int]()
-    for part in engine.cores.split(","):
-        first, _, last = part.partition("-")
-        if first.strip().isdecimal():
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+    try:
+        return cores_of(engine.cores)
+    except ValueError:  # the look at the configuration says so
+        return set()
 
 
 _LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _memory, _cores)

@@ -413,7 +413,8 @@ def _too_large(max_head: int) -> RequestError:
 def _malformed_head(version: str, hosts: int) -> RequestError:
     if version not in _VERSIONS:
         return RequestError(f"HTTP/{version} is not served here.", "Send HTTP/1.1.", code="unsupported_version")
-    return RequestError(f"The request has {hosts or 'no'} Host headers.", "Send one.", code="invalid_host")
+    count = f"{hosts} Host headers" if hosts else "no Host header"
+    return RequestError(f"The request has {count}.", "Send one.", code="invalid_host")
 
 
 def _too_slow(limit: Limit, limits: Limits) -> RequestError:

@@ -22,6 +22,7 @@ _BOUNDS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minPrope
 # An escaped character, a class, a counted repetition, or any other character.
 # An unclosed class extends to the end of the text, and nothing is given back: the time stays linear.
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\{(\d++)(?:,(\d*+))?\}|.", re.DOTALL)
+# Of a grammar, in which "[" may be text.
 _REPEATS = re.compile(r"\{(\d++)(?:,(\d*+))?\}")
 _ENDLESS = 10**9  # more than any limit
 _HINT = "Send a smaller grammar, or raise grammars.{} in the server's configuration."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 
@@ -95,7 +97,7 @@ class EngineResponse:
             if end >= len(_END):
                 events = [event for event in bytes(head[looked_at:end]).split(_END)[:-1] if not _is_comment(event)]
                 head[looked_at:end] = b"".join(event + _END for event in events)
-                if any(map(begins_answer, events)):
+                if await offload(end - looked_at, partial(_begins, events)):
                     return bytes(head)
                 looked_at += sum(len(event) + len(_END) for event in events)
             self.memory.hold(len(head))
@@ -189,6 +191,10 @@ def _is_stream(response: aiohttp.ClientResponse) -> bool:
 
 def _is_data(line: bytes) -> bool:
     return line.startswith(b"data:") and not line[5:].isspace() and len(line) > 5
+
+
+def _begins(events: Sequence[bytes]) -> bool:
+    return any(map(begins_answer, events))
 
 
 def _is_comment(event: bytes) -> bool:

@@ -130,7 +130,7 @@ def event_data(event: bytes) -> bytes:
         if name == b"data":
             found.append(value.removeprefix(b" "))
         elif name not in (b"", b"event", b"id", b"retry"):
-            raise ValueError("it has a line that is no part of an event")
+            raise ValueError("one of its lines does not belong to an event")
     return b"\n".join(found)
 
 

@@ -54,20 +54,28 @@ def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> N
     )
 
 
+def cores_of(cores: str | None) -> set[int]:
+    """Return the CPU cores of a list such as "0-3,8", None = all that this process may use; ValueError for no list."""
+    if cores is None:
+        return set(os.sched_getaffinity(0))
+    ranges = [part.strip().partition("-") for part in cores.split(",")]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
 def check_cores(where: str, cores: str | None) -> None:
     """Raise ConfigError for a list of cores that cannot be read, or that names one that this process may not use."""
-    if cores is None:
-        return
-    ranges = [part.partition("-") for part in cores.split(",")]
-    numbers = [end for first, dash, last in ranges for end in ([first, last] if dash else [first])]
-    mine = sorted(os.sched_getaffinity(0))
-    if not all(map(str.isdecimal, numbers)):
+    mine = cores_of(None)
+    try:
+        missing = cores_of(cores) - mine
+    except ValueError:
         fix = 'Write numbers and ranges, as in "0-3,8".'
-        raise ConfigError(f"{where}.cores is {cores!r}, which is no list of CPU cores.", fix, param=f"{where}.cores")
-    if missing := set(map(int, numbers)) - set(mine):
+        raise ConfigError(
+            f"{where}.cores is {cores!r}, which lists no CPU cores.", fix, param=f"{where}.cores"
+        ) from None
+    if missing:
         raise ConfigError(
             f"{where}.cores names core {min(missing)}, which this process may not use.",
-            f"Use some of {', '.join(map(str, mine))}.",
+            f"Use some of {', '.join(map(str, sorted(mine)))}.",
             param=f"{where}.cores",
         )
 
