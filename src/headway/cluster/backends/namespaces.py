@@ -27,16 +27,17 @@ _SYSTEM = (
 )
 
 
-def argv(told: str, disk_mib: int) -> list[str]:
+def argv(told: str, disk_mib: int, memory_mib: int) -> list[str]:
     """Return the command that runs the sandbox's own side in namespaces. told: that side's argument."""
     command = [sys.executable, "-I", "-c", Path(sandbox_main.__file__).read_text(), told]
     shown = chain.from_iterable(_visible().items())
-    return [sys.executable, "-I", "-S", namespaces_main.__file__, str(disk_mib), *shown, "--", *command]
+    limits = [str(disk_mib), str(memory_mib)]
+    return [sys.executable, "-I", "-S", namespaces_main.__file__, *limits, *shown, "--", *command]
 
 
 def check_namespaces(name: str) -> None:
     """Raise ConfigError if no sandbox can be confined here. May block for 20 s."""
-    why = failure(*argv(json.dumps({"limits": {}, "imports": []}), 1))
+    why = failure(*argv(json.dumps({"limits": {}, "imports": []}), 1, 64))
     if why is not None:
         raise ConfigError(
             f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",

@@ -73,6 +73,8 @@ _FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others, such as VSOCK, have no netw
 _X32 = 0x40000000  # from here on a second set of numbers for x86_64's calls
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _EPERM, _EAFNOSUPPORT = 1, 97
+_LOOK_S = 0.1  # between two looks at what is held
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -166,7 +168,7 @@ def forbid_calls() -> None:
     call("prctl", _PR_SET_SECCOMP, 2, ctypes.c_char_p(length_and_address), 0, 0)
 
 
-def confine(visible: dict[str, str], disk_mib: int, command: list[str]) -> int:
+def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: list[str]) -> int:
     """Run a command and return its exit status, 128 and more for a signal."""
     os.umask(0o022)
     _write("/proc/self/oom_score_adj", "1000")  # out of memory, the kernel ends it before a gateway or engine
@@ -175,9 +177,13 @@ def confine(visible: dict[str, str], disk_mib: int, command: list[str]) -> int:
     if not root:
         own_user(os.geteuid(), os.getegid())
     call("unshare", _CLONE_NEWNS | _CLONE_NEW_REST)
+    confined, done = os.pipe()
     if first := os.fork():
-        return _status(os.waitpid(first, 0)[1])
+        os.close(done)
+        os.read(confined, 1)  # now /proc has the processes of the sandbox alone
+        return _status(_watched(first, memory_mib << 20))
     private_root(visible, disk_mib)
+    os.close(done)
     if root:  # not before: it alone may reach what it has at home
         leave_root()
     _write("/proc/sys/user/max_user_namespaces", "0")
@@ -195,20 +201,46 @@ def confine(visible: dict[str, str], disk_mib: int, command: list[str]) -> int:
             return _status(status)
 
 
+def _watched(first: int, most: int) -> int:
+    """Return the wait status of process 1, killed once all inside hold more than `most` bytes of memory."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while True:
+        ended, status = os.waitpid(first, os.WNOHANG)
+        if ended:
+            return status
+        if sum(map(_held, filter(str.isdecimal, os.listdir("/proc")))) > most:
+            os.write(2, f"killed: its processes hold more than {most >> 20} MiB (memory_mib)\n".encode())
+            os.kill(first, signal.SIGKILL)
+            return os.waitpid(first, 0)[1]
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
+
+
+def _held(process: str) -> int:
+    """Return the bytes of memory of a process: its share of what it has in common with others (PSS)."""
+    try:
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except PermissionError:  # all of it, then
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:  # it has ended
+        return 0
+
+
 def _status(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def main() -> None:
-    """Confine a command. Arguments: MiB of files; pairs of paths, inside and outside; "--"; the command."""
+    """Confine a command. Arguments: MiB of files and of memory; pairs of paths, inside and outside; "--"; it."""
     if sys.platform != "linux" or os.uname().machine not in _MACHINES:
         sys.exit(f"there are none for {sys.platform} on {os.uname().machine}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let the command interrupt process 1
     ends = sys.argv.index("--")
-    pairs = iter(sys.argv[2:ends])
+    disk_mib, memory_mib, pairs = int(sys.argv[1]), int(sys.argv[2]), iter(sys.argv[3:ends])
     try:
-        os._exit(confine(dict(zip(pairs, pairs, strict=True)), int(sys.argv[1]), sys.argv[ends + 1 :]))
+        os._exit(confine(dict(zip(pairs, pairs, strict=True)), disk_mib, memory_mib, sys.argv[ends + 1 :]))
     except OSError as error:
         sys.exit(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
 

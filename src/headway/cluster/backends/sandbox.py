@@ -109,7 +109,7 @@ class Sandboxes(Backend):
             argv = container.argv(self._told(), _env("/tmp"), passed)
             return await self._started(argv, command_env(passed), None, container.remove)
         if self._settings.isolation == "namespaces":
-            argv = namespaces.argv(self._told(), self._settings.disk_mib)
+            argv = namespaces.argv(self._told(), self._settings.disk_mib, self._settings.memory_mib)
             return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
         env = {"PATH": os.defpath} | _env(str(folder)) | passed

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import importlib
 import json
 import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -26,6 +26,23 @@ def limit(settings: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name, most in settings["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def _status_of(child: int, seconds: float) -> int:
+    """Wait for a child, so many seconds at most; return its exit status, 128 and more for a signal.
+
+    This is process 1 of a container: with it all others end.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if not ended:
+            signal.sigtimedwait({signal.SIGCHLD}, min(left, 0.1))
+    return 1
 
 
 def main() -> None:
@@ -40,8 +57,8 @@ def main() -> None:
     if not line:  # the gateway does not need it any more
         return
     code = json.loads(line)["code"]
-    if "seconds" in settings:  # also for process 1 of a container, which signals do not end
-        faulthandler.dump_traceback_later(settings["seconds"], exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    if "seconds" in settings and (child := os.fork()):
+        os._exit(_status_of(child, settings["seconds"]))
     sys.argv = ["code"]
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
