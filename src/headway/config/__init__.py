@@ -49,7 +49,8 @@ class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
     operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
-        /ready tells besides its status are for operators alone; unset, where there are keys.
+        /ready tells besides its status (of controllers and agents, too) are for operators alone; unset, where there
+        are keys.
     hosts: without keys, names in requests' Host besides addresses and local names; ".a.org" = all that end so.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
