@@ -216,6 +216,50 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     ]
 
 
+SANDBOX = {"python": {"kind": "sandbox", "isolation": "process"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "params"),
+    [
+        ({"recipe": 3, "classes": {"x": {"drop": True}}}, ["recipe", "classes.x.drop"]),
+        (
+            {"classes": {"x": {"drop": True, "ttft_ms": -1}, "y": {"pace": "line"}}},
+            ["classes.x.ttft_ms", "classes.y.pace"],
+        ),
+        ({"server": {"prot": 1, "operator_only": True}}, ["server.prot", "server.operator_key"]),
+        ({"server": {"operator_key": 3, "operator_only": True}}, ["server.operator_key"]),
+        (
+            {"server": {"port": 0, "hosts": [3]}, "backends": SANDBOX},
+            ["backends.python", "server.hosts.0", "server.port"],
+        ),
+        ({"broker": {"kind": "postgres", "postgres": {"url": 3}}}, ["broker.postgres.url"]),
+        ({"broker": {"kind": "postgres", "postgres": 3}}, ["broker.postgres"]),
+        ({"broker": {"kind": "postgres", "keep_hours": 0}}, ["broker.keep_hours", "broker.postgres.url"]),
+        ({"broker": {"kind": "kafka"}, "engines": []}, ["broker.kind", "engines"]),
+        ({"engines": [{"dtype": "int4", "api_key": SECRET}, {"api_key": SECRET}]}, [None, "engines.0.dtype"]),
+        ({"keys": [{"key": SECRET}], "backends": SANDBOX}, ["keys.0.tenant"]),
+        ({"keys": [{"key": SECRET, "tenant": "a", "classes": ["x"]}], "classes": 3}, ["classes"]),
+        ({"keys": [{"key": SECRET, "tenant": "a", "classes": ["x"]}], "classes": {"x": 3}}, ["classes.x"]),
+        (
+            {"backends": {"python": {"kind": 3}}, "keys": [{"key": SECRET, "tenant": "a", "classes": ["x"]}]},
+            [None, "backends.python.kind"],
+        ),
+        (
+            {"aliases": {"": "b"}, "server": 3, "engines": 3, "nonsense": {"a": 1}},
+            ["aliases..[key]", "engines", "nonsense", "server"],
+        ),
+    ],
+)
+def test_contradictions_are_told_beside_wrong_fields_unless_these_are_in_them(
+    data: dict[str, Any], params: list[str | None]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(data)
+    assert sorted(part.param or "" for part in caught.value.parts) == sorted(param or "" for param in params)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
 def test_no_engines_is_refused() -> None:
     assert refused({"engines": []}) == "headway.toml names no engine. Add an [[engines]] table."
 
