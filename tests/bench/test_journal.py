@@ -23,8 +23,8 @@ from headway.whatif.journal import past, replay, times, trust
 from headway.whatif.journal.advise import Case, advise, attained, fleet_of
 from headway.whatif.journal.calibrate import instances_of
 from headway.whatif.journal.past import Past
-from headway.whatif.journal.report import of_engines, of_requests, use_of
-from tests.helpers.journal_rows import ENGINE, request, written
+from headway.whatif.journal.report import of_engines, of_requests, of_times, use_of
+from tests.helpers.journal_rows import ENGINE, request, stay, written
 from tests.helpers.recorded import Linear, fleet, record
 
 BEGAN = 1_700_000_000.0
@@ -220,6 +220,33 @@ def test_a_report_counts_what_came_of_requests() -> None:
     assert found["attainment.tenant", "tenant other"] == 0
     assert found["ttft.p50", "batch"] == pytest.approx(500.0)
     assert found["tokens.share_pct", "batch"] == pytest.approx(100 * 80 / 224)
+
+
+def test_a_report_tells_where_the_time_of_answers_went(tmp_path: Path) -> None:
+    rows = [
+        request("a", sent=1000.2, ended=1002.0),
+        request("b", sent=1000.4, resent=1000.4, ended=1001.0, tier="batch"),
+        request("c", outcome="cancelled", ended=1900.0),
+    ]
+    stays = [stay("a", 1000.3, 1000.8, 1001.9, admitted=1000.5, stops="1.0,1.2,p;1.3,1.4,e")]
+    found = {(row.setting, row.id): row.ours for row in of_times(Journal(rows, stays=stays))}
+    names = ("queued", "waiting", "computing", "paused", "unseen")
+    for setting, spent in {
+        "chat": (200, 200, 1100, 300, 200),
+        "batch": (400, 0, 0, 0, 600),
+        "all": (300, 100, 550, 150, 400),
+    }.items():
+        assert [found[setting, f"spent.{name}"] for name in names] == pytest.approx(spent), setting
+    folder = written(Journal(rows, stays=stays), tmp_path)
+    done = CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "9999w"])
+    assert "ms: 200 queued, 200 waiting, 1,100 computing, 300 paused, 200 unseen." in " ".join(done.output.split())
+
+
+def test_what_an_answer_s_time_went_to_adds_up(told: Past) -> None:
+    done = [row for row in told.journal.requests if row.outcome == "finished"]
+    spent = [row.ours or 0.0 for row in of_times(told.journal) if row.setting == "all"]
+    assert sum(spent) == pytest.approx(1000 * sum(row.ended - row.arrival for row in done) / len(done))
+    assert all(part > 0 for part in spent[:4]), "the simulated run queues, waits, computes and pauses"
 
 
 def test_an_engine_s_use_is_over_the_time_that_it_computed() -> None:

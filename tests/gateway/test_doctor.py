@@ -15,6 +15,7 @@ from headway.cli import doctor
 from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
 from tests.gateway.gateway import Fake
 
 
@@ -92,6 +93,42 @@ def test_all_of_a_configuration_s_mistakes_are_found(tmp_path: Path) -> None:
     file.write_text('recipe = "slak"\nengines = [{ model = "/no/such" }, { url = "localhost" }]')
     told = [one.found for one in examine(file) if one.what == "configuration"]
     assert [any(word in one for one in told) for word in ("slak", "/no/such", "localhost")] == [True] * 3
+
+
+def test_contradictions_missing_files_and_a_taken_port_are_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "queue.sqlite").write_bytes(b"garbage " * 1000)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = f"""
+        server = {{ port = {taken.getsockname()[1]}, operator_only = true }}
+        engines = [{{ model = "/no/such" }}, {{ url = "http://h:99999" }}]
+        broker = {{ sqlite.path = "{tmp_path / "queue.sqlite"}" }}
+        """
+        (tmp_path / "headway.toml").write_text(text)
+        wrong = [(one.what, one.found) for one in examine(tmp_path / "headway.toml") if one.state == "bad"]
+    for what, word in {
+        "operator_key": "configuration",
+        "/no/such": "configuration",
+        "engines.1.url": "configuration",
+        "in use": "address",
+        "queue.sqlite": "queue",
+    }.items():
+        assert [name for name, said in wrong if what in said] == [word], what
+
+
+@pytest.mark.parametrize("command", [["serve"], ["gateway"], ["agent"], ["config", "show"]])
+def test_a_start_tells_contradictions_and_what_is_missing_at_once(tmp_path: Path, command: list[str]) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text("""
+        engines = [{ model = "/no/such" }]
+        broker = { kind = "postgres" }
+        wire = { url = "amqp://127.0.0.1:9" }
+        classes.x = { drop = true }
+        """)
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, [*command, "-c", str(file)], catch_exceptions=False)
+    params = [part.param for part in caught.value.parts]
+    assert params[:2] == ["broker.postgres.url", "classes.x.drop"]
+    assert any("/no/such" in part.message for part in caught.value.parts)
 
 
 def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,23 @@ class Finding:
 def examine(file: Path | None) -> list[Finding]:
     """Look at the machine and at a configuration, as `headway serve` would find them; nothing is started."""
     found = [_python(), _vllm(), _files()]
+    config: Config | None = None
+    sound = False
     try:
-        config = load(file)
+        config = load(file, checked=False)
         preflight(config)
+        sound = True
+        found.append(Finding("configuration", "good", f"recipe {config.recipe}, {len(config.engines)} engine(s)"))
     except ConfigError as error:
-        return [*found, *(Finding("configuration", "bad", one.message, one.hint) for one in error.parts)]
-    found.append(Finding("configuration", "good", f"recipe {config.recipe}, {len(config.engines)} engine(s)"))
+        found += (Finding("configuration", "bad", one.message, one.hint) for one in error.parts)
+    if config is None:
+        return found
     for look in _LOOKS:
-        found += look(config)
+        try:
+            found += look(config)
+        except Exception:
+            if sound:
+                raise  # otherwise what is told above stands in its way
     return found
 
 

@@ -97,7 +97,7 @@ def serve(
     from headway.config import load
     from headway.gateway.main import serve as run
 
-    setup = load(config)
+    setup = load(config, checked=False)
     engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
     server = setup.server
     server = replace(
@@ -121,7 +121,7 @@ def gateway(
     from headway.cluster.roles.main import gateway as run
     from headway.config import load
 
-    setup = load(config)
+    setup = load(config, checked=False)
     server = replace(setup.server, host=host or setup.server.host, port=port or setup.server.port)
     raise typer.Exit(run(replace(setup, server=server), log_dir=logs, file=config))
 
@@ -152,7 +152,7 @@ def agent(
     from headway.cluster.roles.main import agent as run
     from headway.config import load
 
-    setup = load(config)
+    setup = load(config, checked=False)
     setup = replace(setup, wire=replace(setup.wire, host=host or setup.wire.host))
     raise typer.Exit(run(setup, name, engine or (), log_dir=logs, port=port))
 
@@ -246,7 +246,7 @@ def show(config: ConfigFile = None) -> None:
     from headway import config as configuration
     from headway.gateway.main import preflight
 
-    setup = configuration.load(config)
+    setup = configuration.load(config, checked=False)
     print(configuration.show(setup), end="")
     preflight(setup)
 

@@ -29,13 +29,14 @@ from headway.config.keys import Secret
 from headway.config.log import Log as Log
 from headway.config.log import Tracing as Tracing
 from headway.config.postgres import Postgres as Postgres
-from headway.config.problems import explain
+from headway.config.problems import explain, remaining, unrelated
 from headway.config.up import Up as Up
 from headway.config.wire import Wire as Wire
 from headway.errors import ConfigError, together
 from headway.private import state_dir
 from headway.types import Slo
 
+_HERE = "the configuration"
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -49,7 +50,8 @@ class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
     operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
-        /ready tells besides its status are for operators alone; unset, where there are keys.
+        /ready tells besides its status (of controllers and agents, too) are for operators alone; unset, where there
+        are keys.
     hosts: without keys, names in requests' Host besides addresses and local names; ".a.org" = all that end so.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
@@ -314,12 +316,15 @@ _TABLES: dict[str, Any] = {
 }
 
 
-def load(path: Path | None) -> Config:
-    """Read a configuration file; None gives the defaults. Raises ConfigError with a hint."""
+def load(path: Path | None, *, checked: bool = True) -> Config:
+    """Read a configuration file; None gives the defaults. Raises ConfigError with a hint.
+
+    checked: False leaves contradictions between fields for `check_contradictions`.
+    """
     if path is None:
         return Config()
     try:
-        return parse(tomllib.loads(path.read_text("utf-8-sig")), str(path))
+        return parse(tomllib.loads(path.read_text("utf-8-sig")), str(path), checked=checked)
     except OSError as error:
         problem = f"The configuration file {path} cannot be read: {error.strerror}."
         raise ConfigError(problem, "Check --config.") from error
@@ -327,18 +332,32 @@ def load(path: Path | None) -> Config:
         raise ConfigError(f"{path} is not TOML: {error}.", "See `headway config show`.") from error
 
 
-def parse(data: dict[str, Any], where: str = "the configuration") -> Config:
-    """Turn a TOML document into a Config; classes given are added to the built-in ones."""
+def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> Config:
+    """Turn a TOML document into a Config; classes given are added to the built-in ones. Otherwise as `load`.
+
+    What is wrong with fields is told together with contradictions of the others.
+    """
     if isinstance(data.get("classes"), dict):
         data = {**data, "classes": {**{k: _drop(asdict(v)) for k, v in _tiers().items()}, **data["classes"]}}
     try:
-        config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
+        config = _validated(data)
     except ValidationError as error:
+        others = unrelated(_contradictions(_validated(remaining(data, error)), where), error)
         # pydantic's own words quote the input, API keys too
-        raise explain(error, where, Config, _TABLES) from None
+        raise together([explain(error, where, Config, _TABLES), *others]) from None
+    if checked:
+        check_contradictions(config, where)
+    return config
+
+
+def _validated(data: dict[str, Any]) -> Config:
+    return _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
+
+
+def check_contradictions(config: Config, where: str = _HERE) -> None:
+    """Raise ConfigError for settings that need others, or exclude them."""
     if found := [*_contradictions(config, where)]:
         raise together(found)
-    return config
 
 
 def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:

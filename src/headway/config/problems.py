@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +12,8 @@ from pydantic_core import ErrorDetails
 
 from headway.errors import ConfigError, together
 
+# Tables whose contradictions depend on others: keys name classes, a sandbox needs keys.
+_READERS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
 _UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -25,6 +28,39 @@ def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, 
         # One of `models` has a problem for each of its alternatives, a name or a table.
         found.setdefault(place[:4] if place[2:3] == ("models",) else place, problem)
     return together([_explain(problem, where, top, tables) for problem in found.values()])
+
+
+def remaining(data: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+    """Return a document without what pydantic refused, and without what depends on that: the rest is valid."""
+    rest = deepcopy(dict(data))
+    for table, *place in _places(error):
+        if place and table in ("classes", "engines"):
+            rest[table][place[0]] = {}
+        elif table in _READERS:
+            for name in (table, *_READERS[table]):
+                rest.pop(name, None)
+        else:
+            _remove(rest, [table, *place])
+    return rest
+
+
+def _remove(parent: Any, place: Sequence[int | str]) -> None:
+    """Remove a value, or the innermost table around it: a field that is missing, or is in a list, is no key."""
+    key, *inner = place
+    if inner and isinstance(parent.get(key), dict) and inner[0] in parent[key]:
+        _remove(parent[key], inner)
+    else:
+        parent.pop(key, None)
+
+
+def unrelated(contradictions: Iterable[ConfigError], error: ValidationError) -> list[ConfigError]:
+    """Return the contradictions that name nothing that pydantic refused."""
+    wrong = tuple(".".join(map(str, place)) + "." for place in _places(error))
+    return [one for one in contradictions if not f"{one.param}.".startswith(wrong)]
+
+
+def _places(error: ValidationError) -> set[tuple[Any, ...]]:
+    return {problem["loc"] for problem in error.errors()}
 
 
 def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:

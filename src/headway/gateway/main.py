@@ -23,7 +23,7 @@ from rich.text import Text
 
 from headway.addresses import is_host, is_url, netloc
 from headway.cluster.wire.port import Link
-from headway.config import Config, Engine, Postgres
+from headway.config import Config, Engine, Postgres, check_contradictions
 from headway.config.keys import reveal, revealed
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import installed
@@ -66,6 +66,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
     own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
     starts = starts_engines and bool(own)
     check_all(
+        partial(check_contradictions, config),
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
         partial(_check_secrets, config),
@@ -113,10 +114,11 @@ def _check_addresses(config: Config) -> None:
     hosts = {"server.host": config.server.host, "wire.host": config.wire.host}
     urls = {f"engines.{i}.url": engine.url for i, engine in enumerate(config.engines)}
     urls["tracing.endpoint"] = config.tracing.endpoint
+    has_postgres = config.broker.kind == "postgres" and config.broker.postgres.url is not None
     check_all(
         *(partial(_check_host, setting, host) for setting, host in hosts.items()),
         *(partial(_check_url, setting, url) for setting, url in urls.items() if url is not None),
-        *([partial(_check_postgres, config.broker.postgres)] if config.broker.kind == "postgres" else []),
+        *([partial(_check_postgres, config.broker.postgres)] if has_postgres else []),
     )
 
 

@@ -23,7 +23,7 @@ class Reload:
 
     def __init__(self, path: Path, state: AppState) -> None:
         self._path, self._state = path, state
-        self._known = load(path)  # options of the command line are not in it
+        self._known = load(path, checked=False)  # options of the command line, which may mend it, are not in it
 
     def __call__(self) -> None:
         """Read the file again; what is wrong with it is logged."""

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headway.config import write
+from headway.config import Key, write
 from headway.config.wire import Wire
 from headway.engines.vllm.process.launch import free_port
-from tests.gateway.gateway import CHAT, SAY, WEB, Fake, configuration, until
+from tests.gateway.gateway import CHAT, OPERATOR, SAY, WEB, Fake, configuration, until
 from tests.gateway.test_request_ends import fakes
 from tests.helpers import rabbitmq
 
@@ -119,6 +119,23 @@ def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) ->
         assert made.chat("g2").status_code == 200
         assert made.kill("c2", signal.SIGTERM) == 0
         assert made.kill("a1", signal.SIGTERM) == 0
+
+
+def test_a_controller_s_state_needs_the_operator_s_key(tmp_path: Path) -> None:
+    wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}")
+    config = replace(configuration(tmp_path, "http://127.0.0.1:9"), wire=wire, keys=(Key("sk-alpha-123", "alpha"),))
+    file = tmp_path / "headway.toml"
+    file.write_text(write(config))
+    made = Cluster(tmp_path, file, rabbitmq.the_url())
+    made.start("c1", "controller")
+    try:
+        until(lambda: made.ready("c1"), 60)
+        url = f"http://127.0.0.1:{made.ports['c1']}"
+        assert WEB.get(f"{url}/metrics").status_code == 401
+        assert WEB.get(f"{url}/ready").json() == {"ready": True}
+        assert WEB.get(f"{url}/metrics", headers=OPERATOR).status_code == 200
+    finally:
+        made.kill("c1")
 
 
 def test_without_a_url_the_mend_is_named(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from headway.config import Config
 from headway.config.keys import reveal
 from headway.errors import ConfigError
 from headway.gateway import tasks
+from headway.gateway.apis.access import Access
 from headway.gateway.control.lengths.service import open_lengths
 from headway.gateway.control.setup import engines_of
 from headway.gateway.http.garbage import collect, spare_old_objects
@@ -139,12 +140,9 @@ async def _probed(
     if port is None:
         yield
         return
+    app = probes(state, metrics, Access(config))
     with bind(config.server.host, port) as sock:
-        server = _Probes(
-            uvicorn.Config(
-                probes(state, metrics), log_level="warning", log_config=None, lifespan="off", access_log=False
-            )
-        )
+        server = _Probes(uvicorn.Config(app, log_level="warning", log_config=None, lifespan="off", access_log=False))
         task = asyncio.create_task(server.serve([sock]))
         try:
             yield

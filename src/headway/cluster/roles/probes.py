@@ -11,22 +11,35 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from headway.errors import HeadwayError
+from headway.gateway.apis.access import Access
+from headway.gateway.errors import error_response
 from headway.gateway.watch.metrics import Metrics
 
 State = Callable[[], tuple[bool, dict[str, Any]]]
 
 
-def probes(state: State, metrics: Metrics) -> Starlette:
-    """Return the application. state: whether the process is ready, and more about it."""
+def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
+    """Return the application.
+
+    state: whether the process is ready, and more about it. access: who may know more, and the metrics.
+    """
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         good, more = state()
-        return JSONResponse({"ready": good, **more}, 200 if good else 503)
+        told = more if access.tells_status(request) else {}
+        return JSONResponse({"ready": good, **told}, 200 if good else 503)
 
     async def page(request: Request) -> Response:
+        access.check_status(request)
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    return Starlette(routes=[Route("/health", health), Route("/ready", ready), Route("/metrics", page)])
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HeadwayError), "it is called for these"
+        return error_response(error)
+
+    routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", page)]
+    return Starlette(routes=routes, exception_handlers={HeadwayError: refused})

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from hmac import compare_digest
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from headway import clock
 from headway.config import Key, Tier
-from headway.config.keys import reveal, revealed
+from headway.config.keys import revealed
 from headway.errors import RequestError
+from headway.gateway.apis.access import Access
 from headway.gateway.apis.api import Api
-from headway.gateway.apis.web_pages import refuse_foreign_pages
 from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
@@ -34,23 +31,21 @@ _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
 
 
-class AppState:
+class AppState(Access):
     """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.gateway, self.config = gateway, gateway.config
+        super().__init__(gateway.config)
+        self.gateway = gateway
         self.models = ServedModels(self.config, gateway.dispatcher.engines, gateway.counters)
         self.parser = Parser(self.models, self.config)
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.stopping = asyncio.Event()  # the gateway is being stopped
-        self._salt = secrets.token_bytes(32)
         self._keys: dict[bytes, Key] = {}
         self._classes: Mapping[str, Tier] = {}  # as configured
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
-        operator = self.config.server.operator_key
-        self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
@@ -97,76 +92,10 @@ class AppState:
             self.gateway.path.check_rate(key)
         return key
 
-    def _refuse_foreign_pages(self, request: Request) -> None:
-        refuse_foreign_pages(request, (*self.config.server.hosts, self.config.server.host))
-
-    def _given(self, request: Request) -> bytes | None:
-        """Return the digest of the key that a request carries; two different ones are none.
-
-        RequestError for a header that comes twice: proxies and servers differ in which of the two counts.
-        """
-        for name in ("authorization", "x-api-key"):
-            if len(request.headers.getlist(name)) > 1:
-                raise RequestError(f"The header {name} comes more than once.", "Send it once.", param=name)
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else None
-        other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
-        if bearer is not None and other is not None and bearer != other:
-            return None
-        given = other if bearer is None else bearer
-        return None if given is None else self._digest(given)
-
-    def _digest(self, key: str) -> bytes:
-        """Return the digest by which keys are compared.
-
-        The salt is this process's own, so how long a look-up takes tells nothing about a key.
-        """
-        return hmac.digest(self._salt, key.encode(), "sha256")
-
-    def is_operator(self, request: Request) -> bool:
-        """Tell whether a request carries the operator's key."""
-        given = self._given(request)
-        return self._operator is not None and given is not None and compare_digest(given, self._operator)
-
-    def check_operator(self, request: Request, otherwise: str = "") -> None:
-        """Refuse what only operators may do: 401 without their key, 403 when there is none.
-
-        otherwise: what else the operator can do about the latter, for the hint.
-        """
-        if self._operator is None:
-            raise RequestError(
-                "This is for the operator, whose key is not configured.",
-                f"Set server.operator_key, and send it{otherwise}.",
-                status=403,
-                code="control_off",
-            )
-        if not self.is_operator(request):
-            raise RequestError(
-                "This needs the operator's key.",
-                "Send `Authorization: Bearer KEY` (server.operator_key).",
-                status=401,
-                code="invalid_api_key",
-            )
-
     def check_reader(self, request: Request) -> None:
         """Refuse what describes the server to those without a key, where keys are configured; 401."""
         if not self.is_operator(request):
             self.key(request)
-
-    def check_status(self, request: Request) -> None:
-        """Refuse questions about the gateway's state where only operators may ask them."""
-        if self.config.status_closed:
-            self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
-        elif not self._keys:
-            self._refuse_foreign_pages(request)
-
-    def tells_status(self, request: Request) -> bool:
-        """Tell whether a request may know the gateway's state."""
-        try:
-            self.check_status(request)
-        except RequestError:
-            return False
-        return True
 
     async def read(self, request: Request, held: Held) -> bytes:
         """Read the body; 413 as soon as it is too long, whatever its declared length.

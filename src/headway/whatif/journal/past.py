@@ -57,15 +57,16 @@ class Past:
         """Return what happened to a request (its row in the workload)."""
         row, began = self.journal.requests[request], self.run.began or 0.0
         arrival, end = row.arrival - began, row.ended - began
-        spans = tuple(self._explained(request, span) for span in self._spans(row, began))
+        spans = tuple(self._explained(request, span) for span in self.spans(row))
         first = float(self.run.outcome.first[request])
         finished = row.outcome == "finished"
         return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
 
     # ---- where its time went
 
-    def _spans(self, row: RequestRow, began: float) -> list[Span]:
-        """Return its states in order, without gaps, equal neighbours as one."""
+    def spans(self, row: RequestRow) -> list[Span]:
+        """Return its states in order, without gaps, equal neighbours as one; nothing of others."""
+        began = self.run.began or 0.0
         turns = [(row.arrival, OUT, -1), *self._turns(row), (row.ended, "", -1)]
         spans: list[Span] = []
         for (start, state, instance), (end, _, _) in pairwise(turns):

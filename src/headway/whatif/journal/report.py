@@ -7,24 +7,37 @@ cancelled by their clients are counted and otherwise left out, as in /metrics.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS
 from headway.store.journal.reader import Journal
 from headway.store.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
 from headway.whatif.journal.explain import load
+from headway.whatif.journal.past import Past
 from headway.whatif.journal.served import SERVED, records_of
 from headway.whatif.load import metrics
 from headway.whatif.output.results import About, Grid, Line, Pictures, Report, Row, deliver, show
 
 _MINUTE = 60.0
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
-_LATENCIES = "Latencies are the gateway's, in ms, from the arrival on. "
+# Where the time of an answer goes, by states of a timeline.
+_SPENT = {
+    "queued": (OUT,),
+    "waiting": ("waiting",),
+    "computing": WORKS,
+    "paused": ("paused", "evicted"),
+    "unseen": (UNSEEN, TRANSIT),
+}
+_LATENCIES = (
+    "Latencies are the gateway's, in ms, from the arrival on. Queued is in Headway, waiting is inside an engine before "
+    "the first computation, paused is after it; unseen is on the way, or in an engine that does not tell. "
+)
 _NOTE = _LATENCIES + (
     "Of engines, batch and KV are means over the time that they computed; headroom is what the busiest "
     "minute left of the batch limit and of the KV, whichever was scarcer (idle time counts as free). It says "
@@ -42,7 +55,7 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
     journal = load(folder, since, until)
     if not journal.requests and not journal.refusals:
         raise journal.nothing()
-    rows = [*of_requests(journal), *_refusals(journal), *of_engines(journal)]
+    rows = [*of_requests(journal), *of_times(journal), *_refusals(journal), *of_engines(journal)]
     about = About(_about(journal))
     report = Report(
         "report",
@@ -105,6 +118,23 @@ def _shares(rows: Sequence[RequestRow]) -> Iterator[Row]:
     for setting, amount in sorted(tokens.items()):
         if several or not setting.startswith("tenant "):
             yield Row("tokens.share_pct", SERVED, setting, 100 * amount / total if total else None, "%")
+
+
+def of_times(journal: Journal) -> Iterator[Row]:
+    """Yield where the time of complete answers went: means by class in ms, which add up to their mean e2el."""
+    rows = [row for row in journal.requests if row.outcome == "finished"]
+    if not rows:
+        return
+    past, seconds = Past.of(journal, ""), defaultdict[tuple[str, str], float](float)
+    counts = Counter(setting for row in rows for setting in {row.tier, metrics.ALL})
+    for row in rows:
+        for span in past.spans(row):
+            for setting in {row.tier, metrics.ALL}:
+                seconds[setting, span.state] += span.seconds
+    for setting, count in sorted(counts.items()):
+        for name, states in _SPENT.items():
+            spent = sum(seconds[setting, state] for state in states)
+            yield Row(f"spent.{name}", SERVED, setting, 1000 * spent / count, "ms")
 
 
 def _refusals(journal: Journal) -> list[Row]:
@@ -203,6 +233,12 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
         counts = [f"{show(row.ours)} ({row.setting})" for row in rows if row.id == id and row.ours]
         if counts:
             yield f"{id.capitalize()}: {', '.join(counts)}."
+    spent: dict[str, list[str]] = {}
+    for row in rows:
+        if row.id.startswith("spent."):
+            spent.setdefault(row.setting, []).append(f"{show(row.ours)} {row.id.removeprefix('spent.')}")
+    for setting, parts in spent.items():
+        yield f"Mean time of an answer ({setting}), ms: {', '.join(parts)}."
     engines: dict[str, dict[str, str]] = {}
     for row in rows:
         if row.id.startswith("engine."):

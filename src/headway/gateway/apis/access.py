@@ -1,0 +1,90 @@
+"""Tells operators from others, for every part of Headway that answers HTTP."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from hmac import compare_digest
+
+from starlette.requests import Request
+
+from headway.config import Config
+from headway.config.keys import reveal
+from headway.errors import RequestError
+from headway.gateway.apis.web_pages import refuse_foreign_pages
+
+
+class Access:
+    """The operator's key, and what only operators may see. ConfigError for a key that is not where it should be."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._salt = secrets.token_bytes(32)
+        operator = config.server.operator_key
+        self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
+
+    def _given(self, request: Request) -> bytes | None:
+        """Return the digest of the key that a request carries; two different ones are none.
+
+        RequestError for a header that comes twice: proxies and servers differ in which of the two counts.
+        """
+        for name in ("authorization", "x-api-key"):
+            if len(request.headers.getlist(name)) > 1:
+                raise RequestError(f"The header {name} comes more than once.", "Send it once.", param=name)
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" else None
+        other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
+        if bearer is not None and other is not None and bearer != other:
+            return None
+        given = other if bearer is None else bearer
+        return None if given is None else self._digest(given)
+
+    def _digest(self, key: str) -> bytes:
+        """Return the digest by which keys are compared.
+
+        The salt is this process's own, so how long a look-up takes tells nothing about a key.
+        """
+        return hmac.digest(self._salt, key.encode(), "sha256")
+
+    def is_operator(self, request: Request) -> bool:
+        """Tell whether a request carries the operator's key."""
+        given = self._given(request)
+        return self._operator is not None and given is not None and compare_digest(given, self._operator)
+
+    def check_operator(self, request: Request, otherwise: str = "") -> None:
+        """Refuse what only operators may do: 401 without their key, 403 when there is none.
+
+        otherwise: what else the operator can do about the latter, for the hint.
+        """
+        if self._operator is None:
+            raise RequestError(
+                "This is for the operator, whose key is not configured.",
+                f"Set server.operator_key, and send it{otherwise}.",
+                status=403,
+                code="control_off",
+            )
+        if not self.is_operator(request):
+            raise RequestError(
+                "This needs the operator's key.",
+                "Send `Authorization: Bearer KEY` (server.operator_key).",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    def check_status(self, request: Request) -> None:
+        """Refuse questions about this part's state where only operators may ask them."""
+        if self.config.status_closed:
+            self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
+        elif not self.config.keys:
+            self._refuse_foreign_pages(request)
+
+    def tells_status(self, request: Request) -> bool:
+        """Tell whether a request may know this part's state."""
+        try:
+            self.check_status(request)
+        except RequestError:
+            return False
+        return True
+
+    def _refuse_foreign_pages(self, request: Request) -> None:
+        refuse_foreign_pages(request, (*self.config.server.hosts, self.config.server.host))
