@@ -53,6 +53,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
+_TRIES = 3  # of an engine to start
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
@@ -359,7 +360,7 @@ class Server(uvicorn.Server):
         with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:
-                    if engine.failure is not None and (engine.given_up or engine.restarts >= 2):
+                    if engine.failure is not None and (engine.given_up or engine.tries >= _TRIES):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)

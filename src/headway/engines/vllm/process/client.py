@@ -21,7 +21,8 @@ from headway.config.keys import reveal
 from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
+from headway.engines.vllm.process.exits import BadArguments, EngineEnded
+from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.limits import instance_of, read_limits, warn
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
@@ -76,6 +77,7 @@ class VllmEngine(EngineView):
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
         self._served = False  # it has been up, so its arguments are good
+        self._cause: str | None = None  # of the latest end, if it is to be expected again
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -104,18 +106,15 @@ class VllmEngine(EngineView):
         await self.disconnect()
 
     async def _supervise(self) -> None:
-        tries = 0
         while True:
-            began = time.monotonic()
             try:
                 await self._bring_up()
-                tries = 0
                 while await self._watch():
                     await self._swap()
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
-                if isinstance(error, BadArguments) and not self._served:
+                if self._is_final(error):
                     self.given_up = True
                     return
             except Exception as error:  # supervision must go on after any error, and operators must see it
@@ -124,10 +123,15 @@ class VllmEngine(EngineView):
             self.loading = None
             self._wake.clear()
             self._down()
-            wait = _BACKOFF[min(tries, len(_BACKOFF) - 1)]
-            tries += 1 if time.monotonic() - began < 60 else -tries
-            await asyncio.sleep(wait)
+            self.tries += 1
+            await asyncio.sleep(_BACKOFF[min(self.tries, len(_BACKOFF)) - 1])
             self.restarts += 1
+
+    def _is_final(self, error: EngineError) -> bool:
+        """Tell whether one that has never been up would fail in the same way for ever."""
+        before, self._cause = self._cause, error.cause if isinstance(error, EngineEnded) else None
+        again = self._cause is not None and self._cause == before
+        return not self._served and (again or isinstance(error, BadArguments))
 
     async def _bring_up(self) -> None:
         if self.config.url is None and not (self._children.alive and await self.lives()):
@@ -158,7 +162,7 @@ class VllmEngine(EngineView):
         instance = await self._describe()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
-        self.failure, self.loading = None, None
+        self.failure, self.tries, self.loading = None, 0, None
         self.up.set()
         self._served = True
         self._announced = self.models.announce(instance)
