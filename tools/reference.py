@@ -48,7 +48,6 @@ _MORE = {
     "last part of the path or hub id.",
     "engines.url": "of a vLLM that runs already.",
     "engines.port": "of a vLLM that Headway starts; unset, a free one.",
-    "engines.max_model_len": "vLLM's --max-model-len, for a vLLM that Headway starts.",
     "engines.max_batched_tokens": "vLLM's --max-num-batched-tokens, for a vLLM that Headway starts.",
     "engines.cores": 'CPU cores, such as "0-1"; unset, all that it may use.',
     "engines.async_scheduling": "vLLM's --async-scheduling; unset, as vLLM decides.",

@@ -41,7 +41,8 @@ class Engine:
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration.
+    max_running: requests computed in one iteration; unset, what a vLLM at `url` tells, or 16.
+    max_model_len: vLLM's --max-model-len; unset, what a vLLM at `url` tells, or 2048.
     slots: requests that may hold KV, running or paused.
     max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
@@ -64,10 +65,10 @@ class Engine:
     url: str | None = None
     api_key: Secret | None = None
     port: Port | None = None
-    max_running: Count = 16
+    max_running: Count | None = None
     slots: Count | None = None
     max_gap_s: Positive = 1.0
-    max_model_len: Count = 2048
+    max_model_len: Count | None = None
     max_batched_tokens: Count = 2048
     kv_gib: Count = 1
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
@@ -94,6 +95,16 @@ class Engine:
         the path or hub id.
         """
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
+
+    @property
+    def batch(self) -> int:
+        """Return the requests that it computes in one iteration, unless it tells another number."""
+        return 16 if self.max_running is None else self.max_running
+
+    @property
+    def context(self) -> int:
+        """Return the tokens of a request that it has room for, unless it tells another number."""
+        return 2048 if self.max_model_len is None else self.max_model_len
 
     @property
     def others(self) -> tuple[Model, ...]:

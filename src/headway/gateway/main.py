@@ -99,14 +99,15 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Raise ConfigError for one name of different models."""
-    names = {name for engine in config.engines for name in engine.served}
-    kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
-    if len(kinds) > len(names):
-        raise ConfigError(
-            f"Engines of the same name differ in model or max_model_len: {', '.join(sorted(names))}.",
-            "Give different models different served_name.",
-        )
+    """Raise ConfigError for one name of different models, or of different contexts as far as they are known."""
+    for name in sorted({name for engine in config.engines for name in engine.served}):
+        having = [engine for engine in config.engines if name in engine.served]
+        contexts = {engine.context for engine in having if engine.url is None or engine.max_model_len is not None}
+        if len({engine.served[name] for engine in having}) > 1 or len(contexts) > 1:
+            raise ConfigError(
+                f"Engines of the same name differ in model or max_model_len: {name}.",
+                "Give different models different served_name.",
+            )
 
 
 def _check_addresses(config: Config) -> None:

@@ -150,7 +150,7 @@ class VllmEngine(EngineView):
             return
         config, began = self.config, time.monotonic()
         try:
-            pace = await measure(self, self.models.current, config.max_running, config.max_model_len)
+            pace = await measure(self, self.models.current, config.batch, config.context)
         except EngineError as error:
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:

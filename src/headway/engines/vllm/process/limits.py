@@ -36,7 +36,7 @@ async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None,
 
 def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
     """Return an instance with these limits; unknown KV is taken to be enough for all slots."""
-    limits = {name: getattr(config, name) for name in _OPTIONS} | {"block_size": 16} | dict(told)
+    limits = _taken(config) | {"block_size": 16} | dict(told)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
     return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
@@ -44,29 +44,21 @@ def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) ->
 
 def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
     """Log where an instance and its configuration differ, and what is assumed for want of both."""
-    default = Engine()
     if "blocks_total" not in told:
         log.warning("engine %s does not tell its KV cache; enough for all requests that run at once is assumed.", id)
     for name, option in _OPTIONS.items():
-        configured, unset = getattr(config, name), getattr(config, name) == getattr(default, name)
-        if name not in told and unset:
-            log.warning(
-                "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has.",
-                id,
-                option,
-                configured,
-                name,
-            )
-        elif name in told and not unset and told[name] != configured:
-            log.warning(
-                "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d.",
-                id,
-                option,
-                told[name],
-                name,
-                configured,
-                told[name],
-            )
+        stated, has = getattr(config, name), told.get(name)
+        if stated is None and has is None:
+            problem = "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has."
+            log.warning(problem, id, option, _taken(config)[name], name)
+        elif None not in (stated, has) and stated != has:
+            problem = "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d."
+            log.warning(problem, id, option, has, name, stated, has)
+
+
+def _taken(config: Engine) -> dict[str, Any]:
+    """Return the limits that count where an instance does not tell them."""
+    return {"max_running": config.batch, "max_model_len": config.context}
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:
