@@ -158,6 +158,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "enum" in schema:
         return ", ".join(f'`"{one}"`' for one in schema["enum"])
+    if "const" in schema:
+        return f'`"{schema["const"]}"`'
     if "$ref" in schema:
         return "table"
     match schema.get("type"):

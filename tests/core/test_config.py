@@ -83,6 +83,7 @@ sleep_mode = true
 drain_timeout_s = 90
 url = "http://10.0.0.1:8000"
 api_key = "{SECRET}"
+device = "cpu"
 port = 8001
 max_running = 4
 slots = 9
@@ -277,6 +278,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             adapters={"terse": "/adapters/terse"},
             host_weights_gib=1.5,
             api_key=SECRET,
+            device="cpu",
             sleep_mode=True,
             drain_timeout_s=90.0,
             dtype="float32",
@@ -508,6 +510,11 @@ def test_a_short_api_key_is_refused_without_being_quoted() -> None:
 def test_an_engine_s_key_is_never_quoted_and_needs_a_url() -> None:
     assert "but no url" in refused({"engines": [{"api_key": SECRET}]})
     assert "hunter2" not in refused({"engines": [{"url": "http://x", "api_key": "hunter2"}]})
+
+
+def test_the_device_of_what_headway_starts_is_not_configured() -> None:
+    assert "engines.0 in headway.toml has a device, but no url" in refused({"engines": [{"device": "cpu"}]})
+    assert parse({"engines": [{"url": "http://x", "device": "cpu"}]}).engines[0].device == "cpu"
 
 
 def test_a_missing_part_is_named() -> None:

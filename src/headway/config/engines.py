@@ -49,6 +49,8 @@ class Engine:
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
     api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
+    device: of a vLLM at `url` that runs on a CPU, if Headway's scheduler is not inside: request fields that
+        crash its release there are refused. One with the scheduler, or that Headway starts, tells them itself.
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
@@ -64,6 +66,7 @@ class Engine:
     drain_timeout_s: Positive = 300.0
     url: str | None = None
     api_key: Secret | None = None
+    device: Literal["cpu"] | None = None
     port: Port | None = None
     max_running: Count | None = None
     slots: Count | None = None

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
 from headway.config.keys import reveal
-from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.exits import BadArguments, EngineEnded
+from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.limits import instance_of, read_limits, warn
 from headway.engines.vllm.process.load_times import Way
@@ -248,7 +248,7 @@ class VllmEngine(EngineView):
         state = await self._state()
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
-        self.fatal = known((state or {}).get("fatal", ()))
+        self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         told = await read_limits(self, state, self.config.health_timeout_s)
         warn(self.id, self.config, told)
         self.instance = instance_of(self.id, self.models.current, self.config, told)
