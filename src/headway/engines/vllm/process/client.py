@@ -23,7 +23,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.exits import BadArguments, EngineEnded
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
-from headway.engines.vllm.process.limits import instance_of, read_limits, warn
+from headway.engines.vllm.process.limits import doubts, instance_of, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -250,21 +250,19 @@ class VllmEngine(EngineView):
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         told = await read_limits(self, state, self.config.health_timeout_s)
-        warn(self.id, self.config, told)
+        for doubt, mend in doubts(self.config, told):
+            log.warning("engine %s %s", self.id, f"{doubt} {mend}".rstrip())
         self.instance = instance_of(self.id, self.models.current, self.config, told)
         return self.instance
 
     async def _state(self) -> dict[str, Any] | None:
         """Return the state of Headway's scheduler, None = it is not inside."""
         try:
-            state = await self.control({"op": "state", "jobs": False}, self.config.silence_timeout_s)
+            return await read_state(self, self.config.silence_timeout_s)
         except EngineGone as error:
             if error.silent:
                 await self._give_up("did not answer its first question")
             raise
-        except EngineError:
-            return None
-        return state if state.keys() >= {"block_size", "blocks_total"} else None
 
     # ---- models
 

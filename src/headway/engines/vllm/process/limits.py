@@ -15,13 +15,25 @@ from prometheus_client.samples import Sample
 
 from headway.config import Engine
 from headway.engines.vllm.process.answers import read_strictly
-from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.errors import EngineError
 from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
 _MOST_LINES, _LONGEST_LINE = 100, 2**14
 _MOST = 2**31
 _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}  # field -> vLLM's option
+
+
+async def read_state(engine: EngineConnection, seconds: float) -> dict[str, Any] | None:
+    """Return the state of Headway's scheduler, None = it is not inside; EngineGone when nothing answers."""
+    try:
+        state = await engine.control({"op": "state", "jobs": False}, seconds)
+    except EngineGone:
+        raise
+    except EngineError:
+        return None
+    return state if state.keys() >= {"block_size", "blocks_total"} else None
 
 
 async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float) -> dict[str, int]:
@@ -42,18 +54,21 @@ def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) ->
     return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
 
 
-def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
-    """Log where an instance and its configuration differ, and what is assumed for want of both."""
+def doubts(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield where an instance and its configuration differ, and what is assumed for want of both.
+
+    Each as what the instance does, without its name, and how to mend it (empty where nothing does).
+    """
     if "blocks_total" not in told:
-        log.warning("engine %s does not tell its KV cache; enough for all requests that run at once is assumed.", id)
+        yield "does not tell its KV cache; enough for all requests that run at once is assumed.", ""
     for name, option in _OPTIONS.items():
         stated, has = getattr(config, name), told.get(name)
         if stated is None and has is None:
-            problem = "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has."
-            log.warning(problem, id, option, _taken(config)[name], name)
+            problem = f"does not tell its {option}; {_taken(config)[name]} is assumed."
+            yield problem, f"Set {name} in [[engines]] to what it has."
         elif None not in (stated, has) and stated != has:
-            problem = "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d."
-            log.warning(problem, id, option, has, name, stated, has)
+            problem = f"has {option} {has}, which counts, but its {name} in [[engines]] is {stated}."
+            yield problem, f"Set it to {has}."
 
 
 def _taken(config: Engine) -> dict[str, Any]:
