@@ -75,7 +75,7 @@ MORE: dict[str, Mistake] = {
     "no tool parser": ('engines = [{tool_parser = "hermis"}]', [], "engines.0.tool_parser", "'hermes'?"),
     "no reasoning parser": ('engines = [{args = ["--reasoning-parser=r"]}]', [], "'r'", "deepseek_r1"),
     "too long a context": ("engines = [{max_model_len = 8193}]", [], "engines.0.max_model_len", "8192"),
-    "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
+    "two models": ("engines = [{max_model_len = 8}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
 }
 
 
