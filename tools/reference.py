@@ -48,7 +48,6 @@ _MORE = {
     "last part of the path or hub id.",
     "engines.url": "of a vLLM that runs already.",
     "engines.port": "of a vLLM that Headway starts; unset, a free one.",
-    "engines.max_model_len": "vLLM's --max-model-len, for a vLLM that Headway starts.",
     "engines.max_batched_tokens": "vLLM's --max-num-batched-tokens, for a vLLM that Headway starts.",
     "engines.cores": 'CPU cores, such as "0-1"; unset, all that it may use.',
     "engines.async_scheduling": "vLLM's --async-scheduling; unset, as vLLM decides.",
@@ -159,6 +158,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "enum" in schema:
         return ", ".join(f'`"{one}"`' for one in schema["enum"])
+    if "const" in schema:
+        return f'`"{schema["const"]}"`'
     if "$ref" in schema:
         return "table"
     match schema.get("type"):

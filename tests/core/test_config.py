@@ -82,6 +82,7 @@ sleep_mode = true
 drain_timeout_s = 90
 url = "http://10.0.0.1:8000"
 api_key = "{SECRET}"
+device = "cpu"
 port = 8001
 max_running = 4
 slots = 9
@@ -267,6 +268,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             adapters={"terse": "/adapters/terse"},
             host_weights_gib=1.5,
             api_key=SECRET,
+            device="cpu",
             sleep_mode=True,
             drain_timeout_s=90.0,
             dtype="float32",

@@ -153,6 +153,11 @@ def test_an_engine_s_key_is_never_quoted_and_needs_a_url() -> None:
     assert "hunter2" not in refused({"engines": [{"url": "http://x", "api_key": "hunter2"}]})
 
 
+def test_the_device_of_what_headway_starts_is_not_configured() -> None:
+    assert "engines.0 in headway.toml has a device, but no url" in refused({"engines": [{"device": "cpu"}]})
+    assert parse({"engines": [{"url": "http://x", "device": "cpu"}]}).engines[0].device == "cpu"
+
+
 def test_a_missing_part_is_named() -> None:
     said = refused({"keys": [{"key": SECRET}]})
     assert said == "keys.0.tenant is missing in headway.toml. Add it."

@@ -1,7 +1,8 @@
 """A FAKE engine of several models, a process of its own: it answers only to the model that it has loaded.
 
 What happens when a model is loaded is written in the file `behaviour` of its directory: "fail" (vLLM says
-so), "die" (the process ends), "hang" (until something else is written).
+so), "die" (the process ends), "refuse" (it ends as vLLM does that cannot read its command line), "hang" (until
+something else is written).
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ async def behaves(path: Path) -> bool:
     behaviour = (path / "behaviour").read_text()
     if behaviour == "die":
         os._exit(3)
+    if behaviour == "refuse":
+        os._exit(2)
     while behaviour == "hang":
         await asyncio.sleep(0.05)
         behaviour = (path / "behaviour").read_text()

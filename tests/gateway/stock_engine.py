@@ -50,6 +50,8 @@ class StockEngine(FakeEngine):
                         running=running, waiting=self.open - running, block=BLOCK, blocks=BLOCKS, tokens=BLOCK * BLOCKS
                     )
                 )
+            case "/version":
+                return JSONResponse({"version": "0.32.0"})
             case "/headway/control":
                 return JSONResponse({"detail": "Not Found"}, 404)
         return None

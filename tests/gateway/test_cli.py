@@ -75,7 +75,7 @@ MORE: dict[str, Mistake] = {
     "no tool parser": ('engines = [{tool_parser = "hermis"}]', [], "engines.0.tool_parser", "'hermes'?"),
     "no reasoning parser": ('engines = [{args = ["--reasoning-parser=r"]}]', [], "'r'", "deepseek_r1"),
     "too long a context": ("engines = [{max_model_len = 8193}]", [], "engines.0.max_model_len", "8192"),
-    "two models": ("engines = [{port = 1}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
+    "two models": ("engines = [{max_model_len = 8}, {max_model_len = 9}]", ["--url", DEAD], "differ", "served_name"),
 }
 
 
@@ -185,6 +185,9 @@ if os.environ.get("STANDIN") == "broken":
 if os.environ.get("STANDIN") == "misused":
     print("vllm: error: unrecognized arguments: --max-gpus", flush=True)
     sys.exit(2)
+if os.environ.get("STANDIN", "").startswith("raises "):
+    print("(APIServer pid=1) INFO begins", file=sys.stderr)
+    exec(os.environ["STANDIN"].removeprefix("raises "))
 subprocess.Popen(["sleep", "600"])  # vLLM has processes of its own too
 os.environ.pop("PYTHONPATH")
 line = [sys.executable, "-m", "testing.fake_engine", "--port", arguments["--port"]]
@@ -303,6 +306,24 @@ def test_an_engine_that_refuses_its_arguments_is_started_once(run: Any, tmp_path
     assert "cannot start" in err
     assert "Correct its settings in [[engines]]" in err.partition("cannot start")[2]
     assert (tmp_path / "e0.log").read_text().count("--max-gpus") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "starts"),
+    [
+        ("raise ValueError('no such dtype')", 1),
+        ("print('(EngineCore pid=2) INFO begins', flush=True); raise ValueError('no such layer')", 2),
+        ("print('(EngineCore pid=2) INFO begins', flush=True); raise ValueError('Free memory is less')", 3),
+        ("raise OSError('Address already in use')", 3),
+    ],
+)
+def test_an_engine_that_would_fail_in_the_same_way_is_not_started_again(
+    run: Any, tmp_path: Path, raised: str, starts: int
+) -> None:
+    _, err = run(STANDIN=f"raises {raised}").process.communicate(timeout=60)
+    error = f"Its last error: {raised.partition('raise ')[2].replace('(', ': ').replace(')', '').replace(chr(39), '')}"
+    assert error in err.partition("cannot start")[2]
+    assert (tmp_path / "e0.log").read_text().count("(APIServer pid=1) INFO begins") == starts
 
 
 def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:

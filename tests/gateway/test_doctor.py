@@ -17,6 +17,7 @@ from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from tests.gateway.gateway import Fake
+from tests.gateway.stock_engine import CONTEXT
 
 
 def found(tmp_path: Path, text: str) -> dict[str, Finding]:
@@ -61,6 +62,17 @@ def test_what_is_wrong_is_named_with_its_mend(tmp_path: Path, text: str, what: s
     assert seen.state == "bad"
     assert says in seen.found
     assert mend in seen.mend
+
+
+def test_limits_of_an_engine_that_differ_or_are_not_known(tmp_path: Path, stock: Fake) -> None:
+    file = tmp_path / "headway.toml"
+    file.write_text(f'broker = {{ kind = "memory" }}\nengines = [{{ url = "{stock.url}", max_model_len = 2048 }}]')
+    batch, context = [one for one in examine(file) if one.what == "limits of e0"]
+    assert batch.state == context.state == "doubt"
+    assert "--max-num-seqs; 16 is assumed" in batch.found
+    assert "max_running" in batch.mend
+    assert f"has --max-model-len {CONTEXT}" in context.found
+    assert context.mend == f"Set it to {CONTEXT}."
 
 
 def test_an_address_in_use(tmp_path: Path) -> None:

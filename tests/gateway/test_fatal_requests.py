@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway.config import Broker, Sqlite
+from headway.config import Broker, Engine, Sqlite
 from headway.engines.vllm.fatal_fields import check_fields, fatal_fields, known
+from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.fatal import read_fatal
 from headway.errors import RequestError
 from tests.gateway import batches
 from tests.gateway.conftest import Serve
@@ -99,6 +102,44 @@ def test_one_that_was_accepted_before_the_engine_was_there(serve: Serve, fatal: 
             assert fatal.last()["asked"] == 0
     finally:
         fatal.stop()
+
+
+@pytest.mark.parametrize(("device", "status"), [("cpu", 400), (None, 200)])
+def test_a_stock_engine_s_device_is_as_configured(serve: Serve, stock: Fake, device: str | None, status: int) -> None:
+    with serve(stock.url, engine={"device": device}) as gateway:
+        assert gateway.post(gateway.chat(seed=1)).status_code == status
+        assert gateway.post(gateway.chat(top_k=5)).status_code == 200, "it has no drafts"
+        assert gateway.post(gateway.chat(seed=1, temperature=0)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("version", "page", "fields"),
+    [
+        ('{"version": "0.32.0"}', "", ("seed",)),
+        ('{"version": "0.32.0"}', "vllm:spec_decode_num_drafts_total 0.0\n", ("seed", "top_k")),
+        ('{"version": "0.32.0"}', "# TYPE vllm:lora_requests_info gauge\n", ("seed", "prompt_logprobs")),
+        ('{"version": "0.33.0"}', "vllm:spec_decode_num_drafts_total 0.0\n", ()),
+        ('{"version": 32}', "", ()),
+        ("[]", "", ()),
+        ("", "", ()),
+    ],
+)
+async def test_what_a_stock_engine_tells_of_crashes_on_a_cpu(version: str, page: str, fields: tuple[str, ...]) -> None:
+    engine = _Telling({"/version": version, "/metrics": page})
+    assert await read_fatal(engine, Engine(url=engine.url, device="cpu"), None, 1.0) == fields
+    assert await read_fatal(engine, Engine(url=engine.url), None, 1.0) == ()
+    assert await read_fatal(engine, Engine(url=engine.url, device="cpu"), {"fatal": []}, 1.0) == (), "it knows better"
+
+
+class _Telling(EngineConnection):
+    """An engine that answers GET with these pages."""
+
+    def __init__(self, pages: Mapping[str, str]) -> None:
+        super().__init__("e0", "http://127.0.0.1:1", 1.0, None)
+        self._pages = pages
+
+    async def get(self, path: str, seconds: float) -> bytes:
+        return self._pages[path].encode()
 
 
 def kill_twice(engine: Fake) -> None:

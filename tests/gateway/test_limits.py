@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config import Engine
+from headway.config import Broker, Config, Engine
 from headway.engines.vllm.process.limits import instance_of, samples
+from headway.errors import ConfigError
+from headway.gateway.main import preflight
 from headway.types import Instance
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, configuration
@@ -29,7 +31,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_a_stock_engine_is_taken_for_what_it_tells(serve: Serve, stock: Fake, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(stock.url, engine={"max_running": 16}) as gateway:
+    with serve(stock.url, engine={"max_running": None}) as gateway:
         one = planned(gateway)
         assert (one.max_model_len, one.block_size, one.blocks_total) == (CONTEXT, BLOCK, BLOCKS - 1)
         assert (one.max_running, one.assumed) == (16, ("max_running",))
@@ -49,6 +51,29 @@ def test_where_configuration_and_engine_differ_the_engine_counts(
         assert (planned(gateway).max_running, planned(gateway).max_model_len) == (8, CONTEXT)
     assert f"e0 has --max-model-len {CONTEXT}, which counts, but its max_model_len" in warnings(caplog)
     assert "--max-num-seqs" not in warnings(caplog), "it is configured"
+
+
+def test_what_is_stated_counts_as_stated_when_it_equals_the_default(
+    serve: Serve, stock: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve(stock.url, engine={"max_running": 16, "max_model_len": 2048}) as gateway:
+        assert (planned(gateway).max_running, planned(gateway).max_model_len) == (16, CONTEXT)
+    assert f"e0 has --max-model-len {CONTEXT}, which counts, but its max_model_len in [[engines]] is 2048" in warnings(
+        caplog
+    )
+    assert "--max-num-seqs" not in warnings(caplog), "it is configured"
+
+
+def test_a_context_that_is_not_stated_differs_from_none() -> None:
+    preflight(_config(Engine(), Engine(max_model_len=2048), Engine(url="http://h:1")))
+    preflight(_config(Engine(max_model_len=4096), Engine(url="http://h:1"), Engine(url="http://h:2")))
+    for other in (Engine(url="http://h:1", max_model_len=2048), Engine()):
+        with pytest.raises(ConfigError, match="differ in model or max_model_len: smollm2"):
+            preflight(_config(Engine(max_model_len=4096), other))
+
+
+def _config(*engines: Engine) -> Config:
+    return Config(engines=engines, broker=Broker("memory"))
 
 
 def test_a_gateway_apart_from_its_engines_hears_what_they_tell(tmp_path: Path, stock: Fake) -> None:

@@ -169,6 +169,14 @@ def test_a_model_that_keeps_failing_is_given_up_and_its_requests_are_told(
         assert kinds(events).count("InstanceUp:a") == 1 + 3
 
 
+def test_a_model_that_vllm_refuses_is_given_up_at_once(start: Any, events: list[Event], tmp_path: Path) -> None:
+    behave(tmp_path / "c", "refuse")
+    with start() as gateway:
+        assert gateway.ask("c").json()["error"]["code"] == "model_unavailable"
+        assert gateway.ask("a").status_code == 200
+        assert kinds(events).count("InstanceUp:a") == 1 + 1
+
+
 def test_a_request_says_what_it_waits_for(start: Any, tmp_path: Path) -> None:
     behave(tmp_path / "c", "hang")
     with start() as gateway:

@@ -22,9 +22,12 @@ from rich.table import Table
 
 from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
+from headway.config.keys import reveal
+from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.limits import doubts, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, lacking
 from headway.engines.vllm.process.settings import cores_of
-from headway.errors import ConfigError
+from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
 from headway.gateway.main import bind, preflight
 from headway.models.resolve import resolve
@@ -176,7 +179,31 @@ def _existing(folder: Path) -> Path:
 def _engines(config: Config) -> Iterator[Finding]:
     for number, engine in enumerate(config.engines):
         if engine.url is not None:
-            yield _attached(f"engine e{number}", engine.url)
+            yield (answers := _attached(f"engine e{number}", engine.url))
+            if answers.state == "good":
+                key = None if engine.api_key is None else reveal(engine.api_key, f"engines.{number}.api_key")
+                connection = EngineConnection(f"e{number}", engine.url.rstrip("/"), _ANSWER_S, key)
+                yield from _limits(engine, connection)
+
+
+def _limits(engine: Engine, connection: EngineConnection) -> Iterator[Finding]:
+    """Find where an engine's limits are not those of the configuration, or not known."""
+    what = f"limits of {connection.id}"
+    try:
+        told = asyncio.run(_told(connection))
+    except EngineError as error:
+        yield Finding(what, "bad", error.message, error.hint)
+        return
+    for doubt, mend in doubts(engine, told):
+        yield Finding(what, "doubt", f"it {doubt}", mend)
+
+
+async def _told(connection: EngineConnection) -> dict[str, int]:
+    connection.connect()
+    try:
+        return await read_limits(connection, await read_state(connection, _ANSWER_S), _ANSWER_S)
+    finally:
+        await connection.disconnect()
 
 
 def _attached(what: str, url: str) -> Finding:

@@ -381,6 +381,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if engine.api_key is not None and engine.url is None:
             problem = f"engines.{i} in {where} has an api_key, but no url."
             yield ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+        if engine.device is not None and engine.url is None:
+            problem = f"engines.{i} in {where} has a device, but no url."
+            yield ConfigError(problem, "Leave it out: what Headway starts tells its device.")
         if engine.runner == "pooling" and (engine.models or engine.adapters):
             problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
             yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")

@@ -41,13 +41,16 @@ class Engine:
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration.
+    max_running: requests computed in one iteration; unset, what a vLLM at `url` tells, or 16.
+    max_model_len: vLLM's --max-model-len; unset, what a vLLM at `url` tells, or 2048.
     slots: requests that may hold KV, running or paused.
     max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
     api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
+    device: of a vLLM at `url` that runs on a CPU, if Headway's scheduler is not inside: request fields that
+        crash its release there are refused. One with the scheduler, or that Headway starts, tells them itself.
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
@@ -63,11 +66,12 @@ class Engine:
     drain_timeout_s: Positive = 300.0
     url: str | None = None
     api_key: Secret | None = None
+    device: Literal["cpu"] | None = None
     port: Port | None = None
-    max_running: Count = 16
+    max_running: Count | None = None
     slots: Count | None = None
     max_gap_s: Positive = 1.0
-    max_model_len: Count = 2048
+    max_model_len: Count | None = None
     max_batched_tokens: Count = 2048
     kv_gib: Count = 1
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
@@ -94,6 +98,16 @@ class Engine:
         the path or hub id.
         """
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
+
+    @property
+    def batch(self) -> int:
+        """Return the requests that it computes in one iteration, unless it tells another number."""
+        return 16 if self.max_running is None else self.max_running
+
+    @property
+    def context(self) -> int:
+        """Return the tokens of a request that it has room for, unless it tells another number."""
+        return 2048 if self.max_model_len is None else self.max_model_len
 
     @property
     def others(self) -> tuple[Model, ...]:

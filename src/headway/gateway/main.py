@@ -53,6 +53,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
+_TRIES = 3  # of an engine to start
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
@@ -99,14 +100,15 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Raise ConfigError for one name of different models."""
-    names = {name for engine in config.engines for name in engine.served}
-    kinds = {(*named, e.max_model_len) for e in config.engines for named in e.served.items()}
-    if len(kinds) > len(names):
-        raise ConfigError(
-            f"Engines of the same name differ in model or max_model_len: {', '.join(sorted(names))}.",
-            "Give different models different served_name.",
-        )
+    """Raise ConfigError for one name of different models, or of different contexts as far as they are known."""
+    for name in sorted({name for engine in config.engines for name in engine.served}):
+        having = [engine for engine in config.engines if name in engine.served]
+        contexts = {engine.context for engine in having if engine.url is None or engine.max_model_len is not None}
+        if len({engine.served[name] for engine in having}) > 1 or len(contexts) > 1:
+            raise ConfigError(
+                f"Engines of the same name differ in model or max_model_len: {name}.",
+                "Give different models different served_name.",
+            )
 
 
 def _check_addresses(config: Config) -> None:
@@ -361,7 +363,7 @@ class Server(uvicorn.Server):
         with console.status("starting engines ..."):
             while not all(engine.up.is_set() for engine in engines):
                 for engine in engines:
-                    if engine.failure is not None and (engine.given_up or engine.restarts >= 2):
+                    if engine.failure is not None and (engine.given_up or engine.tries >= _TRIES):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)

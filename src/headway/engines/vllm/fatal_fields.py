@@ -1,6 +1,7 @@
 """Request fields that crash engines of some vLLM releases: one request takes down all that run with it.
 
-The scheduler inside an engine tells which of them are fatal to it; the gateway refuses requests with them.
+The scheduler inside an engine tells which of them are fatal to it, `process/fatal.py` of one without it; the gateway
+refuses requests with them.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config import Engine
 from headway.config.keys import reveal
-from headway.engines.vllm.fatal_fields import known
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.launch import BadArguments, Child, check_installed
-from headway.engines.vllm.process.limits import instance_of, read_limits, warn
+from headway.engines.vllm.process.exits import BadArguments, EngineEnded
+from headway.engines.vllm.process.fatal import read_fatal
+from headway.engines.vllm.process.launch import Child, check_installed
+from headway.engines.vllm.process.limits import doubts, instance_of, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -76,6 +77,7 @@ class VllmEngine(EngineView):
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
         self._served = False  # it has been up, so its arguments are good
+        self._cause: str | None = None  # of the latest end, if it is to be expected again
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -104,18 +106,15 @@ class VllmEngine(EngineView):
         await self.disconnect()
 
     async def _supervise(self) -> None:
-        tries = 0
         while True:
-            began = time.monotonic()
             try:
                 await self._bring_up()
-                tries = 0
                 while await self._watch():
                     await self._swap()
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
-                if isinstance(error, BadArguments) and not self._served:
+                if self._is_final(error):
                     self.given_up = True
                     return
             except Exception as error:  # supervision must go on after any error, and operators must see it
@@ -124,10 +123,15 @@ class VllmEngine(EngineView):
             self.loading = None
             self._wake.clear()
             self._down()
-            wait = _BACKOFF[min(tries, len(_BACKOFF) - 1)]
-            tries += 1 if time.monotonic() - began < 60 else -tries
-            await asyncio.sleep(wait)
+            self.tries += 1
+            await asyncio.sleep(_BACKOFF[min(self.tries, len(_BACKOFF)) - 1])
             self.restarts += 1
+
+    def _is_final(self, error: EngineError) -> bool:
+        """Tell whether one that has never been up would fail in the same way for ever."""
+        before, self._cause = self._cause, error.cause if isinstance(error, EngineEnded) else None
+        again = self._cause is not None and self._cause == before
+        return not self._served and (again or isinstance(error, BadArguments))
 
     async def _bring_up(self) -> None:
         if self.config.url is None and not (self._children.alive and await self.lives()):
@@ -146,7 +150,7 @@ class VllmEngine(EngineView):
             return
         config, began = self.config, time.monotonic()
         try:
-            pace = await measure(self, self.models.current, config.max_running, config.max_model_len)
+            pace = await measure(self, self.models.current, config.batch, config.context)
         except EngineError as error:
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:
@@ -158,7 +162,7 @@ class VllmEngine(EngineView):
         instance = await self._describe()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
-        self.failure, self.loading = None, None
+        self.failure, self.tries, self.loading = None, 0, None
         self.up.set()
         self._served = True
         self._announced = self.models.announce(instance)
@@ -244,23 +248,21 @@ class VllmEngine(EngineView):
         state = await self._state()
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
-        self.fatal = known((state or {}).get("fatal", ()))
+        self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         told = await read_limits(self, state, self.config.health_timeout_s)
-        warn(self.id, self.config, told)
+        for doubt, mend in doubts(self.config, told):
+            log.warning("engine %s %s", self.id, f"{doubt} {mend}".rstrip())
         self.instance = instance_of(self.id, self.models.current, self.config, told)
         return self.instance
 
     async def _state(self) -> dict[str, Any] | None:
         """Return the state of Headway's scheduler, None = it is not inside."""
         try:
-            state = await self.control({"op": "state", "jobs": False}, self.config.silence_timeout_s)
+            return await read_state(self, self.config.silence_timeout_s)
         except EngineGone as error:
             if error.silent:
                 await self._give_up("did not answer its first question")
             raise
-        except EngineError:
-            return None
-        return state if state.keys() >= {"block_size", "blocks_total"} else None
 
     # ---- models
 

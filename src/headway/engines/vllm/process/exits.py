@@ -1,0 +1,72 @@
+"""Why a vLLM has ended, in its own words, and whether another start would end in the same way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+
+from headway.errors import EngineError
+
+_USAGE = 2  # vLLM's exit status for a command line that it cannot read
+# What vLLM's logger and the pipes of its processes put before a line.
+_BEFORE = re.compile(r"^(?:\([^)]*\bpid=\d+\) ?)?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?")
+_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*: |[\w. ]+: error: ")
+_INVALID, _FINDING = " validation error", re.compile(r"\S*$|  \S")  # pydantic's; fields and findings follow
+_ELSEWHERE = re.compile(r"root cause|^(\w+\.)*EngineDeadError")
+_CORE = "(EngineCore"  # a line of the process that computes
+# Of errors raised before that process has begun, when no memory is asked for: the arguments are wrong.
+_WRONG = re.compile(r"(\w+\.)*(ValueError|\w*ValidationError|KeyError|TypeError|NotImplementedError|AssertionError): ")
+# Of errors that may be gone at the next start, though they read the same: others have the memory or the port.
+_PASSING = re.compile(
+    r"memory|OSError|no space|in use|connect(ion|ed|error|timeout| to)|unreachable|time[sd]? ?out|HTTPError"
+    r"|name resolution|\b(CUDA|HIP|NCCL|gloo)\b",
+    re.IGNORECASE,
+)
+
+
+class EngineEnded(EngineError):
+    """A vLLM has ended. cause: why, if another start can be expected to end with the same words."""
+
+    cause: str | None = None
+
+
+class BadArguments(EngineEnded):
+    """vLLM refuses its arguments, so that another start would fail, too."""
+
+
+def ended(name: str, code: int | None, log: str, *, tail: str, offline: bool, where: str) -> EngineEnded:
+    """Return the error of an engine that has ended.
+
+    code: exit status. log: what it wrote last, and tail: the end of that. where: the path of all of it.
+    offline: its model is on this disk; of one on the hub, an invalid configuration may not have been fetched.
+    """
+    error = last_error(log)
+    said = "" if error is None else f"Its last error: {error}\n"
+    problem = f"The engine {name} ended with exit code {code}. {said}Its last lines:\n{tail}\n"
+    begun = any(line.startswith(_CORE) for line in log.splitlines())
+    wrong = offline and not begun and error is not None and _WRONG.match(error)
+    if code == _USAGE or wrong:
+        hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {where}."
+        return BadArguments(problem, hint)
+    found = EngineEnded(problem, f"The whole log is in {where}.")
+    found.cause = None if error is None or _PASSING.search(error) else error
+    return found
+
+
+def last_error(log: str) -> str | None:
+    """Return the last error that says more than where to look for another one, None = there is none."""
+    errors = [error for error in _errors(log) if not _ELSEWHERE.search(error)]
+    return errors[-1] if errors else None
+
+
+def _errors(log: str) -> Iterator[str]:
+    """Yield the lines that end tracebacks, or refuse a command line; with what pydantic found invalid."""
+    inside, lines = False, [_BEFORE.sub("", line) for line in log.splitlines()]
+    for i, line in enumerate(lines):
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif _ERROR.match(line) and (inside or ": error: " in line):
+            inside = False
+            more = takewhile(_FINDING.match, lines[i + 1 :]) if _INVALID in line else ()
+            yield " ".join([line, *map(str.strip, more)])
