@@ -23,9 +23,9 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
-from headway.store.queue.sqlite_ends import END, FEW, Done, end_together
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, open_file
-from headway.store.queue.sqlite_health import Watch, means_damage
+from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
+from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
+from headway.store.queue.sqlite_health import Watch, damage
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.queue.sqlite_rescue import RECOVER
 from headway.store.settling import deliver
@@ -43,12 +43,11 @@ RENEW = """INSERT INTO leases (owner, until, ended) VALUES (?, ?, 0)
 EXPIRE = "UPDATE leases SET ended = 1 WHERE until <= ? AND NOT ended AND owner <> ?"
 LEAVE = "UPDATE leases SET ended = 1 WHERE owner = ?"
 # One statement, and the lease is looked up by its key: a put costs what it would without leases.
-PUT = f"""INSERT INTO jobs ({COLUMNS}) SELECT {", ".join("?" * len(FIELDS))}
-    WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"""
+PUT = f"{KEEP} WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"
 # The first jobs of each ended lease, then the first of these: held jobs are never scanned.
 FREE = f"""WITH free (owner) AS (
         SELECT NULL UNION ALL SELECT owner FROM leases WHERE ended AND owner <> :owner)
-    SELECT seq, {COLUMNS} FROM jobs WHERE seq IN (
+    SELECT seq, {COLUMNS}, {SUMS} FROM jobs WHERE seq IN (
         SELECT first.seq FROM free CROSS JOIN jobs AS first ON first.seq IN (
             SELECT seq FROM jobs AS held WHERE held.state = 'open' AND held.owner IS free.owner
             ORDER BY arrival, seq LIMIT :limit))
@@ -65,7 +64,7 @@ FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
-GET = f"SELECT {COLUMNS} FROM jobs WHERE id = ?"
+GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
 UNFIT = (
@@ -137,8 +136,7 @@ class SqliteBroker:
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:
             raise takes_nothing(self._damage)
-        row = [getattr(job, name) for name in FIELDS[:-1]]
-        await self._write(partial(_put, [*row, self.owner, self.owner], job.id))
+        await self._write(partial(_put, job, self.owner))
         self._kept.add(job)
 
     async def take(self, now: float, limit: int) -> list[Job]:
@@ -160,12 +158,12 @@ class SqliteBroker:
         self._kept.drop(id)
         if result is None:
             return await self._write(Done(self.owner, id, now))
-        return await self._write(partial(_changes, END, ["done", result, None, now, id, self.owner])) == 1
+        return await self._write(partial(end, self.owner, id, now, result=result))
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
-        return await self._write(partial(_changes, END, ["failed", None, reason, now, id, self.owner])) == 1
+        return await self._write(partial(end, self.owner, id, now, reason=reason))
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
@@ -188,8 +186,7 @@ class SqliteBroker:
 
     async def get(self, id: str) -> Job | None:
         """Return a job; an ended one has an empty body. None when unknown or forgotten."""
-        rows = await self._read(partial(_rows, GET, [id]))
-        return _job(rows[0]) if rows else None
+        return await self._read(partial(_get, id))
 
     async def forget(self, before: float) -> int:
         """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
@@ -317,8 +314,8 @@ class SqliteBroker:
 
     def _note(self, error: Exception) -> None:
         """Take note when an error says that the file is damaged."""
-        if means_damage(error) and not self._moved:
-            self._found_damaged(str(error))
+        if not self._moved and (what := damage(error)) is not None:
+            self._found_damaged(what)
 
     def _found_damaged(self, what: str) -> None:
         """Accept nothing any more; the writer's thread moves to another file. Called in any thread."""
@@ -377,10 +374,15 @@ def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:
     return bool(before == (0,))
 
 
-def _put(row: list[Any], id: str, db: sqlite3.Connection) -> None:
-    if not db.execute(PUT, row).rowcount:
-        _check_lease(row[-1], db)
-        raise known_id(id)
+def _put(job: Job, owner: str, db: sqlite3.Connection) -> None:
+    if not db.execute(PUT, [*row_of(job, owner), owner]).rowcount:
+        _check_lease(owner, db)
+        raise known_id(job.id)
+
+
+def _get(id: str, db: sqlite3.Connection) -> Job | None:
+    row = db.execute(GET, [id]).fetchone()
+    return None if row is None else job_of(row)
 
 
 def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Job]:
@@ -388,7 +390,7 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
     db.execute(EXPIRE, [now, owner])
     rows = db.execute(FREE, {"owner": owner, "limit": limit}).fetchall()
     db.executemany(TAKE, [(owner, seq) for seq, *_ in rows])
-    jobs = [_job(row) for _, *row in rows]
+    jobs = [job_of(row) for _, *row in rows]
     for job in jobs:
         job.owner = owner
     return jobs
@@ -410,9 +412,3 @@ def _changes(sql: str, values: list[Any], db: sqlite3.Connection) -> int:
 
 def _rows(sql: str, values: list[Any], db: sqlite3.Connection) -> list[Any]:
     return db.execute(sql, values).fetchall()
-
-
-def _job(row: list[Any]) -> Job:
-    job = Job(*row)
-    job.background = bool(job.background)  # SQLite has no booleans
-    return job

@@ -1,7 +1,8 @@
 """Watches a SQLite file that is in use: damage on the disk, and the length of its write-ahead log.
 
 An open connection does not notice damage: it reads pages from its cache and from the log. A new connection
-reads the disk.
+reads the disk. SQLite finds what breaks its structure; a changed byte within a value is found by a checksum that
+is stored beside the value.
 
 Nothing here opens the file but through SQLite: POSIX drops a process's locks on a file, SQLite's among them,
 when the process closes any handle of it.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from threading import Event, Thread
 from urllib.parse import quote
+from zlib import crc32
 
 LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
 LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
@@ -26,9 +28,23 @@ _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 log = logging.getLogger("headway.store.queue")
 
 
-def means_damage(error: BaseException) -> bool:
-    """Tell whether an error of SQLite's says that a file is damaged, not only locked or on a full disk."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
+class Altered(sqlite3.DatabaseError):
+    """A value is not what was stored, in a file whose structure is sound."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+
+
+def checksum(content: object, *of: object) -> int:
+    """Return the CRC-32 of bytes and what belongs to them; damage may have made any value of either."""
+    data = content if isinstance(content, bytes) else str(content).encode()
+    return crc32(data, crc32("\n".join(map(str, of)).encode()))
+
+
+def damage(error: BaseException) -> str | None:
+    """Return what an error says is damaged, None = nothing: a file is locked, say, or a disk is full."""
+    if str(error).startswith("Could not decode to UTF-8"):
+        return "a text is not UTF-8 any more"  # the error quotes it
+    return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED else None
 
 
 def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> str | None:
@@ -44,7 +60,7 @@ def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> s
                 raise
         return _look(path, True, stop)  # a part of the log is gone, unless it has just been begun anew
     except sqlite3.Error as error:
-        return str(error) if _is_short(error) or means_damage(error) else None
+        return str(error) if _is_short(error) else damage(error)
 
 
 def _is_short(error: sqlite3.Error) -> bool:
