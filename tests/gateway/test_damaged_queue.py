@@ -16,14 +16,14 @@ from headway.errors import ConfigError, HeadwayError
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.sqlite_file import recover_batches
 from headway.store.queue import open_broker, sqlite_health, sqlite_jobs
-from tests.gateway.batch_stores import BATCH, add, begun
+from tests.gateway.batch_stores import BATCH, FILE, add, begun
 from tests.gateway.batches import begin as begin_batch
 from tests.gateway.batches import content, ended, held, line, lines, text, upload
 from tests.gateway.batches import look as look_batch
 from tests.gateway.gateway import CHAT, Fake, configuration, serving, until
 from tests.gateway.test_background import DEAD, begin, finished, look
 from tests.gateway.test_refusals import error
-from tests.helpers.damage import alter, overwrite
+from tests.helpers.damage import alter, overwrite, read_by_another
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +193,43 @@ async def test_the_log_of_batches_is_truncated(tmp_path: Path) -> None:
         assert sqlite_health.log_bytes(file) > sqlite_health.LOG_BOUND
         rows.close()
     until(lambda: sqlite_health.log_bytes(file) <= sqlite_health.LOG_BOUND)
+    await store.close()
+
+
+def test_a_log_that_cannot_shrink_refuses_background_work(tmp_path: Path, mortal: Fake) -> None:
+    mortal.stop()
+    config = configuration(tmp_path, mortal.url)
+    file = str(config.broker.sqlite.file)
+    with serving(config, ready=False) as gateway:
+        accepted = begin(gateway)
+        with read_by_another(file) as process:
+            gateway.inner.broker._watch.most_log = sqlite_health.log_bytes(file) - 1
+            told = until(
+                lambda: f"(process {process})" in (said := gateway.post(gateway.chat(background=True)).text) and said
+            )
+            assert "The queue takes no background work" in told
+            answer = gateway.post(gateway.chat(background=True))
+            assert error(answer, 503)["code"] == "queue_unavailable"
+            assert answer.headers["retry-after"] == "10"
+            mortal.start()
+            assert gateway.post(gateway.chat()).status_code == 200
+            assert finished(gateway, accepted)["status"] == "completed"
+
+
+async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
+    store, file = DirectoryStore(tmp_path), str(tmp_path / "batches.sqlite")
+    (line,) = await begun(store, 1)
+    with read_by_another(file):
+        store._watch.most_log = sqlite_health.log_bytes(file) - 1
+        for refused in (store.add_batch(replace(BATCH, id="batch_2"), 9), store.add_file(FILE, 10**9)):
+            with pytest.raises(HeadwayError, match="its write-ahead log has") as told:
+                await refused
+            assert (told.value.status, told.value.headers["retry-after"]) == (503, "10")
+        assert store.problem() is None
+        assert await store.record(BATCH.id, line.number, True, b"answer")
+        await store.end(BATCH.id, "completed", 5.0)
+    store._watch.most_log = 2**20
+    assert await store.add_batch(replace(BATCH, id="batch_2"), 9)
     await store.close()
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.helpers.damage import alter, overwrite
+from tests.helpers.damage import alter, overwrite, read_by_another
 from tests.store.stores import FAR, job, take_ids
 
 from headway.errors import ConfigError, HeadwayError
@@ -370,6 +370,47 @@ async def test_sqlite_shortens_the_log_itself(path: str) -> None:
         for _ in range(2):
             writing.execute("INSERT INTO filler VALUES (?)", [bytes(2**12)])
         assert health.log_bytes(path) <= health.LOG_LIMIT
+
+
+async def test_a_log_that_cannot_shrink_is_bounded(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Background jobs are refused first, then all new ones; what was accepted ends."""
+    broker, large = SqliteBroker(path, "A", most_log=20 * 2**20), bytes(2**20)
+    await broker.renew(FAR)
+    with read_by_another(path) as process:
+        for i in range(20):
+            await broker.put(replace(job(f"{i}", background=True), body=large))
+        with pytest.raises(HeadwayError, match="no background work: its write-ahead log has 20 MiB") as refused:
+            await broker.put(job("late", background=True))
+        assert (refused.value.status, refused.value.headers["retry-after"]) == (503, "10")
+        await until(lambda: "no background work is accepted" in caplog.text)
+        with pytest.raises(HeadwayError, match=rf"until \S+ \(process {process}\) ends its transaction"):
+            await broker.put(job("late", background=True))
+        assert broker.problem() is None
+        for i in range(20, 40):
+            await broker.put(replace(job(f"{i}"), body=large))
+        with pytest.raises(HeadwayError, match=r"takes nothing: its write-ahead log has 40 MiB") as refused:
+            await broker.put(job("late"))
+        assert refused.value.code == "queue_unavailable"
+        assert "40 MiB" in str(broker.problem())
+        assert await broker.done("1", large, 5.0)
+        assert [one.id for one in await broker.take(0.0, 1)] == []
+    await until(lambda: broker.problem() is None and health.log_bytes(path) <= health.LOG_BOUND)
+    await broker.put(job("late", background=True))
+    assert caplog.text.count("no background work is accepted") == 1
+    await broker.close()
+
+
+def test_programs_that_read_are_told_as_far_as_the_system_does(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, reading = open_file(path, "normal")
+    with closing(writing), closing(reading):
+        reading.execute("BEGIN")
+        reading.execute("SELECT * FROM jobs").fetchall()
+        assert health.readers(path) == [], "it is this process"
+        with read_by_another(path) as process:
+            (told,) = health.readers(path)
+            assert told.endswith(f"(process {process})")
+        monkeypatch.setattr(Path, "read_text", lambda _: (_ for _ in ()).throw(FileNotFoundError()))
+        assert health.readers(path) == []
 
 
 async def test_a_log_that_was_cut_off_is_noticed(path: str, broker: SqliteBroker) -> None:

@@ -40,7 +40,7 @@ from headway.store.batches.records import (
     too_many_open,
 )
 from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
-from headway.store.queue.sqlite_health import Altered, checksum
+from headway.store.queue.sqlite_health import LOG_MOST, Altered, checksum
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 _USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"
@@ -50,17 +50,17 @@ _FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches 
 
 
 class DirectoryStore(SqliteFile):
-    """A `BatchStore` in a directory. Raises ConfigError when it cannot be used.
+    """A `BatchStore` in a directory; most_log as of `SqliteFile`. Raises ConfigError when it cannot be used.
 
     Of the gateways that share the directory the one holds that has a lock on the file `runner.lock`. The
     kernel drops the lock when the process dies, so that the calls of the gateway that holds need no check.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_log: int = LOG_MOST) -> None:
         self.folder = folder
         try:
             private.directory(private.directory(folder) / "files")
-            super().__init__(folder / NAME)
+            super().__init__(folder / NAME, most_log)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",
@@ -86,6 +86,7 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def add_file(self, file: StoredFile, most: int) -> None:
         """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
+        self.check_log()
         _settle(self.path(file.id))
         with self.transaction() as db:
             (used,) = db.execute(_USED, [file.tenant]).fetchone()
@@ -168,6 +169,7 @@ class DirectoryStore(SqliteFile):
 
         RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
         """
+        self.check_log()
         with self.transaction() as db:
             if db.execute("SELECT 1 FROM batches WHERE id = ?", [batch.id]).fetchone():
                 return False

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
-from headway.store.queue.sqlite_health import Watch, damage, limit_log
+from headway.store.queue.sqlite_health import RETRY_S, Watch, damage, limit_log
 from headway.store.queue.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 from headway.store.sqlite import connect, leave_open
 
@@ -71,10 +71,10 @@ class SqliteFile:
     """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
 
     Once the file is found damaged nothing is written any more; what it has is saved beside it. ConfigError
-    for one that was damaged before.
+    for one that was damaged before. most_log: bytes of its write-ahead log, beyond which no file or batch is added.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_log: int) -> None:
         # First: SQLite deletes the log of an empty file.
         private.database(path, used=any((path.parent / "files").glob("*")))
         check_sound(str(path), "The batches", "batches.dir")
@@ -87,11 +87,16 @@ class SqliteFile:
         self._saved = False
         # Batches in memory, where damage does not reach them: the last that were added, and those that run.
         self.added, self.unended = deque[Batch](maxlen=1000), list[Batch]()
-        self._watch = Watch(str(path), self.found_damaged)
+        self._watch = Watch(str(path), self.found_damaged, most_log)
 
     def problem(self) -> str | None:
         """Return why nothing can be written, None = it can."""
         return self._damage
+
+    def check_log(self) -> None:
+        """Raise HeadwayError (503) while the write-ahead log is too long for new work."""
+        if (problem := self._watch.log_problem()) is not None:
+            raise out("The directory of batches", problem, "Try again once that is mended.", retry_s=RETRY_S)
 
     def found_damaged(self, what: str) -> None:
         """Write nothing any more, and save what can be read."""

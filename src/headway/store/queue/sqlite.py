@@ -25,7 +25,7 @@ from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
-from headway.store.queue.sqlite_health import Watch, damage
+from headway.store.queue.sqlite_health import LOG_MOST, RETRY_S, Watch, damage
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.queue.sqlite_rescue import RECOVER
 from headway.store.settling import deliver
@@ -99,11 +99,14 @@ class SqliteBroker:
 
     When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
     the jobs that it can still read and those that are in memory; their ends are stored there.
+
+    most_log: bytes of the write-ahead log, which grows while another program has a transaction open. Beyond it
+    background jobs are refused, beyond twice as much all new ones; ends are stored.
     """
 
     on_disk = True
 
-    def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
+    def __init__(self, path: str, owner: str, *, synchronous: str = "full", most_log: int = LOG_MOST) -> None:
         self.path, self.owner, self._synchronous = os.path.realpath(path), owner, synchronous
         with ExitStack() as held:
             writing, reading = open_file(self.path, synchronous)
@@ -121,7 +124,7 @@ class SqliteBroker:
         # A daemon: a gateway that dies without close() must not wait for a queue that is never filled.
         self._writer = Thread(target=self._serve, name="broker-write", daemon=True)
         self._writer.start()
-        self._watch = Watch(self.path, self._found_damaged)
+        self._watch = Watch(self.path, self._found_damaged, most_log)
 
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
@@ -130,12 +133,14 @@ class SqliteBroker:
     async def put(self, job: Job) -> None:
         """Store a new open job; it is on the disk when this returns.
 
-        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, 400 when
-        SQLite cannot hold it.
+        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease or while the
+        log is too long, 400 when SQLite cannot hold it.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:
             raise takes_nothing(self._damage)
+        if (problem := self._watch.log_problem(1 if job.background else 2)) is not None:
+            raise takes_nothing(problem, "no background work" if job.background else "nothing", retry_s=RETRY_S)
         await self._write(partial(_put, job, self.owner))
         self._kept.add(job)
 
@@ -201,9 +206,12 @@ class SqliteBroker:
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept: the file was deleted, replaced or damaged."""
+        """Return why nothing is taken now: the file was deleted, replaced or damaged, or its log is too long."""
         if self._closed:
             return None
+        return self._file_problem() or self._watch.log_problem(2)
+
+    def _file_problem(self) -> str | None:
         if self._damage is not None:
             return self._damage
         if self._file.intact():
@@ -307,7 +315,7 @@ class SqliteBroker:
 
     def _check_file(self) -> None:
         """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
-        if not self._moved and (problem := self.problem()) is not None:
+        if not self._moved and (problem := self._file_problem()) is not None:
             raise OSError(problem)
 
     # ---- damage
