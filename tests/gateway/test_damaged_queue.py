@@ -15,7 +15,8 @@ from headway.config import Batches, Config, write
 from headway.errors import ConfigError, HeadwayError
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.sqlite_file import recover_batches
-from headway.store.queue import open_broker, sqlite_health, sqlite_jobs
+from headway.store.queue import open_broker, sqlite_jobs
+from headway.store.sqlite import health
 from tests.gateway.batch_stores import BATCH, FILE, add, begun
 from tests.gateway.batches import begin as begin_batch
 from tests.gateway.batches import content, ended, held, line, lines, text, upload
@@ -28,7 +29,7 @@ from tests.helpers.damage import alter, overwrite, read_by_another
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_health, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(health, "_PAUSE_S", 0.05)
 
 
 def into_file(file: Path) -> None:
@@ -190,9 +191,9 @@ async def test_the_log_of_batches_is_truncated(tmp_path: Path) -> None:
             sql = "INSERT INTO answers (batch, number, content) VALUES ('batch', ?, ?)"
             with store.transaction() as db:
                 db.execute(sql, [i, bytes(2**20)])
-        assert sqlite_health.log_bytes(file) > sqlite_health.LOG_BOUND
+        assert health.log_bytes(file) > health.LOG_BOUND
         rows.close()
-    until(lambda: sqlite_health.log_bytes(file) <= sqlite_health.LOG_BOUND)
+    until(lambda: health.log_bytes(file) <= health.LOG_BOUND)
     await store.close()
 
 
@@ -203,7 +204,7 @@ def test_a_log_that_cannot_shrink_refuses_background_work(tmp_path: Path, mortal
     with serving(config, ready=False) as gateway:
         accepted = begin(gateway)
         with read_by_another(file) as process:
-            gateway.inner.broker._watch.most_log = sqlite_health.log_bytes(file) - 1
+            gateway.inner.broker._watch.most_log = health.log_bytes(file) - 1
             told = until(
                 lambda: f"(process {process})" in (said := gateway.post(gateway.chat(background=True)).text) and said
             )
@@ -220,7 +221,7 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
     store, file = DirectoryStore(tmp_path), str(tmp_path / "batches.sqlite")
     (line,) = await begun(store, 1)
     with read_by_another(file):
-        store._watch.most_log = sqlite_health.log_bytes(file) - 1
+        store._watch.most_log = health.log_bytes(file) - 1
         for refused in (store.add_batch(replace(BATCH, id="batch_2"), 9), store.add_file(FILE, 10**9)):
             with pytest.raises(HeadwayError, match="its write-ahead log has") as told:
                 await refused

@@ -19,12 +19,12 @@ from tests.store.stores import FAR, job, take_ids
 
 from headway.errors import ConfigError, HeadwayError
 from headway.store.queue import sqlite as module
-from headway.store.queue import sqlite_health as health
 from headway.store.queue import sqlite_jobs
 from headway.store.queue.sqlite import SqliteBroker
 from headway.store.queue.sqlite_file import open_file
 from headway.store.queue.sqlite_jobs import Kept, recover_jobs
-from headway.store.queue.sqlite_rescue import _rescued_files as rescued_files
+from headway.store.sqlite import health
+from headway.store.sqlite.rescue import _rescued_files as rescued_files
 
 MANY = [f"job{i}" for i in range(40)]
 BODY = b'{"prompt": "%s"}' % (b"word " * 1000)  # more than a page

@@ -40,7 +40,7 @@ from headway.store.batches.records import (
     too_many_open,
 )
 from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
-from headway.store.queue.sqlite_health import LOG_MOST, Altered, checksum
+from headway.store.sqlite.health import LOG_MOST, Altered, checksum
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 _USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"

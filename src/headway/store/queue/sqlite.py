@@ -25,11 +25,11 @@ from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
-from headway.store.queue.sqlite_health import LOG_MOST, RETRY_S, Watch, damage
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
-from headway.store.queue.sqlite_rescue import RECOVER
 from headway.store.settling import deliver
-from headway.store.sqlite import leave_open
+from headway.store.sqlite.connection import leave_open
+from headway.store.sqlite.health import LOG_MOST, RETRY_S, Watch, damage
+from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.store.queue.sqlite_health import checksum
+from headway.store.sqlite.health import checksum
 
 FEW = 4  # ends that take less in turn than together
 _END = """UPDATE jobs SET state = ?, result = ?, result_sum = ?, reason = ?, finished = ?, body = x''

@@ -16,9 +16,9 @@ from typing import Any
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_health import Altered, checksum, limit_log
-from headway.store.queue.sqlite_rescue import check_sound
-from headway.store.sqlite import connect, make
+from headway.store.sqlite.connection import connect, make
+from headway.store.sqlite.health import Altered, checksum, limit_log
+from headway.store.sqlite.rescue import check_sound
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
 VERSION = 3  # of the schema below, in PRAGMA user_version

@@ -12,8 +12,8 @@ from typing import Any
 from headway import clock
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
-from headway.store.queue.sqlite_health import Altered
-from headway.store.queue.sqlite_rescue import Recovered, merge_rows, recover, rescue
+from headway.store.sqlite.health import Altered
+from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
 KEPT = 2**26  # bytes of bodies in memory
 ALTERED = "damaged: what the queue held of it has changed on the disk; send it again"  # why such a job failed

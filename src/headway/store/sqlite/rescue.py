@@ -18,7 +18,7 @@ from glob import escape, glob
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.store.queue.sqlite_health import examine, log_bytes
+from headway.store.sqlite.health import examine, log_bytes
 
 RECOVER = "stop the gateways that use it, run `headway queue recover`, and start them again"
 Make = Callable[[str], sqlite3.Connection]
