@@ -24,7 +24,7 @@ RECOVER = "stop the gateways that use it, run `headway queue recover`, and start
 Make = Callable[[str], sqlite3.Connection]
 Merge = Callable[[sqlite3.Connection, sqlite3.Connection], int]
 _RESCUED = ".rescued-"
-_BESIDE = "-wal", "-shm", ".lock", ".turn"  # ends of names of files beside a file
+_BESIDE = "-wal", "-shm", "-journal", ".lock", ".turn"  # ends of names of files beside a file
 _NOWHERE = 2**63  # beyond all rows
 _SHARED = 0x40000002, 510  # bytes that every connection in WAL mode keeps a lock on (SQLite's format)
 
