@@ -228,7 +228,7 @@ def test_a_crash_ends_foreground_requests(fake: Fake, tmp_path: Path) -> None:
 
 async def _reopen(gateway: Gateway, id: str) -> None:
     broker: Any = gateway.inner.broker
-    sql = "UPDATE jobs SET state = 'open', finished = NULL WHERE id = ?"
+    sql = "UPDATE jobs SET state = 'open', finished = NULL, body_sum = NULL WHERE id = ?"
     await broker._write(lambda db: db.execute(sql, [id]).rowcount)
 
 

@@ -84,7 +84,7 @@ async def test_a_newer_schema_is_refused(path: str) -> None:
     await SqliteBroker(path, "A").close()
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {sqlite_file.VERSION + 1}")
-    assert "schema version 3; this Headway knows 2" in refusal(path)
+    assert "schema version 4; this Headway knows 3" in refusal(path)
 
 
 def test_a_file_that_another_program_locks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from headway.gateway.main import bind, preflight
 from headway.models.resolve import resolve
 from headway.store.queue.postgres_link import address_of, most_apart_s
 from headway.store.queue.sqlite_file import PARAM
-from headway.store.queue.sqlite_rescue import check_sound
+from headway.store.sqlite.rescue import check_sound
 
 _GIB = 2**30
 _VLLM = ("0.32.", "0.33.")  # minor versions whose scheduler the hook is tested with, or made for

@@ -6,7 +6,7 @@ from headway.config import Config
 from headway.errors import HeadwayError
 from headway.store.batches.sqlite_file import recover_batches
 from headway.store.queue.sqlite_jobs import recover_jobs
-from headway.store.queue.sqlite_rescue import Recovered
+from headway.store.sqlite.rescue import Recovered
 
 
 def main(config: Config) -> None:

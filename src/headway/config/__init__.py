@@ -94,10 +94,14 @@ class Sqlite:
 
     path: the database file, which gateways on one machine may share; unset, queue.sqlite in the user's state
     directory. synchronous: "full" survives loss of power, "normal" only the death of the process.
+    max_log_mib: of the write-ahead log, which grows while another program has a transaction open on the file.
+        Beyond it background requests are refused (503), beyond twice as much all new ones. It counts for the
+        file of batches in a directory, too, which then takes no files and batches.
     """
 
     path: str | None = None
     synchronous: Literal["full", "normal"] = "full"
+    max_log_mib: Annotated[int, Field(ge=64)] = 1024
 
     @property
     def file(self) -> Path:

@@ -48,7 +48,7 @@ from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, Par
 from headway.gateway.requests.streaming import ResponseStream
 from headway.gateway.watch.metrics import Metrics, relabelled
 from headway.store.batches.sqlite_file import NAME
-from headway.store.queue.sqlite_health import log_bytes
+from headway.store.sqlite.health import log_bytes
 
 log = logging.getLogger("headway.gateway")
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged

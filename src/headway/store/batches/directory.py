@@ -14,6 +14,7 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from headway.store.batches.records import (
     too_many_open,
 )
 from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
+from headway.store.sqlite.health import LOG_MOST, Altered, checksum
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 _USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"
@@ -48,17 +50,17 @@ _FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches 
 
 
 class DirectoryStore(SqliteFile):
-    """A `BatchStore` in a directory. Raises ConfigError when it cannot be used.
+    """A `BatchStore` in a directory; most_log as of `SqliteFile`. Raises ConfigError when it cannot be used.
 
     Of the gateways that share the directory the one holds that has a lock on the file `runner.lock`. The
     kernel drops the lock when the process dies, so that the calls of the gateway that holds need no check.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_log: int = LOG_MOST) -> None:
         self.folder = folder
         try:
             private.directory(private.directory(folder) / "files")
-            super().__init__(folder / NAME)
+            super().__init__(folder / NAME, most_log)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",
@@ -84,6 +86,7 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def add_file(self, file: StoredFile, most: int) -> None:
         """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
+        self.check_log()
         _settle(self.path(file.id))
         with self.transaction() as db:
             (used,) = db.execute(_USED, [file.tenant]).fetchone()
@@ -166,6 +169,7 @@ class DirectoryStore(SqliteFile):
 
         RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
         """
+        self.check_log()
         with self.transaction() as db:
             if db.execute("SELECT 1 FROM batches WHERE id = ?", [batch.id]).fetchone():
                 return False
@@ -266,8 +270,8 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def add_lines(self, id: str, lines: Sequence[Line]) -> None:
         """Add lines that are valid."""
-        rows = [(id, line.number, line.start, line.size, line.custom_id) for line in lines]
-        sql = "INSERT INTO lines (batch, number, start, size, custom_id) VALUES (?, ?, ?, ?, ?)"
+        rows = [(id, *astuple(line)) for line in lines]
+        sql = "INSERT INTO lines (batch, number, start, size, custom_id, checksum) VALUES (?, ?, ?, ?, ?, ?)"
         with self.transaction(durable=False) as db:
             db.executemany(sql, rows)
 
@@ -284,7 +288,7 @@ class DirectoryStore(SqliteFile):
     @in_thread
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
         """Return up to `limit` lines behind that number which have no end, in order."""
-        sql = """SELECT number, start, size, custom_id FROM lines
+        sql = """SELECT number, start, size, custom_id, checksum FROM lines
             WHERE batch = ? AND number > ? AND ended = 0 ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self.rows(sql, id, after, limit)]
 
@@ -299,7 +303,8 @@ class DirectoryStore(SqliteFile):
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND number = ? AND ended = 0"
             if not db.execute(sql, [end, id, number]).rowcount:
                 return False
-            db.execute("INSERT INTO answers (batch, number, content) VALUES (?, ?, ?)", [id, number, content])
+            answer = [id, number, checksum(content, id, number), content]
+            db.execute("INSERT INTO answers (batch, number, checksum, content) VALUES (?, ?, ?, ?)", answer)
             db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", [id])
         return True
 
@@ -316,6 +321,7 @@ class DirectoryStore(SqliteFile):
     def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
         """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""
         sql = """SELECT number, custom_id, ended, (SELECT content FROM answers
+                WHERE answers.batch = ?1 AND answers.number = some.number), (SELECT checksum FROM answers
                 WHERE answers.batch = ?1 AND answers.number = some.number) FROM (
             SELECT lines.number, custom_id, ended, COALESCE(SUM(LENGTH(content)) OVER (
                 ORDER BY lines.number ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) AS before,
@@ -324,7 +330,11 @@ class DirectoryStore(SqliteFile):
                 ORDER BY number LIMIT ?3) AS lines
             LEFT JOIN answers ON answers.batch = lines.batch AND answers.number = lines.number
         ) AS some WHERE before = 0 OR before + size <= ?4 ORDER BY number"""
-        return [EndedLine(*row) for row in self.rows(sql, id, after, limit, PIECE)]
+        rows = self.rows(sql, id, after, limit, PIECE)
+        for number, _, _, content, stored in rows:
+            if stored not in (None, checksum(content, id, number)):
+                raise Altered(f"the answer to line {number} of the batch {id} has changed")
+        return [EndedLine(*row[:-1]) for row in rows]
 
     # ---- ends of batches
 

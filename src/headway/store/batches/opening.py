@@ -24,7 +24,7 @@ async def opened(config: Config) -> AsyncIterator[BatchStore | None]:
 
 def _open(config: Config) -> BatchStore | None:
     if config.batches_dir is not None:
-        return DirectoryStore(config.batches_dir)
+        return DirectoryStore(config.batches_dir, config.broker.sqlite.max_log_mib * 2**20)
     if config.batches_in_postgres:
         return _postgres(config.broker)
     return None

@@ -167,6 +167,7 @@ async def pieces(store: BatchStore, file: StoredFile) -> AsyncIterator[bytes]:
         start += len(piece)
 
 
-def out(what: str, why: object, fix: str) -> HeadwayError:
+def out(what: str, why: object, fix: str, *, retry_s: int | None = None) -> HeadwayError:
     """Return the error of a call that the place did not carry out (503)."""
-    return HeadwayError(f"{what} is out: {why}.", fix, status=503, kind="server_error")
+    headers = None if retry_s is None else {"retry-after": str(retry_s)}
+    return HeadwayError(f"{what} is out: {why}.", fix, status=503, kind="server_error", headers=headers)

@@ -66,12 +66,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a batch's input: its number from 1 on, where it is in the file, and its `custom_id`."""
+    """A line of a batch's input: its number from 1 on, where it is in the file, and its `custom_id`.
+
+    checksum: of its text when it was checked, None = not known.
+    """
 
     number: int
     start: int
     size: int
     custom_id: str
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,16 @@ def input_gone() -> RequestError:
     """Return the error of a file whose content is not where it was (404)."""
     return RequestError(
         "The content of the file is gone.", "Upload it again, for a new batch.", status=404, code="input_file_gone"
+    )
+
+
+def altered() -> RequestError:
+    """Return the error of a line whose text is not the one that was checked (409)."""
+    return RequestError(
+        "The line has changed on the disk since it was checked.",
+        "Upload the file again, for a new batch.",
+        status=409,
+        code="input_changed",
     )
 
 

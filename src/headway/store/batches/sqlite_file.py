@@ -18,16 +18,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
-from headway.store.queue.sqlite_health import Watch, limit_log, means_damage
-from headway.store.queue.sqlite_rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
-from headway.store.sqlite import connect, leave_open
+from headway.store.sqlite.connection import connect, leave_open
+from headway.store.sqlite.health import RETRY_S, Watch, damage, limit_log
+from headway.store.sqlite.rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 
 T = TypeVar("T")
 P = ParamSpec("P")
 S = TypeVar("S", bound="SqliteFile")
 
 NAME = "batches.sqlite"
-_VERSION = 1
+_VERSION = 2
 _PATIENCE = 10.0  # seconds to wait while another gateway writes
 _SCHEMA = """
 CREATE TABLE files (
@@ -46,11 +46,14 @@ CREATE INDEX batches_of ON batches (tenant, seq);
 CREATE INDEX open_batches ON batches (due) WHERE ended IS NULL;
 CREATE TABLE lines (
     batch TEXT NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, size INTEGER NOT NULL,
-    custom_id TEXT NOT NULL, ended INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
+    custom_id TEXT NOT NULL, ended INTEGER NOT NULL DEFAULT 0, checksum INTEGER, PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
-CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, content BLOB NOT NULL);
+CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, checksum INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX answer_of ON answers (batch, number);
 """
+# Version 1 had no checksums, and its gateways may go on using the file.
+_FROM_VERSION_1 = """ALTER TABLE lines ADD COLUMN checksum INTEGER;
+ALTER TABLE answers ADD COLUMN checksum INTEGER"""
 COLUMNS = {kind: ", ".join(field.name for field in fields(kind)) for kind in (StoredFile, Batch)}
 # Its lines are not recovered: they are in its input file, and their answers in the queue.
 _CHECK_AGAIN = """UPDATE batches SET began = NULL, finalizing = NULL, total = 0, completed = 0, failed = 0,
@@ -68,10 +71,10 @@ class SqliteFile:
     """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
 
     Once the file is found damaged nothing is written any more; what it has is saved beside it. ConfigError
-    for one that was damaged before.
+    for one that was damaged before. most_log: bytes of its write-ahead log, beyond which no file or batch is added.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_log: int) -> None:
         # First: SQLite deletes the log of an empty file.
         private.database(path, used=any((path.parent / "files").glob("*")))
         check_sound(str(path), "The batches", "batches.dir")
@@ -84,11 +87,16 @@ class SqliteFile:
         self._saved = False
         # Batches in memory, where damage does not reach them: the last that were added, and those that run.
         self.added, self.unended = deque[Batch](maxlen=1000), list[Batch]()
-        self._watch = Watch(str(path), self.found_damaged)
+        self._watch = Watch(str(path), self.found_damaged, most_log)
 
     def problem(self) -> str | None:
         """Return why nothing can be written, None = it can."""
         return self._damage
+
+    def check_log(self) -> None:
+        """Raise HeadwayError (503) while the write-ahead log is too long for new work."""
+        if (problem := self._watch.log_problem()) is not None:
+            raise out("The directory of batches", problem, "Try again once that is mended.", retry_s=RETRY_S)
 
     def found_damaged(self, what: str) -> None:
         """Write nothing any more, and save what can be read."""
@@ -161,8 +169,8 @@ def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
         try:
             return await loop.run_in_executor(self.threads, partial(method, self, *args, **named))
         except (sqlite3.Error, OSError) as error:
-            if means_damage(error):
-                await loop.run_in_executor(None, self.found_damaged, str(error))
+            if (what := damage(error)) is not None:
+                await loop.run_in_executor(None, self.found_damaged, what)
             why = self.problem() or error
             raise out("The directory of batches", why, "Look at its disk, then try again.") from error
 
@@ -194,10 +202,9 @@ def _prepare(db: sqlite3.Connection) -> None:
     limit_log(db)
     db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if not version:
-        for statement in _SCHEMA.split(";\n"):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {_VERSION}")
+    for statement in {0: _SCHEMA, 1: _FROM_VERSION_1}.get(version, "").split(";\n"):
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version = {max(version, _VERSION)}")
     db.execute("COMMIT")
     if version > _VERSION:
         raise sqlite3.DatabaseError(f"its schema {version} is that of a newer Headway")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headway import private
 from headway.store.journal.rows import APPLICATION, VERSION, EngineRow, Row, insert, schema, values
-from headway.store.sqlite import connect, make
+from headway.store.sqlite.connection import connect, make
 
 PATTERN = "journal-*.sqlite"
 MIB = 2**20

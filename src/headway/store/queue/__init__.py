@@ -25,7 +25,10 @@ def open_broker(config: BrokerConfig, owner: str | None = None) -> Broker:
         case "memory":
             return MemoryBroker(owner)
         case "sqlite":
-            return SqliteBroker(str(config.sqlite.file), owner, synchronous=config.sqlite.synchronous)
+            sqlite = config.sqlite
+            return SqliteBroker(
+                str(sqlite.file), owner, synchronous=sqlite.synchronous, most_log=sqlite.max_log_mib * 2**20
+            )
         case "postgres":
             return _postgres(config, owner)
 

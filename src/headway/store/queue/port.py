@@ -149,14 +149,15 @@ def unknown_id(id: str) -> HeadwayError:
     return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
 
 
-def takes_nothing(problem: str) -> HeadwayError:
+def takes_nothing(problem: str, what: str = "nothing", *, retry_s: int | None = None) -> HeadwayError:
     """Return the error of what is refused because of a broker's `problem` (status 503)."""
     return HeadwayError(
-        f"The queue takes nothing: {problem}.",
+        f"The queue takes {what}: {problem}.",
         "Send the request again once that is mended.",
         status=503,
         kind="server_error",
         code="queue_unavailable",
+        headers=None if retry_s is None else {"retry-after": str(retry_s)},
     )
 
 

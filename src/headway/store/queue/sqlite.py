@@ -23,13 +23,13 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
-from headway.store.queue.sqlite_ends import END, FEW, Done, end_together
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, Identity, Turns, open_file
-from headway.store.queue.sqlite_health import Watch, means_damage
+from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
+from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
-from headway.store.queue.sqlite_rescue import RECOVER
 from headway.store.settling import deliver
-from headway.store.sqlite import leave_open
+from headway.store.sqlite.connection import leave_open
+from headway.store.sqlite.health import LOG_MOST, RETRY_S, Watch, damage
+from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
 
@@ -43,12 +43,11 @@ RENEW = """INSERT INTO leases (owner, until, ended) VALUES (?, ?, 0)
 EXPIRE = "UPDATE leases SET ended = 1 WHERE until <= ? AND NOT ended AND owner <> ?"
 LEAVE = "UPDATE leases SET ended = 1 WHERE owner = ?"
 # One statement, and the lease is looked up by its key: a put costs what it would without leases.
-PUT = f"""INSERT INTO jobs ({COLUMNS}) SELECT {", ".join("?" * len(FIELDS))}
-    WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"""
+PUT = f"{KEEP} WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"
 # The first jobs of each ended lease, then the first of these: held jobs are never scanned.
 FREE = f"""WITH free (owner) AS (
         SELECT NULL UNION ALL SELECT owner FROM leases WHERE ended AND owner <> :owner)
-    SELECT seq, {COLUMNS} FROM jobs WHERE seq IN (
+    SELECT seq, {COLUMNS}, {SUMS} FROM jobs WHERE seq IN (
         SELECT first.seq FROM free CROSS JOIN jobs AS first ON first.seq IN (
             SELECT seq FROM jobs AS held WHERE held.state = 'open' AND held.owner IS free.owner
             ORDER BY arrival, seq LIMIT :limit))
@@ -65,7 +64,7 @@ FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
-GET = f"SELECT {COLUMNS} FROM jobs WHERE id = ?"
+GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
 UNFIT = (
@@ -100,11 +99,14 @@ class SqliteBroker:
 
     When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
     the jobs that it can still read and those that are in memory; their ends are stored there.
+
+    most_log: bytes of the write-ahead log, which grows while another program has a transaction open. Beyond it
+    background jobs are refused, beyond twice as much all new ones; ends are stored.
     """
 
     on_disk = True
 
-    def __init__(self, path: str, owner: str, *, synchronous: str = "full") -> None:
+    def __init__(self, path: str, owner: str, *, synchronous: str = "full", most_log: int = LOG_MOST) -> None:
         self.path, self.owner, self._synchronous = os.path.realpath(path), owner, synchronous
         with ExitStack() as held:
             writing, reading = open_file(self.path, synchronous)
@@ -122,7 +124,7 @@ class SqliteBroker:
         # A daemon: a gateway that dies without close() must not wait for a queue that is never filled.
         self._writer = Thread(target=self._serve, name="broker-write", daemon=True)
         self._writer.start()
-        self._watch = Watch(self.path, self._found_damaged)
+        self._watch = Watch(self.path, self._found_damaged, most_log)
 
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
@@ -131,14 +133,15 @@ class SqliteBroker:
     async def put(self, job: Job) -> None:
         """Store a new open job; it is on the disk when this returns.
 
-        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, 400 when
-        SQLite cannot hold it.
+        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease or while the
+        log is too long, 400 when SQLite cannot hold it.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:
             raise takes_nothing(self._damage)
-        row = [getattr(job, name) for name in FIELDS[:-1]]
-        await self._write(partial(_put, [*row, self.owner, self.owner], job.id))
+        if (problem := self._watch.log_problem(1 if job.background else 2)) is not None:
+            raise takes_nothing(problem, "no background work" if job.background else "nothing", retry_s=RETRY_S)
+        await self._write(partial(_put, job, self.owner))
         self._kept.add(job)
 
     async def take(self, now: float, limit: int) -> list[Job]:
@@ -160,12 +163,12 @@ class SqliteBroker:
         self._kept.drop(id)
         if result is None:
             return await self._write(Done(self.owner, id, now))
-        return await self._write(partial(_changes, END, ["done", result, None, now, id, self.owner])) == 1
+        return await self._write(partial(end, self.owner, id, now, result=result))
 
     async def fail(self, id: str, reason: str, now: float) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
-        return await self._write(partial(_changes, END, ["failed", None, reason, now, id, self.owner])) == 1
+        return await self._write(partial(end, self.owner, id, now, reason=reason))
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
@@ -188,8 +191,7 @@ class SqliteBroker:
 
     async def get(self, id: str) -> Job | None:
         """Return a job; an ended one has an empty body. None when unknown or forgotten."""
-        rows = await self._read(partial(_rows, GET, [id]))
-        return _job(rows[0]) if rows else None
+        return await self._read(partial(_get, id))
 
     async def forget(self, before: float) -> int:
         """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
@@ -204,9 +206,12 @@ class SqliteBroker:
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept: the file was deleted, replaced or damaged."""
+        """Return why nothing is taken now: the file was deleted, replaced or damaged, or its log is too long."""
         if self._closed:
             return None
+        return self._file_problem() or self._watch.log_problem(2)
+
+    def _file_problem(self) -> str | None:
         if self._damage is not None:
             return self._damage
         if self._file.intact():
@@ -310,15 +315,15 @@ class SqliteBroker:
 
     def _check_file(self) -> None:
         """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
-        if not self._moved and (problem := self.problem()) is not None:
+        if not self._moved and (problem := self._file_problem()) is not None:
             raise OSError(problem)
 
     # ---- damage
 
     def _note(self, error: Exception) -> None:
         """Take note when an error says that the file is damaged."""
-        if means_damage(error) and not self._moved:
-            self._found_damaged(str(error))
+        if not self._moved and (what := damage(error)) is not None:
+            self._found_damaged(what)
 
     def _found_damaged(self, what: str) -> None:
         """Accept nothing any more; the writer's thread moves to another file. Called in any thread."""
@@ -377,10 +382,15 @@ def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:
     return bool(before == (0,))
 
 
-def _put(row: list[Any], id: str, db: sqlite3.Connection) -> None:
-    if not db.execute(PUT, row).rowcount:
-        _check_lease(row[-1], db)
-        raise known_id(id)
+def _put(job: Job, owner: str, db: sqlite3.Connection) -> None:
+    if not db.execute(PUT, [*row_of(job, owner), owner]).rowcount:
+        _check_lease(owner, db)
+        raise known_id(job.id)
+
+
+def _get(id: str, db: sqlite3.Connection) -> Job | None:
+    row = db.execute(GET, [id]).fetchone()
+    return None if row is None else job_of(row)
 
 
 def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Job]:
@@ -388,7 +398,7 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
     db.execute(EXPIRE, [now, owner])
     rows = db.execute(FREE, {"owner": owner, "limit": limit}).fetchall()
     db.executemany(TAKE, [(owner, seq) for seq, *_ in rows])
-    jobs = [_job(row) for _, *row in rows]
+    jobs = [job_of(row) for _, *row in rows]
     for job in jobs:
         job.owner = owner
     return jobs
@@ -410,9 +420,3 @@ def _changes(sql: str, values: list[Any], db: sqlite3.Connection) -> int:
 
 def _rows(sql: str, values: list[Any], db: sqlite3.Connection) -> list[Any]:
     return db.execute(sql, values).fetchall()
-
-
-def _job(row: list[Any]) -> Job:
-    job = Job(*row)
-    job.background = bool(job.background)  # SQLite has no booleans
-    return job

@@ -11,9 +11,12 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from headway.store.sqlite.health import checksum
 
 FEW = 4  # ends that take less in turn than together
-END = """UPDATE jobs SET state = ?, result = ?, reason = ?, finished = ?, body = x''
+_END = """UPDATE jobs SET state = ?, result = ?, result_sum = ?, reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open' AND owner = ?"""
 _OPEN = """SELECT json_group_array(jobs.id) FROM json_each(?) AS ended CROSS JOIN jobs
     WHERE jobs.id = ended.value AND jobs.state = 'open' AND jobs.owner = ?"""
@@ -31,7 +34,17 @@ class Done:
 
     def __call__(self, db: sqlite3.Connection) -> bool:
         """Store it; False when the job has ended, or is not held by this gateway."""
-        return db.execute(END, ["done", None, None, self.now, self.id, self.owner]).rowcount == 1
+        return end(self.owner, self.id, self.now, db)
+
+
+def end(
+    owner: str, id: str, now: float, db: sqlite3.Connection, *, result: bytes | None = None, reason: str | None = None
+) -> bool:
+    """Store the end of a job, which failed if there is a reason; False as in `Done`."""
+    state = "done" if reason is None else "failed"
+    result_sum = None if result is None else checksum(result, id)
+    values: list[Any] = [state, result, result_sum, reason, now, id, owner]
+    return db.execute(_END, values).rowcount == 1
 
 
 def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:

@@ -7,31 +7,35 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_health import limit_log
-from headway.store.queue.sqlite_rescue import check_sound
-from headway.store.sqlite import connect, make
+from headway.store.sqlite.connection import connect, make
+from headway.store.sqlite.health import Altered, checksum, limit_log
+from headway.store.sqlite.rescue import check_sound
 
 APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
-VERSION = 2  # of the schema below, in PRAGMA user_version
+VERSION = 3  # of the schema below, in PRAGMA user_version
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"
 FIELDS = tuple(field.name for field in fields(Job))
 COLUMNS = ", ".join(FIELDS)
+SUMS = "body_sum, result_sum"  # checksums of what an open job and what an ended one holds; NULL = not known
+KEEP = f"INSERT INTO jobs ({COLUMNS}, body_sum) SELECT {', '.join('?' * (len(FIELDS) + 1))}"  # a row of `row_of`
 
 # `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
 SCHEMA = """
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, owner TEXT, tenant TEXT NOT NULL,
     path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
-    finished REAL, reason TEXT, request TEXT NOT NULL, body BLOB NOT NULL, result BLOB,
+    finished REAL, reason TEXT, body_sum INTEGER, result_sum INTEGER, request TEXT NOT NULL, body BLOB NOT NULL,
+    result BLOB,
     CHECK ((state = 'open') = (finished IS NULL))
 );
 CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
@@ -50,6 +54,30 @@ SELECT seq, id, state, tenant, path, arrival, background, attempts, finished, re
     FROM version_1;
 DROP TABLE version_1;
 """
+# Version 2 had no checksums, and its gateways may go on using the file.
+FROM_VERSION_2 = "ALTER TABLE jobs ADD COLUMN body_sum INTEGER; ALTER TABLE jobs ADD COLUMN result_sum INTEGER;"
+_MIGRATIONS = {1: FROM_VERSION_1, 2: FROM_VERSION_2}
+
+
+def row_of(job: Job, owner: str) -> list[Any]:
+    """Return the row of an open job that `owner` holds: its fields and the checksum of what it holds."""
+    return [*(getattr(job, name) for name in FIELDS[:-1]), owner, _sum(job)]
+
+
+def job_of(row: Sequence[Any]) -> Job:
+    """Return the job of a row of `COLUMNS` and `SUMS`. Altered when it does not hold what was stored."""
+    *values, body_sum, result_sum = row
+    job = Job(*values)
+    if (body_sum if job.state == "open" else result_sum) not in (None, _sum(job)):
+        raise Altered(f"the content of the job {job.id} has changed")
+    job.background = bool(job.background)  # SQLite has no booleans
+    return job
+
+
+def _sum(job: Job) -> int:
+    if job.state == "open":
+        return checksum(job.body, job.id, job.tenant, job.path, job.request)
+    return checksum(job.result, job.id)
 
 
 def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
@@ -206,8 +234,8 @@ def _prepare(db: sqlite3.Connection, path: str) -> None:
     if application != APPLICATION:
         fix = "Give the broker a file of its own."
         raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
-    if version == 1:
-        make(db, FROM_VERSION_1, APPLICATION, VERSION)
+    if version in _MIGRATIONS:
+        make(db, _MIGRATIONS[version], APPLICATION, VERSION)
     elif version != VERSION:
         fix = "Use the Headway that made it, or give this one a new file."
         message = f"{path} has schema version {version}; this Headway knows {VERSION}."

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, locked, new_file
-from headway.store.queue.sqlite_rescue import Recovered, merge_rows, recover, rescue
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
+from headway.store.sqlite.health import Altered
+from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
 KEPT = 2**26  # bytes of bodies in memory
-_ENDS_COUNT = f"""DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in FIELDS)}
-    WHERE jobs.state = 'open' AND excluded.state <> 'open'"""
-_KEEP = f"INSERT INTO jobs ({COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
+ALTERED = "damaged: what the queue held of it has changed on the disk; send it again"  # why such a job failed
+# An end counts, and anything does before that of an altered job.
+_ENDS_COUNT = f"""DO UPDATE SET {{}}
+    WHERE jobs.reason IS '{ALTERED}'
+        OR jobs.state = 'open' AND excluded.state <> 'open' AND excluded.reason IS NOT '{ALTERED}'"""
 _COUNT = "SELECT COUNT(*), COUNT(*) FILTER (WHERE state = 'open') FROM jobs"
 
 
@@ -46,10 +52,10 @@ def rescue_jobs(path: str, db: sqlite3.Connection, kept: Iterable[Job], owner: s
 
     Returns its name and how many rows could not be read; errors as `rescue`.
     """
-    rows = [[*(getattr(job, name) for name in FIELDS[:-1]), owner] for job in kept]
+    rows = [row_of(job, owner) for job in kept]
 
     def fill(target: sqlite3.Connection) -> int:
-        target.executemany(_KEEP, rows)
+        target.executemany(KEEP, rows)
         return _merge(db, target)
 
     return rescue(path, new_file, fill)
@@ -63,7 +69,26 @@ def recover_jobs(path: str) -> Recovered | None:
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
     """Copy jobs; the end of a job counts, whichever file tells of it."""
-    unreadable = merge_rows(source, target, "jobs", COLUMNS, _ENDS_COUNT)
+    columns = COLUMNS
+    with suppress(sqlite3.DatabaseError):
+        source.execute(f"SELECT {SUMS} FROM jobs LIMIT 0")  # an older file has none
+        columns += f", {SUMS}"
+    changes = ", ".join(f"{name} = excluded.{name}" for name in columns.split(", "))
+    unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _mended)
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
     return unreadable
+
+
+def _mended(row: list[Any]) -> list[Any]:
+    """Return a row, that of a job which has failed when it does not hold what was stored."""
+    if len(row) == len(FIELDS):
+        return row
+    try:
+        job_of(row)
+    except Altered:
+        known = dict(zip(FIELDS, row, strict=False))
+        known |= {"state": "failed", "body": b"", "result": None, "reason": ALTERED}
+        known["finished"] = known["finished"] or clock.now()
+        return [*known.values(), None, None]
+    return row

@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
+from zlib import crc32
 
 from headway import clock
 from headway.config import Config
@@ -25,7 +26,7 @@ from headway.gateway.budget import Held
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import ParsedRequest
 from headway.store.batches.port import BatchStore
-from headway.store.batches.records import CANCELLED, EXPIRED, Batch, Line
+from headway.store.batches.records import CANCELLED, EXPIRED, Batch, Line, altered
 from headway.store.queue.port import Job
 from headway.types import Request
 
@@ -174,13 +175,20 @@ class Execution:
         """Return whether a line was answered, and its line of the output or error file."""
         result = job.result
         if self._batch.endpoint == RESPONSES and job.state == "done" and result is not None:
-            text, created = await self._lasting(self._text, line), int(clock.shown(job.arrival))
+            try:
+                text, created = await self._lasting(self._text, line), int(clock.shown(job.arrival))
+            except HeadwayError as error:
+                return False, refused(self._batch, line, error)
             made = await offload(len(result), lambda: as_response(text, job.id, created, result))
             job = replace(job, result=made)
         return answered(self._batch, line, job)
 
     async def _text(self, line: Line) -> bytes:
-        return await self._store.read(self._batch.input_file, line.start, line.size)
+        text = await self._store.read(self._batch.input_file, line.start, line.size)
+        if line.checksum not in (None, crc32(text)):
+            log.error("line %d of the batch %s has changed on the disk", line.number, self._batch.id)
+            raise altered()
+        return text
 
     async def _record(self, line: Line, good: bool, content: bytes) -> None:
         await self._lasting(self._store.record, self._batch.id, line.number, good, content)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
+from zlib import crc32
 
 from pydantic import BaseModel, Field
 
@@ -142,7 +143,7 @@ class LineCheck:
                 code="duplicate_custom_id",
             )
         self._seen.add(digest)
-        self._lines.append(Line(number, start, len(text), line.custom_id))
+        self._lines.append(Line(number, start, len(text), line.custom_id, crc32(text)))
         if len(self._lines) >= _PAGE:
             await self._flush()
 

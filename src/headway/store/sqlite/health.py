@@ -1,7 +1,8 @@
 """Watches a SQLite file that is in use: damage on the disk, and the length of its write-ahead log.
 
 An open connection does not notice damage: it reads pages from its cache and from the log. A new connection
-reads the disk.
+reads the disk. SQLite finds what breaks its structure; a changed byte within a value is found by a checksum that
+is stored beside the value.
 
 Nothing here opens the file but through SQLite: POSIX drops a process's locks on a file, SQLite's among them,
 when the process closes any handle of it.
@@ -15,20 +16,39 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from pathlib import Path
 from threading import Event, Thread
 from urllib.parse import quote
+from zlib import crc32
 
 LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
 LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
+LOG_MOST = 2**30  # bytes of the log from which on new work is refused, unless configured
+RETRY_S = 10  # until work that was refused for that may be sent again
 _PAUSE_S = 2.0  # between two looks
 _SHARE = 50  # of the time, one part at most goes into thorough looks, however large the file is
+_READS = range(123, 128)  # bytes of the log's index of which a transaction locks one (SQLite's format)
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 log = logging.getLogger("headway.store.queue")
 
 
-def means_damage(error: BaseException) -> bool:
-    """Tell whether an error of SQLite's says that a file is damaged, not only locked or on a full disk."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
+class Altered(sqlite3.DatabaseError):
+    """A value is not what was stored, in a file whose structure is sound."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+
+
+def checksum(content: object, *of: object) -> int:
+    """Return the CRC-32 of bytes and what belongs to them; damage may have made any value of either."""
+    data = content if isinstance(content, bytes) else str(content).encode()
+    return crc32(data, crc32("\n".join(map(str, of)).encode()))
+
+
+def damage(error: BaseException) -> str | None:
+    """Return what an error says is damaged, None = nothing: a file is locked, say, or a disk is full."""
+    if str(error).startswith("Could not decode to UTF-8"):
+        return "a text is not UTF-8 any more"  # the error quotes it
+    return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED else None
 
 
 def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> str | None:
@@ -44,7 +64,7 @@ def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> s
                 raise
         return _look(path, True, stop)  # a part of the log is gone, unless it has just been begun anew
     except sqlite3.Error as error:
-        return str(error) if _is_short(error) or means_damage(error) else None
+        return str(error) if _is_short(error) else damage(error)
 
 
 def _is_short(error: sqlite3.Error) -> bool:
@@ -68,9 +88,27 @@ def limit_log(db: sqlite3.Connection) -> None:
 
 def log_bytes(path: str) -> int:
     """Return the size of a file's write-ahead log, 0 when there is none."""
+    return _size(os.path.realpath(path) + "-wal")
+
+
+def _size(file: str) -> int:
     with suppress(FileNotFoundError):
-        return os.stat(os.path.realpath(path) + "-wal").st_size
+        return os.stat(file).st_size
     return 0
+
+
+def readers(path: str) -> list[str]:
+    """Return the other programs that have a transaction open on a file, as far as the system (Linux) tells."""
+    found = set[str]()
+    with suppress(OSError):
+        index = os.stat(os.path.realpath(path) + "-shm").st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, _, _, access, process, file, first, *_ = line.split()
+            if access == "READ" and file.endswith(f":{index}") and int(first) in _READS and int(process) != os.getpid():
+                with suppress(OSError):  # it has ended, or is in another container
+                    name = Path(f"/proc/{process}/comm").read_text().strip()
+                    found.add(f"{name} (process {process})")
+    return sorted(found)
 
 
 def shorten_log(path: str) -> None:
@@ -90,11 +128,13 @@ def _connect(path: str) -> sqlite3.Connection:
 class Watch:
     """A thread that looks after a file until it is found damaged, or `close`.
 
-    found: called in that thread with what is wrong.
+    found: called in that thread with what is wrong. most_log: bytes of the log.
     """
 
-    def __init__(self, path: str, found: Callable[[str], None]) -> None:
+    def __init__(self, path: str, found: Callable[[str], None], most_log: int) -> None:
         self._path, self._found, self._stop = path, found, Event()
+        self._log, self.most_log = os.path.realpath(path) + "-wal", most_log
+        self._readers: list[str] | None = None  # while the log is longer than that
         self._thread = Thread(target=self._run, name="sqlite-watch", daemon=True)
         self._thread.start()
 
@@ -102,6 +142,21 @@ class Watch:
         """End the thread."""
         self._stop.set()
         self._thread.join()
+
+    def log_problem(self, times: int = 1) -> str | None:
+        """Return what keeps the log longer than that many times `most_log`, None = it is not. Cheap."""
+        size = _size(self._log)
+        if size <= times * self.most_log:
+            return None
+        programs = " and ".join(self._readers or []) or "a program (`fuser` tells which have the file open)"
+        return f"its write-ahead log has {size // 2**20:,} MiB until {programs} ends its transaction"
+
+    def _look_at_log(self) -> None:
+        """Shorten the log; note who keeps it from that once it is too long, and tell when this begins."""
+        shorten_log(self._path)
+        before, self._readers = self._readers, readers(self._path) if self.log_problem() else None
+        if before is None and (problem := self.log_problem()) is not None:
+            log.error("no background work is accepted by %s: %s", self._path, problem)
 
     def _run(self) -> None:
         thorough_at = 0.0
@@ -113,5 +168,5 @@ class Watch:
             if thorough:
                 now = time.monotonic()
                 thorough_at = now + _SHARE * (now - began)
-            shorten_log(self._path)
+            self._look_at_log()
         return None

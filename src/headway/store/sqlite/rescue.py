@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from glob import escape, glob
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.store.queue.sqlite_health import examine, log_bytes
+from headway.store.sqlite.health import examine, log_bytes
 
 RECOVER = "stop the gateways that use it, run `headway queue recover`, and start them again"
 Make = Callable[[str], sqlite3.Connection]
 Merge = Callable[[sqlite3.Connection, sqlite3.Connection], int]
 _RESCUED = ".rescued-"
-_BESIDE = "-wal", "-shm", ".lock", ".turn"  # ends of names of files beside a file
+_BESIDE = "-wal", "-shm", "-journal", ".lock", ".turn"  # ends of names of files beside a file
 _NOWHERE = 2**63  # beyond all rows
 _SHARED = 0x40000002, 510  # bytes that every connection in WAL mode keeps a lock on (SQLite's format)
 
@@ -42,7 +44,7 @@ def rescue(path: str, make: Make, fill: Callable[[sqlite3.Connection], int]) -> 
 
     OSError or sqlite3.Error when the disk does not allow it; nothing is left behind then.
     """
-    file = f"{path}{_RESCUED}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    file = f"{path}{_RESCUED}{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     try:
         with closing(make(file)) as target, target:
             target.execute("BEGIN")
@@ -95,20 +97,29 @@ def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None
     return Recovered(counts, unreadable, aside)
 
 
-def merge_rows(source: sqlite3.Connection, target: sqlite3.Connection, table: str, columns: str, conflict: str) -> int:
-    """Copy the rows of a table with a unique `id`; return how many cannot be read.
+def merge_rows(
+    source: sqlite3.Connection,
+    target: sqlite3.Connection,
+    table: str,
+    columns: str,
+    conflict: str,
+    mended: Callable[[list[Any]], list[Any]] = lambda row: row,
+) -> int:
+    """Copy the rows of a table with a unique `id`; return how many cannot be read, or were altered.
 
-    conflict: what is done with a row that the target has.
+    conflict: what is done with a row that the target has. mended: returns a row that was altered as another.
     """
+    source.text_factory = partial(str, encoding="utf-8", errors="replace")
     marks, unreadable = ", ".join("?" * len(columns.split(","))), 0
     insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) ON CONFLICT (id) {conflict}"
     for row in _rows(source, table, columns):
-        try:
+        sound = False
+        with suppress(sqlite3.IntegrityError):  # what the damage made of it
             if row is not None:
-                target.execute(insert, row)
-        except sqlite3.IntegrityError:  # what the damage made of it
-            row = None
-        unreadable += row is None
+                whole = mended(row)
+                target.execute(insert, whole)
+                sound = whole is row
+        unreadable += not sound
     return unreadable
 
 
@@ -128,7 +139,7 @@ def _rows(db: sqlite3.Connection, table: str, columns: str) -> Iterator[list[Any
         if row is None:
             return
         at = row[0] + 1
-        yield row[1:]
+        yield [*row[1:]]
 
 
 def _bounds(db: sqlite3.Connection, table: str) -> tuple[int, int]:
