@@ -15,7 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import postgres, rabbitmq
 
+# Before torch is imported. More threads would spin whenever another process has one of the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent
+CORE = str(max(os.sched_getaffinity(0)))  # that of an engine in a process of its own: one thread, which never spins
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
 SECONDS = 60.0  # within which processes that were told to end have ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
@@ -45,14 +48,17 @@ assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINE
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
 # A machine may stall for seconds in any example. The same examples every time, so that a run judges the
-# change and not the draw; `make explore` draws others.
+# change and not the draw, and a third of them; `make explore` draws others, and all.
+SHARE, LEAST = 3, 5
 settings.register_profile("headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("headway"), derandomize=False, print_blob=True)
 settings.load_profile("headway")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give every test the markers and the time limit of its file and folder; engines go first."""
+    if config.getoption("hypothesis_profile") is None:
+        _draw_fewer({item.function for item in items if isinstance(item, pytest.Function)})
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
     for item in items:
         path = item.path.relative_to(ROOT)
@@ -61,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(name)
         if path.parts[0] in TIMEOUTS:
             item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
+
+
+def _draw_fewer(tests: set[Any]) -> None:
+    for test in tests:
+        if (whole := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
+            count = min(whole.max_examples, max(LEAST, whole.max_examples // SHARE))
+            test._hypothesis_internal_use_settings = settings(whole, max_examples=count)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

@@ -18,6 +18,7 @@ import psutil
 
 from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import free_port
+from tests.conftest import CORE
 
 START_S = 1200.0  # loading and compiling a model
 ANSWER_S = 600.0  # one HTTP answer, or a batch of them
@@ -46,7 +47,9 @@ class Headway:
 
     def start(self) -> None:
         parser = "hermes" if self.runner == "generate" else None  # SmolLM2 has none of its own
-        engine = Engine(max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser)
+        engine = Engine(
+            cores=CORE, max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser
+        )
         config = Config(
             recipe=self.recipe,
             server=Server(port=self.port, operator_key="sk-operator-1"),
