@@ -39,10 +39,10 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# `make test` has two workers. One runs these folders and files, whose engines fill a core each (two engines
-# at a time take several times as long); the other runs all else, file by file.
-IN_PROCESS = ("exact", "two_ends", "every_feature", "prewarming")
-ENGINES = ("tests/e2e/", *(f"tests/engine/test_{name}.py" for name in IN_PROCESS))
+# These go first, since they take longest. What starts servers with real engines has one worker, which shares
+# them; all else goes file by file to the others.
+SERVERS = "tests/e2e/"
+ENGINES = (SERVERS, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
 assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
@@ -77,12 +77,11 @@ def _draw_fewer(tests: set[Any]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Return what gives tests to workers: file by file, those of `ENGINES` to one worker."""
+    """Return what gives tests to workers: file by file, those of `SERVERS` to one worker."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
-            return "engines" if file.startswith(ENGINES) else file
+            return SERVERS if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 
