@@ -9,6 +9,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 LOCKS := -r requirements.lock -r requirements-dev.lock
 TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
+# Of `make test`; one more than two cores, because tests often wait for what they have started.
+WORKERS ?= 3
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
@@ -78,7 +80,7 @@ peers: requirements-peers.lock
 test: install chromium docker postgres rabbitmq
 	$(BIN)/headway model fetch
 	$(MAKE) --no-print-directory --jobs=2 clients loops
-	$(BIN)/pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 # Hot loops are compiled once, before several workers of the tests would do so at the same time.
 loops: install

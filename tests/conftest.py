@@ -15,7 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import postgres, rabbitmq
 
+# Before torch is imported. More threads would spin whenever another process has one of the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent
+CORE = str(max(os.sched_getaffinity(0)))  # that of an engine in a process of its own: one thread, which never spins
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
 SECONDS = 60.0  # within which processes that were told to end have ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
@@ -36,23 +39,26 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# `make test` has two workers. One runs these folders and files, whose engines fill a core each (two engines
-# at a time take several times as long); the other runs all else, file by file.
-IN_PROCESS = ("exact", "two_ends", "every_feature", "prewarming")
-ENGINES = ("tests/e2e/", *(f"tests/engine/test_{name}.py" for name in IN_PROCESS))
+# These go first, since they take longest. What starts servers with real engines has one worker, which shares
+# them; all else goes file by file to the others.
+SERVERS = "tests/e2e/"
+ENGINES = (SERVERS, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
 assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
 # A machine may stall for seconds in any example. The same examples every time, so that a run judges the
-# change and not the draw; `make explore` draws others.
+# change and not the draw, and a third of them; `make explore` draws others, and all.
+SHARE, LEAST = 3, 5
 settings.register_profile("headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("headway"), derandomize=False, print_blob=True)
 settings.load_profile("headway")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give every test the markers and the time limit of its file and folder; engines go first."""
+    if config.getoption("hypothesis_profile") is None:
+        _draw_fewer({item.function for item in items if isinstance(item, pytest.Function)})
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
     for item in items:
         path = item.path.relative_to(ROOT)
@@ -63,13 +69,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
 
 
+def _draw_fewer(tests: set[Any]) -> None:
+    for test in tests:
+        if (whole := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
+            count = min(whole.max_examples, max(LEAST, whole.max_examples // SHARE))
+            test._hypothesis_internal_use_settings = settings(whole, max_examples=count)
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Return what gives tests to workers: file by file, those of `ENGINES` to one worker."""
+    """Return what gives tests to workers: file by file, those of `SERVERS` to one worker."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
-            return "engines" if file.startswith(ENGINES) else file
+            return SERVERS if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 

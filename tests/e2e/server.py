@@ -18,6 +18,8 @@ import psutil
 
 from headway.config import Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import free_port
+from tests.conftest import CORE
+from tests.gateway.gateway import WEB
 
 START_S = 1200.0  # loading and compiling a model
 ANSWER_S = 600.0  # one HTTP answer, or a batch of them
@@ -46,7 +48,9 @@ class Headway:
 
     def start(self) -> None:
         parser = "hermes" if self.runner == "generate" else None  # SmolLM2 has none of its own
-        engine = Engine(max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser)
+        engine = Engine(
+            cores=CORE, max_running=self.max_running, runner=self.runner, start_timeout_s=START_S, tool_parser=parser
+        )
         config = Config(
             recipe=self.recipe,
             server=Server(port=self.port, operator_key="sk-operator-1"),
@@ -65,17 +69,17 @@ class Headway:
             assert self.process is not None
             assert self.process.poll() is None, (self.folder / "gateway.log").read_text()
             try:
-                if httpx.get(f"{self.url}/ready", timeout=30).status_code == 200:
+                if WEB.get(f"{self.url}/ready", timeout=30).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
-            time.sleep(0.25)
+            time.sleep(0.5)
         raise AssertionError((self.folder / "gateway.log").read_text())
 
     def control(self, message: dict[str, object]) -> httpx.Response:
         """Send a message to the engine's scheduler, as the operator."""
         url = f"{self.url}/headway/control/e0"
-        return httpx.post(url, json=message, headers=OPERATOR, timeout=ANSWER_S)
+        return WEB.post(url, json=message, headers=OPERATOR, timeout=ANSWER_S)
 
     def family(self) -> list[psutil.Process]:
         """Return the gateway's descendants: the engine and all its processes."""

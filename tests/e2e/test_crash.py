@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import psutil
 import pytest
 
 from tests.conftest import MARK
 from tests.e2e.server import ANSWER_S, Headway, gone
+from tests.gateway.gateway import WEB
 
 
 def body(i: int, **more: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def states(queue: Path) -> dict[str, tuple[str, int, str | None]]:
 def background(server: Headway, count: int) -> list[str]:
     ids = []
     for i in range(count):
-        answer = httpx.post(f"{server.url}/v1/completions", json=body(i, background=True), timeout=ANSWER_S)
+        answer = WEB.post(f"{server.url}/v1/completions", json=body(i, background=True), timeout=ANSWER_S)
         assert answer.status_code == 202, answer.text
         ids.append(answer.json()["id"])
     return ids
@@ -45,7 +45,7 @@ def completed(server: Headway, ids: list[str]) -> dict[str, Any]:
     deadline = time.monotonic() + ANSWER_S
     while len(texts) < len(ids) and time.monotonic() < deadline:
         for id in ids:
-            answer = httpx.get(f"{server.url}/v1/responses/{id}", timeout=ANSWER_S).json()
+            answer = WEB.get(f"{server.url}/v1/responses/{id}", timeout=ANSWER_S).json()
             if answer["status"] == "completed":
                 texts[id] = answer["response"]["choices"][0]["text"]
             assert answer["status"] in ("queued", "completed"), answer

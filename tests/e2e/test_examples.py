@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -19,6 +18,7 @@ import headway
 from headway.client import Run
 from headway.gateway.control.graph_files import GraphFiles
 from tests.e2e.server import ANSWER_S, Headway
+from tests.gateway.gateway import WEB
 from tests.helpers.examples import EXAMPLES, example
 
 TEXT = "The river rises in the hills. It feeds the mill below the old town. " * 12
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Headway]:
 
 
 def get(server: Headway, path: str) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/v1/{path}", timeout=ANSWER_S)
+    answer = WEB.get(f"{server.url}/v1/{path}", timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -64,7 +64,7 @@ def test_runs_are_counted_and_teach_the_graph(server: Headway) -> None:
                 client.chat.completions.create(**ask, extra_headers=run.unit("verify"))
     assert [unit["unit"] for unit in told["units"]] == ["ask", "search"]
     assert told["expected_rest_s"] > 0, "the first run has taught what comes after a search"
-    page = httpx.get(f"{server.url}/metrics", timeout=ANSWER_S).text
+    page = WEB.get(f"{server.url}/metrics", timeout=ANSWER_S).text
     assert 'headway_runs_total{app="facts",outcome="in_time"} 2.0' in page
 
 

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 
 from tests.e2e.server import ANSWER_S, Headway
+from tests.gateway.gateway import WEB
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -101,7 +101,7 @@ def test_metrics_join_both_sides(headway: Headway, client: openai.OpenAI) -> Non
     while 'headway_slo_attainment{class="default",model="smollm2"}' not in page:  # counted after the answer
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        page = httpx.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
+        page = WEB.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
     assert 'headway_engine_up{instance="e0"} 1.0' in page
     assert "vllm:num_preemptions_total{" in page
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
@@ -129,7 +129,7 @@ def test_the_built_in_chat_is_measured_before_requests_are_taken(headway: Headwa
 
 def _total(headway: Headway, name: str) -> float:
     """Return a metric of class chat, 0 before it has counted anything."""
-    page = httpx.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
+    page = WEB.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
     start = f'{name}{{class="chat",model="smollm2"'  # a tenant may follow
     return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(start)), 0.0)
 

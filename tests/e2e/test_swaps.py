@@ -19,6 +19,7 @@ from headway.engines.vllm.process import models
 from headway.engines.vllm.process.host_weights import is_warm
 from headway.models.compare import weight_files
 from headway.models.variants import vary
+from tests.conftest import CORE
 from tests.gateway.gateway import CLASSES, serving, until
 from tests.gateway.swapping import Swapping, kinds, note_events
 
@@ -64,6 +65,7 @@ def test_answers_after_a_swap_are_those_of_a_fresh_engine(tmp_path: Path, monkey
     engine = Engine(
         models=(str(near), str(short)),
         dtype="float32",
+        cores=CORE,
         max_model_len=1024,
         max_running=8,
         start_timeout_s=1200,

@@ -21,7 +21,6 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",  # two threads would wait for each other whenever another process has a core
 }
 LAYERS = 5  # of the model's 30: what happens to KV happens to that of each layer, and tokens depend on all
 HOST_GIB = 0.25 * LAYERS / 30  # room for about half of what the tests save, so that the pool runs out too

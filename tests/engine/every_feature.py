@@ -1,7 +1,7 @@
 """Answer requests that use vLLM's features with a real engine; print their tokens as JSON.
 
-`python -m tests.engine.every_feature RECIPE FOLDER`, with RECIPE `stock` for vLLM's own scheduler; FOLDER is
-for adapters. A program of its own, since a process that has had one engine cannot have another like it.
+`python -m tests.engine.every_feature RECIPE FOLDER MODEL`, with RECIPE `stock` for vLLM's own scheduler; FOLDER
+is for adapters. A program of its own, since a process that has had one engine cannot have another like it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SCHEMA = {
 COMMON = "You are a careful assistant. " * 34  # what the prompts of one phase begin with
 
 
-def main(recipe: str, folder: Path) -> None:
+def main(recipe: str, folder: Path, model: str) -> None:
     for seed, name in enumerate("ab"):
-        write_adapter(folder / name, seed)
-    llm = start(recipe)
+        write_adapter(folder / name, model, seed)
+    llm = start(recipe, model)
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     seen = watch(scheduler)
@@ -59,16 +59,15 @@ def main(recipe: str, folder: Path) -> None:
     print(json.dumps(out | {"steps": seen["steps"]}))
 
 
-def start(recipe: str) -> Any:
+def start(recipe: str, model: str) -> Any:
     from vllm import LLM
 
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
-    from headway.models import resolve
 
     options = {"headway": {"recipe": recipe, "max_running": 4}}  # so that its batches are not stock's
     hook: dict[str, Any] = {"scheduler_cls": HeadwayScheduler, "additional_config": options}
     return LLM(
-        str(resolve.fetch()),
+        model,
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=8,
@@ -79,6 +78,8 @@ def start(recipe: str) -> Any:
         max_num_batched_tokens=256,
         async_scheduling=False,
         scheduling_policy="priority",
+        # A model of few layers would fill its answers with white space.
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
         enable_lora=True,
         max_loras=1,
         max_lora_rank=8,
@@ -184,14 +185,12 @@ def shared_prefixes(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     return asks
 
 
-def write_adapter(path: Path, seed: int) -> None:
+def write_adapter(path: Path, model: str, seed: int) -> None:
     """Write a random LoRA adapter of the test model."""
     import torch
     from safetensors.torch import save_file
 
-    from headway.models import resolve
-
-    shape = json.loads((Path(resolve.fetch()) / "config.json").read_text())
+    shape = json.loads((Path(model) / "config.json").read_text())
     width, layers = shape["hidden_size"], shape["num_hidden_layers"]
     rng = np.random.default_rng(seed)
     weights = {}
@@ -206,4 +205,4 @@ def write_adapter(path: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -15,16 +15,16 @@ PHASES = ["repetitions", "constrained", "adapters", "shared_prefixes"]
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answered(few_layers: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What stock vLLM and `slack` answer, each in a process of its own."""
     folder = tmp_path_factory.mktemp("features")
-    processes = {recipe: start(recipe, folder / recipe) for recipe in ("stock", "slack")}
+    processes = {recipe: start(recipe, folder / recipe, few_layers) for recipe in ("stock", "slack")}
     return {recipe: read(process, folder / recipe) for recipe, process in processes.items()}
 
 
-def start(recipe: str, folder: Path) -> subprocess.Popen[bytes]:
+def start(recipe: str, folder: Path, model: str) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    argv = [sys.executable, "-m", "tests.engine.every_feature", recipe, str(folder)]
+    argv = [sys.executable, "-m", "tests.engine.every_feature", recipe, str(folder), model]
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         return subprocess.Popen(argv, stdout=out, stderr=err)
 
@@ -49,7 +49,7 @@ def test_answers_are_what_was_asked_for(answered: dict[str, dict[str, Any]]) -> 
         for name in ("s0", "s2"):
             assert json.loads(made[name]["text"]).keys() == {"name", "age"}
         for name in ("t1", "t3"):
-            assert '"name": "weather"' in made[name]["text"]
+            assert '"name":"weather"' in made[name]["text"]
         assert answered[recipe]["free"] == 63
     full, held, free = answered["slack"]["pinned"]
     assert full == held == 63 - free > 5, "a pin finds what requests have left in the cache"

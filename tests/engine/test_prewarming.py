@@ -24,6 +24,7 @@ from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Forecast, Request
+from tests.conftest import CORE
 
 BLOCK = 32
 LAYERS, HIDDEN, RANK = 30, 576, 8
@@ -34,6 +35,7 @@ SYSTEM = " ".join(f"Rule {i}: be brief and kind." for i in range(20))
 async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
     """Run one engine with Headway's scheduler, a prefix cache, and memory for one adapter of two."""
     config = Engine(
+        cores=CORE,
         max_running=4,
         max_model_len=512,
         blocks=40,

@@ -61,11 +61,11 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preempted]:
 Mistake = tuple[str, list[str], str, str]  # the file, the options, what is wrong, the hint
 MISTAKES: dict[str, Mistake] = {
     "port in use": ("", ["--port", "{taken.port}", "--url", DEAD], "is in use", "--port"),
-    "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
-    "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
     "queue in use": ('[broker.sqlite]\npath = "{taken.queue}"\n', ["--url", DEAD], "another gateway", "its own"),
 }
 MORE: dict[str, Mistake] = {
+    "no such model": ("", ["--model", "/no/such/model"], "/no/such/model", "config.json"),
+    "unknown key": ("[server]\nprot = 1\n", [], "server.prot", "'port'"),
     "not TOML": ("[server\n", [], "not TOML", "config show"),
     "no such file": ("-", [], "cannot be read", "--config"),
     "unknown recipe": ("", ["--recipe", "slak"], "slak", "slack"),

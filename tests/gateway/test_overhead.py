@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks.real import dashboard_cost, overhead, planning_overhead, responses
+from benchmarks.real import hook_overhead, overhead, responses
+from benchmarks.real.planning_overhead import planning_rows
 from headway.errors import EngineError
-from headway.whatif.output.results import Row, save
+from headway.whatif.output.results import save
 from testing.fake_engine import NAME
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> overhead.Measured:
-    """Measure for a moment, the dashboard, too; the hook's rows are made up."""
-    measured, rng = overhead.Measured(), np.random.default_rng(0)
-    with pytest.MonkeyPatch.context() as patch, overhead.servers(tmp_path_factory.mktemp("o")) as peers:
+def measured() -> overhead.Measured:
+    """Measure everything for a moment, the hook in small batches."""
+    with pytest.MonkeyPatch.context() as patch:
         for module in (overhead, responses):
             patch.setattr(module, "TOKENS", 20)
-        overhead._latency(peers, measured, 10, rng)
-        overhead._throughput(peers, measured, 0.2, rng)
-        measured.rows += dashboard_cost.dashboard_rows(*peers, 0.3, 0)
-    measured.rows.append(Row("hook.ratio", "slack", "16 running", 1.5, "x"))
-    return measured
+        for name, value in (("RUNNING", (2, 4)), ("QUEUED", (2,)), ("WAITING", 20)):
+            patch.setattr(hook_overhead, name, value)
+        for name, amount in (("_latency", 10), ("_throughput", 0.2), ("dashboard_rows", 0.3)):
+            whole = getattr(overhead, name)
+            patch.setattr(overhead, name, lambda *args, whole=whole, amount=amount: whole(*args[:2], amount, args[3]))
+        patch.setattr(overhead, "planning_rows", lambda seconds: planning_rows(0.5))
+        return overhead.measure((), True, 0)
 
 
 def test_every_figure_is_there(measured: overhead.Measured) -> None:
@@ -38,6 +39,9 @@ def test_every_figure_is_there(measured: overhead.Measured) -> None:
     assert found["gateway.tokens_per_s", "headway"].unit == "tokens/s per core"
     assert found["gateway.latency_ms.p50", "headway"].ours > found["gateway.latency_ms.p50", "direct"].ours
     assert all("FAKE" in row.setting for row in measured.rows if row.id.startswith("gateway."))
+    hook = {row.setting for row in measured.rows if row.id in ("hook.ratio", "hook.iteration_ratio")}
+    assert hook == {"2 running", "4 running", "2 running, 20 waiting"}
+    assert ("hook.update_us", "stock") in found
 
 
 def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
@@ -52,8 +56,8 @@ def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
     assert report.table().row_count == len(measured.rows)
 
 
-def test_a_gateway_is_measured_while_its_planner_thinks() -> None:
-    rows = {(row.id, row.system): row for row in planning_overhead.planning_rows(0.5)}
+def test_a_gateway_is_measured_while_its_planner_thinks(measured: overhead.Measured) -> None:
+    rows = {(row.id, row.system): row for row in measured.rows if row.id.startswith("planning.")}
     assert set(rows) == {
         (f"planning.{p}_ms", system) for p in ("p50", "p99") for system in ("thinks", "answers at once")
     }
