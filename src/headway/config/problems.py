@@ -54,8 +54,14 @@ def _remove(parent: Any, place: Sequence[int | str]) -> None:
 
 
 def unrelated(contradictions: Iterable[ConfigError], error: ValidationError) -> list[ConfigError]:
-    """Return the contradictions that name nothing that pydantic refused."""
-    wrong = tuple(".".join(map(str, place)) + "." for place in _places(error))
+    """Return the contradictions that name nothing that pydantic refused.
+
+    An unknown key may be any of its table misspelt, and an unknown table any table.
+    """
+    unknown = {problem["loc"] for problem in error.errors() if problem["type"] == _UNKNOWN}
+    if any(len(place) == 1 for place in unknown):
+        return []
+    wrong = tuple(".".join(map(str, place[:-1] if place in unknown else place)) + "." for place in _places(error))
     return [one for one in contradictions if not f"{one.param}.".startswith(wrong)]
 
 

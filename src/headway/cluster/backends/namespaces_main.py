@@ -180,9 +180,11 @@ def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: li
     confined, done = os.pipe()
     if first := os.fork():
         os.close(done)
-        os.read(confined, 1)  # now /proc has the processes of the sandbox alone
-        return _status(_watched(first, memory_mib << 20))
+        if os.read(confined, 1):  # now /proc has the processes of the sandbox alone
+            return _status(_watched(first, memory_mib << 20))
+        return _status(os.waitpid(first, 0)[1])  # it could not be made
     private_root(visible, disk_mib)
+    os.write(done, b"1")
     os.close(done)
     if root:  # not before: it alone may reach what it has at home
         leave_root()
@@ -218,11 +220,12 @@ def _watched(first: int, most: int) -> int:
 def _held(process: str) -> int:
     """Return the bytes of memory of a process: its share of what it has in common with others (PSS)."""
     try:
-        with open(f"/proc/{process}/smaps_rollup") as file:
-            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-    except PermissionError:  # all of it, then
-        with open(f"/proc/{process}/statm") as file:
-            return int(file.read().split()[1]) * _PAGE
+        try:
+            with open(f"/proc/{process}/smaps_rollup") as file:
+                return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
+        except PermissionError:  # all of it, then
+            with open(f"/proc/{process}/statm") as file:
+                return int(file.read().split()[1]) * _PAGE
     except OSError:  # it has ended
         return 0
 

@@ -18,8 +18,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
+from headway.store.queue.port import RETRY_S
 from headway.store.sqlite.connection import connect, leave_open
-from headway.store.sqlite.health import RETRY_S, Watch, damage, limit_log
+from headway.store.sqlite.health import Watch, damage, limit_log
 from headway.store.sqlite.rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 
 T = TypeVar("T")

@@ -21,6 +21,8 @@ from typing import Protocol
 
 from headway.errors import HeadwayError
 
+RETRY_S = 10  # seconds until what a broker did not take may be sent again
+
 
 @dataclass(slots=True)
 class Job:
@@ -149,7 +151,7 @@ def unknown_id(id: str) -> HeadwayError:
     return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
 
 
-def takes_nothing(problem: str, what: str = "nothing", *, retry_s: int | None = None) -> HeadwayError:
+def takes_nothing(problem: str, what: str = "nothing") -> HeadwayError:
     """Return the error of what is refused because of a broker's `problem` (status 503)."""
     return HeadwayError(
         f"The queue takes {what}: {problem}.",
@@ -157,7 +159,7 @@ def takes_nothing(problem: str, what: str = "nothing", *, retry_s: int | None = 
         status=503,
         kind="server_error",
         code="queue_unavailable",
-        headers=None if retry_s is None else {"retry-after": str(retry_s)},
+        headers={"retry-after": str(RETRY_S)},
     )
 
 

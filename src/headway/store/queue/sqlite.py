@@ -28,7 +28,7 @@ from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
-from headway.store.sqlite.health import LOG_MOST, RETRY_S, Watch, damage
+from headway.store.sqlite.health import LOG_MOST, Watch, damage
 from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class SqliteBroker:
         if self._damage is not None:
             raise takes_nothing(self._damage)
         if (problem := self._watch.log_problem(1 if job.background else 2)) is not None:
-            raise takes_nothing(problem, "no background work" if job.background else "nothing", retry_s=RETRY_S)
+            raise takes_nothing(problem, "no background work" if job.background else "nothing")
         await self._write(partial(_put, job, self.owner))
         self._kept.add(job)
 

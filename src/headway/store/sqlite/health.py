@@ -24,7 +24,6 @@ from zlib import crc32
 LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
 LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
 LOG_MOST = 2**30  # bytes of the log from which on new work is refused, unless configured
-RETRY_S = 10  # until work that was refused for that may be sent again
 _PAUSE_S = 2.0  # between two looks
 _SHARE = 50  # of the time, one part at most goes into thorough looks, however large the file is
 _READS = range(123, 128)  # bytes of the log's index of which a transaction locks one (SQLite's format)
@@ -51,10 +50,10 @@ def damage(error: BaseException) -> str | None:
     return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED else None
 
 
-def examine(path: str, *, thorough: bool = True, stop: Event | None = None) -> str | None:
+def examine(path: str, *, thorough: bool = True, stop: Callable[[], bool] | None = None) -> str | None:
     """Return what is wrong with a file as a new connection finds it on the disk, None = nothing.
 
-    thorough: read all of it, not only its header and schema. stop: when it is set, the look ends early.
+    thorough: read all of it, not only its header and schema. stop: the look ends early once it is true.
     """
     try:
         try:
@@ -71,10 +70,10 @@ def _is_short(error: sqlite3.Error) -> bool:
     return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
-def _look(path: str, thorough: bool, stop: Event | None) -> str | None:
+def _look(path: str, thorough: bool, stop: Callable[[], bool] | None) -> str | None:
     with closing(_connect(path)) as db:
         if stop is not None:
-            db.set_progress_handler(stop.is_set, 10_000)
+            db.set_progress_handler(stop, 10_000)
         db.execute("SELECT * FROM sqlite_master").fetchall()
         found = db.execute("PRAGMA quick_check(1)").fetchone()[0] if thorough else "ok"
     return None if found == "ok" else " ".join(found.split())
@@ -106,7 +105,7 @@ def readers(path: str) -> list[str]:
             _, _, _, access, process, file, first, *_ = line.split()
             if access == "READ" and file.endswith(f":{index}") and int(first) in _READS and int(process) != os.getpid():
                 with suppress(OSError):  # it has ended, or is in another container
-                    name = Path(f"/proc/{process}/comm").read_text().strip()
+                    name = Path(f"/proc/{process}/comm").read_text(errors="replace").strip()
                     found.add(f"{name} (process {process})")
     return sorted(found)
 
@@ -158,12 +157,16 @@ class Watch:
         if before is None and (problem := self.log_problem()) is not None:
             log.error("no background work is accepted by %s: %s", self._path, problem)
 
+    def _must_end(self) -> bool:
+        """Tell whether a look must end, which keeps the log from being shortened while it reads."""
+        return self._stop.is_set() or _size(self._log) > self.most_log
+
     def _run(self) -> None:
         thorough_at = 0.0
         while not self._stop.wait(_PAUSE_S):
             began = time.monotonic()
             thorough = began >= thorough_at
-            if (problem := examine(self._path, thorough=thorough, stop=self._stop)) is not None:
+            if (problem := examine(self._path, thorough=thorough, stop=self._must_end)) is not None:
                 return self._found(problem)
             if thorough:
                 now = time.monotonic()

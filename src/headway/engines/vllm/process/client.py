@@ -20,7 +20,7 @@ from headway.config import Engine
 from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.exits import BadArguments, EngineEnded
+from headway.engines.vllm.process.exits import BadArguments
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.limits import doubts, instance_of, read_limits, read_state
@@ -77,7 +77,6 @@ class VllmEngine(EngineView):
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
         self._served = False  # it has been up, so its arguments are good
-        self._cause: str | None = None  # of the latest end, if it is to be expected again
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -114,7 +113,7 @@ class VllmEngine(EngineView):
             except EngineError as error:
                 self.failure = error
                 log.error("%s", error)
-                if self._is_final(error):
+                if isinstance(error, BadArguments) and not self._served:
                     self.given_up = True
                     return
             except Exception as error:  # supervision must go on after any error, and operators must see it
@@ -126,12 +125,6 @@ class VllmEngine(EngineView):
             self.tries += 1
             await asyncio.sleep(_BACKOFF[min(self.tries, len(_BACKOFF)) - 1])
             self.restarts += 1
-
-    def _is_final(self, error: EngineError) -> bool:
-        """Tell whether one that has never been up would fail in the same way for ever."""
-        before, self._cause = self._cause, error.cause if isinstance(error, EngineEnded) else None
-        again = self._cause is not None and self._cause == before
-        return not self._served and (again or isinstance(error, BadArguments))
 
     async def _bring_up(self) -> None:
         if self.config.url is None and not (self._children.alive and await self.lives()):

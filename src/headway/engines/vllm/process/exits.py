@@ -17,47 +17,27 @@ _ELSEWHERE = re.compile(r"root cause|^(\w+\.)*EngineDeadError")
 _CORE = "(EngineCore"  # a line of the process that computes
 # Of errors raised before that process has begun, when no memory is asked for: the arguments are wrong.
 _WRONG = re.compile(r"(\w+\.)*(ValueError|\w*ValidationError|KeyError|TypeError|NotImplementedError|AssertionError): ")
-# Of errors that may be gone at the next start, though they read the same: others have the memory or the port.
-_PASSING = re.compile(
-    r"memory|OSError|no space|in use|connect(ion|ed|error|timeout| to)|unreachable|time[sd]? ?out|HTTPError"
-    r"|name resolution|\b(CUDA|HIP|NCCL|gloo)\b",
-    re.IGNORECASE,
-)
 
 
-class EngineEnded(EngineError):
-    """A vLLM has ended. cause: why, if another start can be expected to end with the same words."""
-
-    cause: str | None = None
-
-
-class BadArguments(EngineEnded):
+class BadArguments(EngineError):
     """vLLM refuses its arguments, so that another start would fail, too."""
 
 
-def ended(name: str, code: int | None, log: str, *, tail: str, offline: bool, where: str) -> EngineEnded:
+def ended(name: str, code: int | None, log: str, *, tail: str, offline: bool, where: str) -> EngineError:
     """Return the error of an engine that has ended.
 
     code: exit status. log: what it wrote last, and tail: the end of that. where: the path of all of it.
     offline: its model is on this disk; of one on the hub, an invalid configuration may not have been fetched.
     """
-    error = last_error(log)
-    said = "" if error is None else f"Its last error: {error}\n"
+    errors = list(_errors(log)) if code is not None and code > 0 else []  # else it was killed, whatever it wrote
+    own = [error for error in errors if not _ELSEWHERE.search(error)]
+    said = f"Its last error: {own[-1]}\n" if own else ""
     problem = f"The engine {name} ended with exit code {code}. {said}Its last lines:\n{tail}\n"
-    begun = any(line.startswith(_CORE) for line in log.splitlines())
-    wrong = offline and not begun and error is not None and _WRONG.match(error)
-    if code == _USAGE or wrong:
+    begun = len(own) < len(errors) or any(line.startswith(_CORE) for line in log.splitlines())
+    if code == _USAGE or (offline and not begun and own and _WRONG.match(own[-1])):
         hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {where}."
         return BadArguments(problem, hint)
-    found = EngineEnded(problem, f"The whole log is in {where}.")
-    found.cause = None if error is None or _PASSING.search(error) else error
-    return found
-
-
-def last_error(log: str) -> str | None:
-    """Return the last error that says more than where to look for another one, None = there is none."""
-    errors = [error for error in _errors(log) if not _ELSEWHERE.search(error)]
-    return errors[-1] if errors else None
+    return EngineError(problem, f"The whole log is in {where}.")
 
 
 def _errors(log: str) -> Iterator[str]:

@@ -28,9 +28,9 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
-from headway.engines.vllm.process.exits import EngineEnded, ended
+from headway.engines.vllm.process.exits import ended
 from headway.engines.vllm.process.metadata import installed
-from headway.errors import ConfigError
+from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import EngineSpec, Obstacle
 from headway.policy.recipes.registry import find
@@ -242,7 +242,7 @@ class Child:
         kept = [line for line in self._written().splitlines() if not _LEAKS.search(line)]
         return "\n".join(kept[-lines:])
 
-    def died(self, name: str) -> EngineEnded:
+    def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
         code, offline = self.process.poll() if self.process else None, "HF_HUB_OFFLINE" in self.env
         return ended(name, code, self._written(), tail=self.tail(), offline=offline, where=str(self.log))
