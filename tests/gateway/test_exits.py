@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.engines.vllm.process.exits import BadArguments, EngineEnded, ended, last_error
+from headway.engines.vllm.process.exits import BadArguments, EngineEnded, exit_error, last_error
 
 TRACE = 'Traceback (most recent call last):\n  File "main.py", line 1, in <module>\n    main()\n'
 BEGUN = "(EngineCore pid=7) INFO 11-28 16:17:45 [core.py:133] Initializing a V1 LLM engine (v0.32.0)\n"
@@ -32,7 +32,7 @@ def in_core(error: str) -> str:
 
 
 def end(log: str, code: int = 1, *, offline: bool = True) -> EngineEnded:
-    return ended("e0", code, log, tail=log, offline=offline, where="e0.log")
+    return exit_error("e0", code, log, tail=log, offline=offline, where="e0.log")
 
 
 @pytest.mark.parametrize(

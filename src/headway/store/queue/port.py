@@ -150,7 +150,7 @@ def unknown_id(id: str) -> HeadwayError:
 
 
 def takes_nothing(problem: str, what: str = "nothing", *, retry_s: int | None = None) -> HeadwayError:
-    """Return the error of what is refused because of a broker's `problem` (status 503)."""
+    """Return the error (503) of work that a broker refuses because of its `problem`. what: what the queue takes."""
     return HeadwayError(
         f"The queue takes {what}: {problem}.",
         "Send the request again once that is mended.",

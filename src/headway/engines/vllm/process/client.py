@@ -23,7 +23,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.exits import BadArguments, EngineEnded
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
-from headway.engines.vllm.process.limits import doubts, instance_of, read_limits, read_state
+from headway.engines.vllm.process.limits import instance_of, limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -77,7 +77,7 @@ class VllmEngine(EngineView):
         self._announced: Instance | None = None
         self._has_scheduler = False  # Headway's is inside
         self._served = False  # it has been up, so its arguments are good
-        self._cause: str | None = None  # of the latest end, if it is to be expected again
+        self._cause: str | None = None  # error of the latest end, if another start is expected to repeat it
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
 
@@ -128,7 +128,7 @@ class VllmEngine(EngineView):
             self.restarts += 1
 
     def _is_final(self, error: EngineError) -> bool:
-        """Tell whether one that has never been up would fail in the same way for ever."""
+        """Tell whether the engine has never been up and would fail in the same way again."""
         before, self._cause = self._cause, error.cause if isinstance(error, EngineEnded) else None
         again = self._cause is not None and self._cause == before
         return not self._served and (again or isinstance(error, BadArguments))
@@ -250,8 +250,8 @@ class VllmEngine(EngineView):
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         told = await read_limits(self, state, self.config.health_timeout_s)
-        for doubt, mend in doubts(self.config, told):
-            log.warning("engine %s %s", self.id, f"{doubt} {mend}".rstrip())
+        for problem, fix in limit_warnings(self.config, told):
+            log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
         self.instance = instance_of(self.id, self.models.current, self.config, told)
         return self.instance
 

@@ -1,4 +1,4 @@
-"""Why a vLLM has ended, in its own words, and whether another start would end in the same way."""
+"""Why a vLLM process has ended, by the error in its log, and whether another start would fail in the same way."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import takewhile
 from headway.errors import EngineError
 
 _USAGE = 2  # vLLM's exit status for a command line that it cannot read
-# What vLLM's logger and the pipes of its processes put before a line.
-_BEFORE = re.compile(r"^(?:\([^)]*\bpid=\d+\) ?)?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?")
+# What vLLM's logger and its processes put before a line.
+_LOG_PREFIX = re.compile(r"^(?:\([^)]*\bpid=\d+\) ?)?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?")
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*: |[\w. ]+: error: ")
 _INVALID, _FINDING = " validation error", re.compile(r"\S*$|  \S")  # pydantic's; fields and findings follow
-_ELSEWHERE = re.compile(r"root cause|^(\w+\.)*EngineDeadError")
-_CORE = "(EngineCore"  # a line of the process that computes
-# Of errors raised before that process has begun, when no memory is asked for: the arguments are wrong.
+_POINTER = re.compile(r"root cause|^(\w+\.)*EngineDeadError")
+_CORE = "(EngineCore"  # begins the lines of vLLM's engine core process
+# Raised before the engine core has begun, and so before memory is allocated: the arguments are wrong.
 _WRONG = re.compile(r"(\w+\.)*(ValueError|\w*ValidationError|KeyError|TypeError|NotImplementedError|AssertionError): ")
-# Of errors that may be gone at the next start, though they read the same: others have the memory or the port.
-_PASSING = re.compile(
+# May be gone at the next start, even with the same text: other processes hold the memory or the port.
+_TRANSIENT = re.compile(
     r"memory|OSError|no space|in use|connect(ion|ed|error|timeout| to)|unreachable|time[sd]? ?out|HTTPError"
     r"|name resolution|\b(CUDA|HIP|NCCL|gloo)\b",
     re.IGNORECASE,
@@ -26,7 +26,7 @@ _PASSING = re.compile(
 
 
 class EngineEnded(EngineError):
-    """A vLLM has ended. cause: why, if another start can be expected to end with the same words."""
+    """A vLLM process has ended. cause: its error, if another start is expected to fail with the same one."""
 
     cause: str | None = None
 
@@ -35,11 +35,11 @@ class BadArguments(EngineEnded):
     """vLLM refuses its arguments, so that another start would fail, too."""
 
 
-def ended(name: str, code: int | None, log: str, *, tail: str, offline: bool, where: str) -> EngineEnded:
+def exit_error(name: str, code: int | None, log: str, *, tail: str, offline: bool, where: str) -> EngineEnded:
     """Return the error of an engine that has ended.
 
-    code: exit status. log: what it wrote last, and tail: the end of that. where: the path of all of it.
-    offline: its model is on this disk; of one on the hub, an invalid configuration may not have been fetched.
+    code: exit status. log: the end of its log; tail: the last lines of that. where: path of the whole log.
+    offline: its model is on this disk. If not, the download of a configuration may have failed.
     """
     error = last_error(log)
     said = "" if error is None else f"Its last error: {error}\n"
@@ -50,19 +50,19 @@ def ended(name: str, code: int | None, log: str, *, tail: str, offline: bool, wh
         hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {where}."
         return BadArguments(problem, hint)
     found = EngineEnded(problem, f"The whole log is in {where}.")
-    found.cause = None if error is None or _PASSING.search(error) else error
+    found.cause = None if error is None or _TRANSIENT.search(error) else error
     return found
 
 
 def last_error(log: str) -> str | None:
-    """Return the last error that says more than where to look for another one, None = there is none."""
-    errors = [error for error in _errors(log) if not _ELSEWHERE.search(error)]
+    """Return the last error in a log, apart from those that only point to another one; None = there is none."""
+    errors = [error for error in _errors(log) if not _POINTER.search(error)]
     return errors[-1] if errors else None
 
 
 def _errors(log: str) -> Iterator[str]:
-    """Yield the lines that end tracebacks, or refuse a command line; with what pydantic found invalid."""
-    inside, lines = False, [_BEFORE.sub("", line) for line in log.splitlines()]
+    """Yield the last line of each traceback and errors of the command line, with the details that pydantic adds."""
+    inside, lines = False, [_LOG_PREFIX.sub("", line) for line in log.splitlines()]
     for i, line in enumerate(lines):
         if line.startswith("Traceback (most recent call last)"):
             inside = True
