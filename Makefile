@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 LOCKS := -r requirements.lock -r requirements-dev.lock
 TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
-# Of `make test`; one more than two cores, because tests often wait for what they have started.
+# Processes of `make test`: one more than two cores, because tests often wait for servers that they started.
 WORKERS ?= 3
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.

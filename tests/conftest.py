@@ -15,10 +15,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import postgres, rabbitmq
 
-# Before torch is imported. More threads would spin whenever another process has one of the cores.
+# Before torch is imported. With more, OpenMP's threads spin while another process has one of their cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent
-CORE = str(max(os.sched_getaffinity(0)))  # that of an engine in a process of its own: one thread, which never spins
+CORE = str(max(os.sched_getaffinity(0)))  # of engines in processes of their own: with one core they have one thread
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
 SECONDS = 60.0  # within which processes that were told to end have ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
@@ -39,16 +39,16 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# These go first, since they take longest. What starts servers with real engines has one worker, which shares
-# them; all else goes file by file to the others.
+# These go first, since they take longest. All tests that start servers with real engines go to one worker, which
+# shares the servers among them; the rest is handed out file by file.
 SERVERS = "tests/e2e/"
 ENGINES = (SERVERS, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
 assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
-# A machine may stall for seconds in any example. The same examples every time, so that a run judges the
-# change and not the draw, and a third of them; `make explore` draws others, and all.
+# A machine may stall for seconds in any example. The examples are the same every time, so that a run judges the change
+# and not the draw, and one in SHARE of those that a test asks for (LEAST or more); `make explore` draws new ones, all.
 SHARE, LEAST = 3, 5
 settings.register_profile("headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("headway"), derandomize=False, print_blob=True)
@@ -77,7 +77,7 @@ def _draw_fewer(tests: set[Any]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Return what gives tests to workers: file by file, those of `SERVERS` to one worker."""
+    """Return the scheduler: tests go to workers file by file, those of `SERVERS` all to one."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -113,6 +113,7 @@ lease_seconds = 9
 [broker.sqlite]
 path = "/tmp/q.sqlite"
 synchronous = "normal"
+max_log_mib = 128
 
 [broker.postgres]
 url = "{SECRET}"
@@ -286,7 +287,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ),
     )
     assert config.broker == Broker(
-        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal"), Postgres(SECRET, "queue_2", 2.0)
+        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0)
     )
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)

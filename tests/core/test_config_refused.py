@@ -232,7 +232,10 @@ SANDBOX = {"python": {"kind": "sandbox", "isolation": "process"}}
             {"classes": {"x": {"drop": True, "ttft_ms": -1}, "y": {"pace": "line"}}},
             ["classes.x.ttft_ms", "classes.y.pace"],
         ),
-        ({"server": {"prot": 1, "operator_only": True}}, ["server.prot", "server.operator_key"]),
+        ({"server": {"port": 0, "operator_only": True}}, ["server.port", "server.operator_key"]),
+        ({"server": {"operator_kye": SECRET, "operator_only": True}}, ["server.operator_kye"]),
+        ({"broker": {"kind": "postgres", "postgres": {"ulr": "x"}}}, ["broker.postgres.ulr"]),
+        ({"key": [{"key": SECRET, "tenant": "a"}], "backends": SANDBOX}, ["key"]),
         ({"server": {"operator_key": 3, "operator_only": True}}, ["server.operator_key"]),
         (
             {"server": {"port": 0, "hosts": [3]}, "backends": SANDBOX},

@@ -204,7 +204,7 @@ def test_a_log_that_cannot_shrink_refuses_background_work(tmp_path: Path, mortal
     with serving(config, ready=False) as gateway:
         accepted = begin(gateway)
         with read_by_another(file) as process:
-            gateway.inner.broker._watch.most_log = health.log_bytes(file) - 1
+            gateway.inner.broker._watch.max_log_bytes = health.log_bytes(file) - 1
             told = until(
                 lambda: f"(process {process})" in (said := gateway.post(gateway.chat(background=True)).text) and said
             )
@@ -221,7 +221,7 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
     store, file = DirectoryStore(tmp_path), str(tmp_path / "batches.sqlite")
     (line,) = await begun(store, 1)
     with read_by_another(file):
-        store._watch.most_log = health.log_bytes(file) - 1
+        store._watch.max_log_bytes = health.log_bytes(file) - 1
         for refused in (store.add_batch(replace(BATCH, id="batch_2"), 9), store.add_file(FILE, 10**9)):
             with pytest.raises(HeadwayError, match="its write-ahead log has") as told:
                 await refused
@@ -229,7 +229,7 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
         assert store.problem() is None
         assert await store.record(BATCH.id, line.number, True, b"answer")
         await store.end(BATCH.id, "completed", 5.0)
-    store._watch.most_log = 2**20
+    store._watch.max_log_bytes = 2**20
     assert await store.add_batch(replace(BATCH, id="batch_2"), 9)
     await store.close()
 

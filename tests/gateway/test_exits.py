@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.engines.vllm.process.exits import BadArguments, ended
+from headway.engines.vllm.process.exits import BadArguments, exit_error
 from headway.errors import EngineError
 
 TRACE = 'Traceback (most recent call last):\n  File "main.py", line 1, in <module>\n    main()\n'
@@ -33,7 +33,7 @@ def in_core(error: str) -> str:
 
 
 def end(log: str, code: int = 1, *, offline: bool = True) -> EngineError:
-    return ended("e0", code, log, tail=log, offline=offline, where="e0.log")
+    return exit_error("e0", code, log, tail=log, offline=offline, where="e0.log")
 
 
 @pytest.mark.parametrize(

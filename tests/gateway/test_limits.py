@@ -40,7 +40,7 @@ def test_a_stock_engine_is_taken_for_what_it_tells(serve: Serve, stock: Fake, ca
         assert f"has room for {CONTEXT}" in error(gateway.post(long), 400)["message"]
         told = gateway.post({"model": "smollm2", "prompt": "Hi"}, "/tokenize").json()
         assert told["max_model_len"] == CONTEXT
-    assert "e0 does not tell its --max-num-seqs; 16 is assumed. Set max_running" in warnings(caplog)
+    assert "e0 does not report its --max-num-seqs; 16 is assumed. Set max_running" in warnings(caplog)
     assert "--max-model-len" not in warnings(caplog), "it has told, and nothing else was configured"
 
 

@@ -19,6 +19,7 @@ os.pwrite(os.open(path, os.O_WRONLY), new, content.index(old))
 
 _READ = """
 import sqlite3, sys
+open("/proc/self/comm", "wb").write(b"caf\\xe9")  # names need not be UTF-8
 db = sqlite3.connect(sys.argv[1], isolation_level=None)
 db.execute("BEGIN")
 print(db.execute("SELECT count(*) FROM sqlite_master").fetchall(), flush=True)

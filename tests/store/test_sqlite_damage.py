@@ -374,7 +374,7 @@ async def test_sqlite_shortens_the_log_itself(path: str) -> None:
 
 async def test_a_log_that_cannot_shrink_is_bounded(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """Background jobs are refused first, then all new ones; what was accepted ends."""
-    broker, large = SqliteBroker(path, "A", most_log=20 * 2**20), bytes(2**20)
+    broker, large = SqliteBroker(path, "A", max_log_bytes=20 * 2**20), bytes(2**20)
     await broker.renew(FAR)
     with read_by_another(path) as process:
         for i in range(20):
@@ -383,7 +383,7 @@ async def test_a_log_that_cannot_shrink_is_bounded(path: str, caplog: pytest.Log
             await broker.put(job("late", background=True))
         assert (refused.value.status, refused.value.headers["retry-after"]) == (503, "10")
         await until(lambda: "no background work is accepted" in caplog.text)
-        with pytest.raises(HeadwayError, match=rf"until \S+ \(process {process}\) ends its transaction"):
+        with pytest.raises(HeadwayError, match=rf"open transaction of \S+ \(process {process}\)"):
             await broker.put(job("late", background=True))
         assert broker.problem() is None
         for i in range(20, 40):
@@ -409,7 +409,7 @@ def test_programs_that_read_are_told_as_far_as_the_system_does(path: str, monkey
         with read_by_another(path) as process:
             (told,) = health.readers(path)
             assert told.endswith(f"(process {process})")
-        monkeypatch.setattr(Path, "read_text", lambda _: (_ for _ in ()).throw(FileNotFoundError()))
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))
         assert health.readers(path) == []
 
 

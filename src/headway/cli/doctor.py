@@ -24,7 +24,7 @@ from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.config.keys import reveal
 from headway.engines.vllm.process.connection import EngineConnection
-from headway.engines.vllm.process.limits import doubts, read_limits, read_state
+from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, lacking
 from headway.engines.vllm.process.settings import cores_of
 from headway.errors import ConfigError, EngineError
@@ -72,7 +72,7 @@ def examine(file: Path | None) -> list[Finding]:
             found += look(config)
         except Exception:
             if sound:
-                raise  # otherwise what is told above stands in its way
+                raise  # else a configuration error found above explains it
     return found
 
 
@@ -187,15 +187,15 @@ def _engines(config: Config) -> Iterator[Finding]:
 
 
 def _limits(engine: Engine, connection: EngineConnection) -> Iterator[Finding]:
-    """Find where an engine's limits are not those of the configuration, or not known."""
+    """Compare the limits that an attached engine reports with its configuration."""
     what = f"limits of {connection.id}"
     try:
         told = asyncio.run(_told(connection))
     except EngineError as error:
         yield Finding(what, "bad", error.message, error.hint)
         return
-    for doubt, mend in doubts(engine, told):
-        yield Finding(what, "doubt", f"it {doubt}", mend)
+    for problem, fix in limit_warnings(engine, told):
+        yield Finding(what, "doubt", f"it {problem}", fix)
 
 
 async def _told(connection: EngineConnection) -> dict[str, int]:

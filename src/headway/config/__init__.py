@@ -29,7 +29,7 @@ from headway.config.keys import Secret
 from headway.config.log import Log as Log
 from headway.config.log import Tracing as Tracing
 from headway.config.postgres import Postgres as Postgres
-from headway.config.problems import explain, remaining, unrelated
+from headway.config.problems import explain, unrelated, valid_part
 from headway.config.up import Up as Up
 from headway.config.wire import Wire as Wire
 from headway.errors import ConfigError, together
@@ -49,9 +49,8 @@ _Name = Annotated[str, Field(min_length=1)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and what
-        /ready tells besides its status (of controllers and agents, too) are for operators alone; unset, where there
-        are keys.
+    operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and the
+        details of /ready are for operators alone, on controllers and agents, too; unset, where there are keys.
     hosts: without keys, names in requests' Host besides addresses and local names; ".a.org" = all that end so.
     max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
     head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
@@ -95,8 +94,8 @@ class Sqlite:
     path: the database file, which gateways on one machine may share; unset, queue.sqlite in the user's state
     directory. synchronous: "full" survives loss of power, "normal" only the death of the process.
     max_log_mib: of the write-ahead log, which grows while another program has a transaction open on the file.
-        Beyond it background requests are refused (503), beyond twice as much all new ones. It counts for the
-        file of batches in a directory, too, which then takes no files and batches.
+        Beyond it background requests are refused (503), beyond twice as much all new ones. The same limit holds
+        for the log of batches in a directory: beyond it files and batches are refused.
     """
 
     path: str | None = None
@@ -323,7 +322,7 @@ _TABLES: dict[str, Any] = {
 def load(path: Path | None, *, checked: bool = True) -> Config:
     """Read a configuration file; None gives the defaults. Raises ConfigError with a hint.
 
-    checked: False leaves contradictions between fields for `check_contradictions`.
+    checked: False = without `check_contradictions`, which the caller does later.
     """
     if path is None:
         return Config()
@@ -339,14 +338,14 @@ def load(path: Path | None, *, checked: bool = True) -> Config:
 def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> Config:
     """Turn a TOML document into a Config; classes given are added to the built-in ones. Otherwise as `load`.
 
-    What is wrong with fields is told together with contradictions of the others.
+    Invalid fields are reported together with contradictions between the valid ones.
     """
     if isinstance(data.get("classes"), dict):
         data = {**data, "classes": {**{k: _drop(asdict(v)) for k, v in _tiers().items()}, **data["classes"]}}
     try:
         config = _validated(data)
     except ValidationError as error:
-        others = unrelated(_contradictions(_validated(remaining(data, error)), where), error)
+        others = unrelated(_contradictions(_validated(valid_part(data, error)), where), error)
         # pydantic's own words quote the input, API keys too
         raise together([explain(error, where, Config, _TABLES), *others]) from None
     if checked:
@@ -359,7 +358,7 @@ def _validated(data: dict[str, Any]) -> Config:
 
 
 def check_contradictions(config: Config, where: str = _HERE) -> None:
-    """Raise ConfigError for settings that need others, or exclude them."""
+    """Raise ConfigError for settings that exclude each other, or lack one that they need."""
     if found := [*_contradictions(config, where)]:
         raise together(found)
 
@@ -387,7 +386,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
             yield ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
         if engine.device is not None and engine.url is None:
             problem = f"engines.{i} in {where} has a device, but no url."
-            yield ConfigError(problem, "Leave it out: what Headway starts tells its device.")
+            yield ConfigError(problem, "Leave it out: an engine that Headway starts reports its device.")
         if engine.runner == "pooling" and (engine.models or engine.adapters):
             problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
             yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")

@@ -25,8 +25,8 @@ class Backend:
     env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
     processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
     keep_s: how long a model stays loaded after a unit.
-    timeout_s: of one unit. output_kib: of its output. memory_mib: of all processes of a sandbox, with "process" of
-        each. disk_mib: of all files that it writes, with "process" of each.
+    timeout_s: of one unit. output_kib: of its output. memory_mib: of all processes of a sandbox together, with
+        "process" of each. disk_mib: of all files that it writes, with "process" of each.
     """
 
     kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]

@@ -41,16 +41,16 @@ class Engine:
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration; unset, what a vLLM at `url` tells, or 16.
-    max_model_len: vLLM's --max-model-len; unset, what a vLLM at `url` tells, or 2048.
+    max_running: requests computed in one iteration; unset, what a vLLM at `url` reports, or 16.
+    max_model_len: vLLM's --max-model-len; unset, what a vLLM at `url` reports, or 2048.
     slots: requests that may hold KV, running or paused.
     max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
     host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
     dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
     api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
-    device: of a vLLM at `url` that runs on a CPU, if Headway's scheduler is not inside: request fields that
-        crash its release there are refused. One with the scheduler, or that Headway starts, tells them itself.
+    device: of a stock vLLM at `url` that runs on a CPU: request fields that crash its release there are refused.
+        Engines with Headway's scheduler report them themselves.
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
@@ -101,12 +101,12 @@ class Engine:
 
     @property
     def batch(self) -> int:
-        """Return the requests that it computes in one iteration, unless it tells another number."""
+        """Return the limit of requests in one iteration, unless the engine reports another."""
         return 16 if self.max_running is None else self.max_running
 
     @property
     def context(self) -> int:
-        """Return the tokens of a request that it has room for, unless it tells another number."""
+        """Return the limit of a request's tokens, answer included, unless the engine reports another."""
         return 2048 if self.max_model_len is None else self.max_model_len
 
     @property

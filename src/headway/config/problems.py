@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 
 from headway.errors import ConfigError, together
 
-# Tables whose contradictions depend on others: keys name classes, a sandbox needs keys.
-_READERS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
+# Table -> tables that are checked against it: keys name classes, a sandbox needs keys.
+_DEPENDENTS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
 _UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -30,14 +30,14 @@ def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, 
     return together([_explain(problem, where, top, tables) for problem in found.values()])
 
 
-def remaining(data: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
-    """Return a document without what pydantic refused, and without what depends on that: the rest is valid."""
+def valid_part(data: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+    """Return what pydantic accepts of a document, less the tables that are checked against a refused one."""
     rest = deepcopy(dict(data))
     for table, *place in _places(error):
         if place and table in ("classes", "engines"):
             rest[table][place[0]] = {}
-        elif table in _READERS:
-            for name in (table, *_READERS[table]):
+        elif table in _DEPENDENTS:
+            for name in (table, *_DEPENDENTS[table]):
                 rest.pop(name, None)
         else:
             _remove(rest, [table, *place])
@@ -45,7 +45,7 @@ def remaining(data: Mapping[str, Any], error: ValidationError) -> dict[str, Any]
 
 
 def _remove(parent: Any, place: Sequence[int | str]) -> None:
-    """Remove a value, or the innermost table around it: a field that is missing, or is in a list, is no key."""
+    """Remove a value, or the innermost table around it when the value is missing or in a list."""
     key, *inner = place
     if inner and isinstance(parent.get(key), dict) and inner[0] in parent[key]:
         _remove(parent[key], inner)

@@ -53,7 +53,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
-_TRIES = 3  # of an engine to start
+_TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
@@ -100,7 +100,7 @@ def _check_recipe(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Raise ConfigError for one name of different models, or of different contexts as far as they are known."""
+    """Raise ConfigError for a name that engines use for different models, or with different known contexts."""
     for name in sorted({name for engine in config.engines for name in engine.served}):
         having = [engine for engine in config.engines if name in engine.served]
         contexts = {engine.context for engine in having if engine.url is None or engine.max_model_len is not None}

@@ -23,7 +23,7 @@ class Reload:
 
     def __init__(self, path: Path, state: AppState) -> None:
         self._path, self._state = path, state
-        self._known = load(path, checked=False)  # options of the command line, which may mend it, are not in it
+        self._known = load(path, checked=False)  # without the command line's options, which may resolve contradictions
 
     def __call__(self) -> None:
         """Read the file again; what is wrong with it is logged."""

@@ -73,7 +73,7 @@ _FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others, such as VSOCK, have no netw
 _X32 = 0x40000000  # from here on a second set of numbers for x86_64's calls
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _EPERM, _EAFNOSUPPORT = 1, 97
-_LOOK_S = 0.1  # between two looks at what is held
+_CHECK_S = 0.1  # between two checks of the memory in use
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -181,7 +181,7 @@ def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: li
     if first := os.fork():
         os.close(done)
         if os.read(confined, 1):  # now /proc has the processes of the sandbox alone
-            return _status(_watched(first, memory_mib << 20))
+            return _status(_wait_bounded(first, memory_mib << 20))
         return _status(os.waitpid(first, 0)[1])  # it could not be made
     private_root(visible, disk_mib)
     os.write(done, b"1")
@@ -203,22 +203,22 @@ def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: li
             return _status(status)
 
 
-def _watched(first: int, most: int) -> int:
-    """Return the wait status of process 1, killed once all inside hold more than `most` bytes of memory."""
+def _wait_bounded(first: int, limit: int) -> int:
+    """Return the wait status of process 1, killed once all processes hold more than `limit` bytes of memory."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         ended, status = os.waitpid(first, os.WNOHANG)
         if ended:
             return status
-        if sum(map(_held, filter(str.isdecimal, os.listdir("/proc")))) > most:
-            os.write(2, f"killed: its processes hold more than {most >> 20} MiB (memory_mib)\n".encode())
+        if sum(map(_memory_of, filter(str.isdecimal, os.listdir("/proc")))) > limit:
+            os.write(2, f"killed: its processes hold more than {limit >> 20} MiB (memory_mib)\n".encode())
             os.kill(first, signal.SIGKILL)
             return os.waitpid(first, 0)[1]
-        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
+        signal.sigtimedwait({signal.SIGCHLD}, _CHECK_S)
 
 
-def _held(process: str) -> int:
-    """Return the bytes of memory of a process: its share of what it has in common with others (PSS)."""
+def _memory_of(process: str) -> int:
+    """Return the bytes of memory of a process; shared pages are divided among their processes (PSS)."""
     try:
         try:
             with open(f"/proc/{process}/smaps_rollup") as file:
@@ -236,7 +236,7 @@ def _status(status: int) -> int:
 
 
 def main() -> None:
-    """Confine a command. Arguments: MiB of files and of memory; pairs of paths, inside and outside; "--"; it."""
+    """Confine a command. Arguments: MiB of files and of memory, pairs of paths (inside, outside), "--", the command."""
     if sys.platform != "linux" or os.uname().machine not in _MACHINES:
         sys.exit(f"there are none for {sys.platform} on {os.uname().machine}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let the command interrupt process 1

@@ -28,10 +28,10 @@ def limit(settings: dict[str, Any]) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
-def _status_of(child: int, seconds: float) -> int:
-    """Wait for a child, so many seconds at most; return its exit status, 128 and more for a signal.
+def _wait_for(child: int, seconds: float) -> int:
+    """Wait for a child and return its exit status: 128 and more for a signal, 1 when the seconds are over.
 
-    This is process 1 of a container: with it all others end.
+    This is process 1 of a container: when it exits, the kernel kills all others.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     end = time.monotonic() + seconds
@@ -58,7 +58,7 @@ def main() -> None:
         return
     code = json.loads(line)["code"]
     if "seconds" in settings and (child := os.fork()):
-        os._exit(_status_of(child, settings["seconds"]))
+        os._exit(_wait_for(child, settings["seconds"]))
     sys.argv = ["code"]
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})

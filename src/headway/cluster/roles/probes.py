@@ -22,7 +22,7 @@ State = Callable[[], tuple[bool, dict[str, Any]]]
 def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
     """Return the application.
 
-    state: whether the process is ready, and more about it. access: who may know more, and the metrics.
+    state: whether the process is ready, and more about it. access: decides which requests see that, and the metrics.
     """
 
     async def health(request: Request) -> Response:
@@ -38,7 +38,7 @@ def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HeadwayError), "it is called for these"
+        assert isinstance(error, HeadwayError), "registered for these alone"
         return error_response(error)
 
     routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", page)]

@@ -1,7 +1,7 @@
 """Request fields that crash engines of some vLLM releases: one request takes down all that run with it.
 
-The scheduler inside an engine tells which of them are fatal to it, `process/fatal.py` of one without it; the gateway
-refuses requests with them.
+Headway's scheduler inside an engine reports which of them are fatal to it; for stock vLLM `process/fatal.py` finds
+them. The gateway refuses requests with them.
 """
 
 from __future__ import annotations

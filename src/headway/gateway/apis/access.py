@@ -1,4 +1,4 @@
-"""Tells operators from others, for every part of Headway that answers HTTP."""
+"""The operator's key and what needs it, in every process of Headway that serves HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.gateway.apis.web_pages import refuse_foreign_pages
 
 
 class Access:
-    """The operator's key, and what only operators may see. ConfigError for a key that is not where it should be."""
+    """Checks requests for the operator's key. Raises ConfigError when the key cannot be read."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -74,7 +74,7 @@ class Access:
     def check_status(self, request: Request) -> None:
         """Refuse questions about this part's state where only operators may ask them."""
         if self.config.status_closed:
-            self.check_operator(request, ", or set server.operator_only = false, which tells all clients")
+            self.check_operator(request, ", or set server.operator_only = false, which shows it to all clients")
         elif not self.config.keys:
             self._refuse_foreign_pages(request)
 

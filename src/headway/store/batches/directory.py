@@ -40,7 +40,7 @@ from headway.store.batches.records import (
     too_many_open,
 )
 from headway.store.batches.sqlite_file import COLUMNS, NAME, SqliteFile, add, in_thread
-from headway.store.sqlite.health import LOG_MOST, Altered, checksum
+from headway.store.sqlite.health import MAX_LOG_BYTES, Altered, checksum
 
 _FILE, _BATCH = COLUMNS[StoredFile], COLUMNS[Batch]
 _USED = f"SELECT COALESCE(SUM(MAX(size, {LEAST_BYTES})), 0) FROM files WHERE tenant = ?"
@@ -50,17 +50,17 @@ _FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches 
 
 
 class DirectoryStore(SqliteFile):
-    """A `BatchStore` in a directory; most_log as of `SqliteFile`. Raises ConfigError when it cannot be used.
+    """A `BatchStore` in a directory; max_log_bytes as of `SqliteFile`. Raises ConfigError when it cannot be used.
 
     Of the gateways that share the directory the one holds that has a lock on the file `runner.lock`. The
     kernel drops the lock when the process dies, so that the calls of the gateway that holds need no check.
     """
 
-    def __init__(self, folder: Path, most_log: int = LOG_MOST) -> None:
+    def __init__(self, folder: Path, max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self.folder = folder
         try:
             private.directory(private.directory(folder) / "files")
-            super().__init__(folder / NAME, most_log)
+            super().__init__(folder / NAME, max_log_bytes)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The directory of batches {folder} cannot be used: {error}.",

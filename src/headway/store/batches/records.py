@@ -68,7 +68,7 @@ class Batch:
 class Line:
     """A line of a batch's input: its number from 1 on, where it is in the file, and its `custom_id`.
 
-    checksum: of its text when it was checked, None = not known.
+    checksum: CRC-32 of its text when it was checked, None = not known.
     """
 
     number: int
@@ -111,11 +111,11 @@ def input_gone() -> RequestError:
     )
 
 
-def altered() -> RequestError:
+def input_changed() -> RequestError:
     """Return the error of a line whose text is not the one that was checked (409)."""
     return RequestError(
         "The line has changed on the disk since it was checked.",
-        "Upload the file again, for a new batch.",
+        "Upload the file again and create a new batch.",
         status=409,
         code="input_changed",
     )

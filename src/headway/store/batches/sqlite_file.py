@@ -72,10 +72,10 @@ class SqliteFile:
     """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
 
     Once the file is found damaged nothing is written any more; what it has is saved beside it. ConfigError
-    for one that was damaged before. most_log: bytes of its write-ahead log, beyond which no file or batch is added.
+    for one that was damaged before. max_log_bytes: of its write-ahead log, beyond which no file or batch is added.
     """
 
-    def __init__(self, path: Path, most_log: int) -> None:
+    def __init__(self, path: Path, max_log_bytes: int) -> None:
         # First: SQLite deletes the log of an empty file.
         private.database(path, used=any((path.parent / "files").glob("*")))
         check_sound(str(path), "The batches", "batches.dir")
@@ -88,7 +88,7 @@ class SqliteFile:
         self._saved = False
         # Batches in memory, where damage does not reach them: the last that were added, and those that run.
         self.added, self.unended = deque[Batch](maxlen=1000), list[Batch]()
-        self._watch = Watch(str(path), self.found_damaged, most_log)
+        self._watch = Watch(str(path), self.found_damaged, max_log_bytes)
 
     def problem(self) -> str | None:
         """Return why nothing can be written, None = it can."""

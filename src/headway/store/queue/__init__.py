@@ -27,7 +27,7 @@ def open_broker(config: BrokerConfig, owner: str | None = None) -> Broker:
         case "sqlite":
             sqlite = config.sqlite
             return SqliteBroker(
-                str(sqlite.file), owner, synchronous=sqlite.synchronous, most_log=sqlite.max_log_mib * 2**20
+                str(sqlite.file), owner, synchronous=sqlite.synchronous, max_log_bytes=sqlite.max_log_mib * 2**20
             )
         case "postgres":
             return _postgres(config, owner)

@@ -28,7 +28,7 @@ from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
-from headway.store.sqlite.health import LOG_MOST, Watch, damage
+from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, damage
 from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
@@ -100,13 +100,13 @@ class SqliteBroker:
     When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
     the jobs that it can still read and those that are in memory; their ends are stored there.
 
-    most_log: bytes of the write-ahead log, which grows while another program has a transaction open. Beyond it
+    max_log_bytes: bytes of the write-ahead log, which grows while another program has a transaction open. Beyond it
     background jobs are refused, beyond twice as much all new ones; ends are stored.
     """
 
     on_disk = True
 
-    def __init__(self, path: str, owner: str, *, synchronous: str = "full", most_log: int = LOG_MOST) -> None:
+    def __init__(self, path: str, owner: str, *, synchronous: str = "full", max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self.path, self.owner, self._synchronous = os.path.realpath(path), owner, synchronous
         with ExitStack() as held:
             writing, reading = open_file(self.path, synchronous)
@@ -124,7 +124,7 @@ class SqliteBroker:
         # A daemon: a gateway that dies without close() must not wait for a queue that is never filled.
         self._writer = Thread(target=self._serve, name="broker-write", daemon=True)
         self._writer.start()
-        self._watch = Watch(self.path, self._found_damaged, most_log)
+        self._watch = Watch(self.path, self._found_damaged, max_log_bytes)
 
     async def renew(self, until: float) -> bool:
         """Extend the lease; False when it begins with this call."""
@@ -133,8 +133,8 @@ class SqliteBroker:
     async def put(self, job: Job) -> None:
         """Store a new open job; it is on the disk when this returns.
 
-        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease or while the
-        log is too long, 400 when SQLite cannot hold it.
+        Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, or while the
+        write-ahead log is too long, 400 when SQLite cannot hold it.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:

@@ -26,8 +26,8 @@ PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a s
 PARAM = "broker.sqlite.path"
 FIELDS = tuple(field.name for field in fields(Job))
 COLUMNS = ", ".join(FIELDS)
-SUMS = "body_sum, result_sum"  # checksums of what an open job and what an ended one holds; NULL = not known
-KEEP = f"INSERT INTO jobs ({COLUMNS}, body_sum) SELECT {', '.join('?' * (len(FIELDS) + 1))}"  # a row of `row_of`
+SUMS = "body_sum, result_sum"  # checksums of an open job's request and an ended one's result; NULL = not known
+KEEP = f"INSERT INTO jobs ({COLUMNS}, body_sum) SELECT {', '.join('?' * (len(FIELDS) + 1))}"  # takes a `row_of`
 
 # `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
 SCHEMA = """
@@ -60,12 +60,12 @@ _MIGRATIONS = {1: FROM_VERSION_1, 2: FROM_VERSION_2}
 
 
 def row_of(job: Job, owner: str) -> list[Any]:
-    """Return the row of an open job that `owner` holds: its fields and the checksum of what it holds."""
+    """Return the row of an open job that `owner` holds: its fields and the checksum of its request."""
     return [*(getattr(job, name) for name in FIELDS[:-1]), owner, _sum(job)]
 
 
 def job_of(row: Sequence[Any]) -> Job:
-    """Return the job of a row of `COLUMNS` and `SUMS`. Altered when it does not hold what was stored."""
+    """Return the job of a row of `COLUMNS` and `SUMS`. Raises Altered if its content is not what was stored."""
     *values, body_sum, result_sum = row
     job = Job(*values)
     if (body_sum if job.state == "open" else result_sum) not in (None, _sum(job)):

@@ -16,8 +16,8 @@ from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
 KEPT = 2**26  # bytes of bodies in memory
-ALTERED = "damaged: what the queue held of it has changed on the disk; send it again"  # why such a job failed
-# An end counts, and anything does before that of an altered job.
+ALTERED = "damaged: its request or answer has changed on the disk; send it again"  # why such a job failed
+# Of two rows of a job, the ended one counts; one that has failed as altered counts least.
 _ENDS_COUNT = f"""DO UPDATE SET {{}}
     WHERE jobs.reason IS '{ALTERED}'
         OR jobs.state = 'open' AND excluded.state <> 'open' AND excluded.reason IS NOT '{ALTERED}'"""
@@ -74,14 +74,14 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
         source.execute(f"SELECT {SUMS} FROM jobs LIMIT 0")  # an older file has none
         columns += f", {SUMS}"
     changes = ", ".join(f"{name} = excluded.{name}" for name in columns.split(", "))
-    unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _mended)
+    unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _repaired)
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
     return unreadable
 
 
-def _mended(row: list[Any]) -> list[Any]:
-    """Return a row, that of a job which has failed when it does not hold what was stored."""
+def _repaired(row: list[Any]) -> list[Any]:
+    """Return a row as it is, or, if its content is not what was stored, the row of a failed job."""
     if len(row) == len(FIELDS):
         return row
     try:

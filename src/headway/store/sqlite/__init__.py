@@ -1,1 +1,1 @@
-"""SQLite files, as the queue, batches and journals have them: connections, damage, write-ahead logs."""
+"""What the SQLite files of queue, batches and journals share: connections, damage, write-ahead logs."""

@@ -23,10 +23,10 @@ from zlib import crc32
 
 LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
 LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
-LOG_MOST = 2**30  # bytes of the log from which on new work is refused, unless configured
+MAX_LOG_BYTES = 2**30  # bytes of the log from which on new work is refused, unless configured
 _PAUSE_S = 2.0  # between two looks
 _SHARE = 50  # of the time, one part at most goes into thorough looks, however large the file is
-_READS = range(123, 128)  # bytes of the log's index of which a transaction locks one (SQLite's format)
+_READS = range(123, 128)  # bytes of the log's index, one of which a read transaction locks (SQLite's format)
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 log = logging.getLogger("headway.store.queue")
 
@@ -38,15 +38,15 @@ class Altered(sqlite3.DatabaseError):
 
 
 def checksum(content: object, *of: object) -> int:
-    """Return the CRC-32 of bytes and what belongs to them; damage may have made any value of either."""
+    """Return the CRC-32 of a value and what it belongs to, which damage may have turned into any type."""
     data = content if isinstance(content, bytes) else str(content).encode()
     return crc32(data, crc32("\n".join(map(str, of)).encode()))
 
 
 def damage(error: BaseException) -> str | None:
-    """Return what an error says is damaged, None = nothing: a file is locked, say, or a disk is full."""
+    """Return the damage that an error reports, None = none: the file is locked, say, or the disk is full."""
     if str(error).startswith("Could not decode to UTF-8"):
-        return "a text is not UTF-8 any more"  # the error quotes it
+        return "a text is not UTF-8 any more"  # SQLite's message would quote it
     return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED else None
 
 
@@ -97,7 +97,7 @@ def _size(file: str) -> int:
 
 
 def readers(path: str) -> list[str]:
-    """Return the other programs that have a transaction open on a file, as far as the system (Linux) tells."""
+    """Return the other programs that have a transaction open on a file, as far as Linux reports them."""
     found = set[str]()
     with suppress(OSError):
         index = os.stat(os.path.realpath(path) + "-shm").st_ino
@@ -127,13 +127,13 @@ def _connect(path: str) -> sqlite3.Connection:
 class Watch:
     """A thread that looks after a file until it is found damaged, or `close`.
 
-    found: called in that thread with what is wrong. most_log: bytes of the log.
+    found: called in that thread with what is wrong. max_log_bytes: see `log_problem`.
     """
 
-    def __init__(self, path: str, found: Callable[[str], None], most_log: int) -> None:
+    def __init__(self, path: str, found: Callable[[str], None], max_log_bytes: int) -> None:
         self._path, self._found, self._stop = path, found, Event()
-        self._log, self.most_log = os.path.realpath(path) + "-wal", most_log
-        self._readers: list[str] | None = None  # while the log is longer than that
+        self._log, self.max_log_bytes = os.path.realpath(path) + "-wal", max_log_bytes
+        self._readers: list[str] | None = None  # known while the log is longer than that
         self._thread = Thread(target=self._run, name="sqlite-watch", daemon=True)
         self._thread.start()
 
@@ -143,15 +143,15 @@ class Watch:
         self._thread.join()
 
     def log_problem(self, times: int = 1) -> str | None:
-        """Return what keeps the log longer than that many times `most_log`, None = it is not. Cheap."""
+        """Return why the log is longer than `times * max_log_bytes`, None = it is not. Cheap."""
         size = _size(self._log)
-        if size <= times * self.most_log:
+        if size <= times * self.max_log_bytes:
             return None
-        programs = " and ".join(self._readers or []) or "a program (`fuser` tells which have the file open)"
-        return f"its write-ahead log has {size // 2**20:,} MiB until {programs} ends its transaction"
+        programs = " and ".join(self._readers or []) or "another program (`fuser` lists those that use the file)"
+        return f"its write-ahead log has {size // 2**20:,} MiB because of an open transaction of {programs}"
 
     def _look_at_log(self) -> None:
-        """Shorten the log; note who keeps it from that once it is too long, and tell when this begins."""
+        """Shorten the log. While it is too long, know which programs keep it so; log an error when that begins."""
         shorten_log(self._path)
         before, self._readers = self._readers, readers(self._path) if self.log_problem() else None
         if before is None and (problem := self.log_problem()) is not None:
@@ -159,7 +159,7 @@ class Watch:
 
     def _must_end(self) -> bool:
         """Tell whether a look must end, which keeps the log from being shortened while it reads."""
-        return self._stop.is_set() or _size(self._log) > self.most_log
+        return self._stop.is_set() or _size(self._log) > self.max_log_bytes
 
     def _run(self) -> None:
         thorough_at = 0.0

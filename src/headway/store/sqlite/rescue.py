@@ -103,11 +103,11 @@ def merge_rows(
     table: str,
     columns: str,
     conflict: str,
-    mended: Callable[[list[Any]], list[Any]] = lambda row: row,
+    repair: Callable[[list[Any]], list[Any]] = lambda row: row,
 ) -> int:
-    """Copy the rows of a table with a unique `id`; return how many cannot be read, or were altered.
+    """Copy the rows of a table with a unique `id`; return how many could not be read or were altered.
 
-    conflict: what is done with a row that the target has. mended: returns a row that was altered as another.
+    conflict: what is done with a row that the target has. repair: returns another row for one that was altered.
     """
     source.text_factory = partial(str, encoding="utf-8", errors="replace")
     marks, unreadable = ", ".join("?" * len(columns.split(","))), 0
@@ -116,7 +116,7 @@ def merge_rows(
         sound = False
         with suppress(sqlite3.IntegrityError):  # what the damage made of it
             if row is not None:
-                whole = mended(row)
+                whole = repair(row)
                 target.execute(insert, whole)
                 sound = whole is row
         unreadable += not sound

@@ -65,7 +65,7 @@ class Past:
     # ---- where its time went
 
     def spans(self, row: RequestRow) -> list[Span]:
-        """Return its states in order, without gaps, equal neighbours as one; nothing of others."""
+        """Return a request's states in order, without gaps and with equal neighbours merged."""
         began = self.run.began or 0.0
         turns = [(row.arrival, OUT, -1), *self._turns(row), (row.ended, "", -1)]
         spans: list[Span] = []

@@ -26,7 +26,7 @@ from headway.whatif.output.results import About, Grid, Line, Pictures, Report, R
 
 _MINUTE = 60.0
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
-# Where the time of an answer goes, by states of a timeline.
+# Parts of an answer's time -> the states of a timeline that each has.
 _SPENT = {
     "queued": (OUT,),
     "waiting": ("waiting",),
@@ -36,7 +36,7 @@ _SPENT = {
 }
 _LATENCIES = (
     "Latencies are the gateway's, in ms, from the arrival on. Queued is in Headway, waiting is inside an engine before "
-    "the first computation, paused is after it; unseen is on the way, or in an engine that does not tell. "
+    "the first computation, paused is after it; unseen is in transit, or in an engine that does not report it. "
 )
 _NOTE = _LATENCIES + (
     "Of engines, batch and KV are means over the time that they computed; headroom is what the busiest "

@@ -23,7 +23,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.exits import BadArguments
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
-from headway.engines.vllm.process.limits import doubts, instance_of, read_limits, read_state
+from headway.engines.vllm.process.limits import instance_of, limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import Pace, measure
@@ -243,8 +243,8 @@ class VllmEngine(EngineView):
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         told = await read_limits(self, state, self.config.health_timeout_s)
-        for doubt, mend in doubts(self.config, told):
-            log.warning("engine %s %s", self.id, f"{doubt} {mend}".rstrip())
+        for problem, fix in limit_warnings(self.config, told):
+            log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
         self.instance = instance_of(self.id, self.models.current, self.config, told)
         return self.instance
 

@@ -1,4 +1,4 @@
-"""Which fields of requests crash an instance: those that it tells, or those of its release on a configured device."""
+"""The request fields that crash an instance: as its scheduler reports, else by its release and configured device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.process.connection import EngineConnection
 
 log = logging.getLogger("headway.engine")
-# On the page of metrics of an engine that has a feature, from its start; of adapters only the header then.
-_SIGNS = {"drafts": "vllm:spec_decode_num_drafts", "adapters": "vllm:lora_requests_info"}
+# Feature -> metric that an engine with it has in /metrics from its start (of adapters only the header).
+_FEATURE_METRICS = {"drafts": "vllm:spec_decode_num_drafts", "adapters": "vllm:lora_requests_info"}
 
 
 async def read_fatal(
     engine: EngineConnection, config: Engine, state: Mapping[str, Any] | None, seconds: float
 ) -> tuple[str, ...]:
-    """Return the fields that crash an instance.
+    """Return the request fields that crash an instance.
 
-    state: of Headway's scheduler, which tells them; None = it is not inside. Stock vLLM tells its release, but
-        nothing of its device, which must be configured: on a GPU nothing is refused that it could serve.
-    seconds: for each answer.
+    state: of Headway's scheduler, which reports them; None = stock vLLM, which reports its release but not its
+        device: unless one is configured, nothing is refused.
+    seconds: time limit of each answer.
     """
     if state is not None:
         return known(state.get("fatal", ()))
@@ -31,11 +31,11 @@ async def read_fatal(
         return ()
     version = await _version(engine, seconds)
     if version is None:
-        problem = "engine %s does not tell its version, so no field is refused that would crash it on a %s."
+        problem = "engine %s does not report its version, so fields that would crash it on a %s are not refused."
         log.warning(problem, engine.id, config.device)
         return ()
     page = await engine.metrics(seconds)
-    features = ["bare workers", *(name for name, sign in _SIGNS.items() if sign in page)]
+    features = ["bare workers", *(name for name, sign in _FEATURE_METRICS.items() if sign in page)]
     return tuple(fatal_fields(version, config.device, features))
 
 

@@ -28,7 +28,7 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
-from headway.engines.vllm.process.exits import ended
+from headway.engines.vllm.process.exits import exit_error
 from headway.engines.vllm.process.metadata import installed
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
@@ -38,7 +38,7 @@ from headway.policy.recipes.registry import find
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
 _CPUINFO = Path("/proc/cpuinfo")
-_TAIL = 2**16  # bytes of a log that are read for its last lines and errors
+_TAIL = 2**16  # bytes of a log's end that are read for last lines and errors
 # Triton's bindings (nanobind) and Python's resource tracker write some 30 lines when an engine ends.
 _LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
@@ -245,7 +245,7 @@ class Child:
     def died(self, name: str) -> EngineError:
         """Return the error of an engine whose child has ended."""
         code, offline = self.process.poll() if self.process else None, "HF_HUB_OFFLINE" in self.env
-        return ended(name, code, self._written(), tail=self.tail(), offline=offline, where=str(self.log))
+        return exit_error(name, code, self._written(), tail=self.tail(), offline=offline, where=str(self.log))
 
     def _written(self) -> str:
         """Return the end of what this process has written."""

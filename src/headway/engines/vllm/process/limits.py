@@ -26,7 +26,7 @@ _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}
 
 
 async def read_state(engine: EngineConnection, seconds: float) -> dict[str, Any] | None:
-    """Return the state of Headway's scheduler, None = it is not inside; EngineGone when nothing answers."""
+    """Return the state of Headway's scheduler, None = stock vLLM. EngineGone when nothing answers."""
     try:
         state = await engine.control({"op": "state", "jobs": False}, seconds)
     except EngineGone:
@@ -48,31 +48,31 @@ async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None,
 
 def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
     """Return an instance with these limits; unknown KV is taken to be enough for all slots."""
-    limits = _taken(config) | {"block_size": 16} | dict(told)
+    limits = _configured_limits(config) | {"block_size": 16} | dict(told)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
     return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
 
 
-def doubts(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield where an instance and its configuration differ, and what is assumed for want of both.
+def limit_warnings(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield where an instance and its configuration differ, and which limits are assumed because neither has them.
 
-    Each as what the instance does, without its name, and how to mend it (empty where nothing does).
+    Each as a pair: the problem, of which the instance is the subject, and the fix ("" if there is none).
     """
     if "blocks_total" not in told:
-        yield "does not tell its KV cache; enough for all requests that run at once is assumed.", ""
+        yield "does not report its KV cache size; enough for all requests that run at once is assumed.", ""
     for name, option in _OPTIONS.items():
         stated, has = getattr(config, name), told.get(name)
         if stated is None and has is None:
-            problem = f"does not tell its {option}; {_taken(config)[name]} is assumed."
+            problem = f"does not report its {option}; {_configured_limits(config)[name]} is assumed."
             yield problem, f"Set {name} in [[engines]] to what it has."
         elif None not in (stated, has) and stated != has:
             problem = f"has {option} {has}, which counts, but its {name} in [[engines]] is {stated}."
             yield problem, f"Set it to {has}."
 
 
-def _taken(config: Engine) -> dict[str, Any]:
-    """Return the limits that count where an instance does not tell them."""
+def _configured_limits(config: Engine) -> dict[str, Any]:
+    """Return the limits that count where an instance does not report its own."""
     return {"max_running": config.batch, "max_model_len": config.context}
 
 

@@ -153,7 +153,7 @@ class EngineModels:
     # ---- events for the core
 
     def unavailable(self, model: str) -> EngineError | None:
-        """Return why a model is given up: vLLM refuses it, or it failed more often than it is tried again."""
+        """Return why a model is given up: vLLM refuses its arguments, or it failed too often."""
         failures = self._failures.get(model, _Failures())
         return failures.error if failures.count > len(RETRY_AFTER) and model != self.current else None
 

@@ -37,7 +37,7 @@ class EngineView(EngineConnection, ABC):
     instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
-    tries: starts in a row that have failed. given_up: it is not started again.
+    tries: failures since it last came up. given_up: it is not started again.
     """
 
     models: Models

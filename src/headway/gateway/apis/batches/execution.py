@@ -26,7 +26,7 @@ from headway.gateway.budget import Held
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import ParsedRequest
 from headway.store.batches.port import BatchStore
-from headway.store.batches.records import CANCELLED, EXPIRED, Batch, Line, altered
+from headway.store.batches.records import CANCELLED, EXPIRED, Batch, Line, input_changed
 from headway.store.queue.port import Job
 from headway.types import Request
 
@@ -187,7 +187,7 @@ class Execution:
         text = await self._store.read(self._batch.input_file, line.start, line.size)
         if line.checksum not in (None, crc32(text)):
             log.error("line %d of the batch %s has changed on the disk", line.number, self._batch.id)
-            raise altered()
+            raise input_changed()
         return text
 
     async def _record(self, line: Line, good: bool, content: bytes) -> None:
