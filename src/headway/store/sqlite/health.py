@@ -51,7 +51,7 @@ def damage(error: BaseException) -> str | None:
 
 
 def examine(path: str, *, thorough: bool = True, stop: Callable[[], bool] | None = None) -> str | None:
-    """Return what is wrong with a file as a new connection finds it on the disk, None = nothing.
+    """Return what is wrong with a file on the disk, read by a new connection; None = nothing.
 
     thorough: read all of it, not only its header and schema. stop: the look ends early once it is true.
     """
@@ -127,7 +127,7 @@ def _connect(path: str) -> sqlite3.Connection:
 class Watch:
     """A thread that looks after a file until it is found damaged, or `close`.
 
-    found: called in that thread with what is wrong. max_log_bytes: see `log_problem`.
+    found: called in that thread with a description of the damage. max_log_bytes: see `log_problem`.
     """
 
     def __init__(self, path: str, found: Callable[[str], None], max_log_bytes: int) -> None:
