@@ -51,6 +51,7 @@ ABLATIONS: dict[str, Callable[[EngineSpec], Packer]] = {
     "headway without begun answers that go on": _with(lost=_LOST._replace(keeps_begun=False)),
     "headway without a lead for answers": _with(leading_share=1.0, lost=_LOST._replace(burst_lead_s=0.0)),
     "headway without a lead for bursts": _with(lost=_LOST._replace(burst_lead_s=0.0)),
+    "headway without an end of pressure": _with(overload_s=math.inf),
     "headway without giving up answers": _with(begun_size_share=0.0),
     "headway without short prompts first": _with(short_prompts_first=False),
     "headway without room to grow": _with(growth_share=0.0),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 
+from headway.policy.core.engine_spec import PromisesConfig
+from headway.policy.pack.promises.packer import Promises
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload, concat, single
@@ -59,6 +64,21 @@ def test_nothing_waits_for_ever(running: int) -> None:
     plain = ~load.promised
     later = plain & (load.arrival > load.arrival[one] + 10.0)
     assert outcome.first[one] < outcome.first[later].min()
+
+
+def test_what_an_overload_leaves_is_worked_off_while_promises_are_kept() -> None:
+    """Iterations that leave time for a burst end a minute after the last loss, not with the last lost request."""
+    n = 400
+    calm = single(np.linspace(60.0, 400.0, n), 50, 40, slo=Slo(1.0, 0.05), tier="later")
+    load = concat(crowd(3, 60.0, 12.0), calm).sorted()
+    later = load.tier == load.tiers.index("later")
+    end = {}
+    for overload_s in (60.0, np.inf):
+        packer = partial(Promises, keep=PromisesConfig(overload_s=overload_s))
+        outcome = Simulation(replace(find("headway"), packer=packer), [instance()], load).run()
+        assert np.mean((outcome.first - load.arrival <= 1.0)[later & (load.arrival > 120.0)]) > 0.99
+        end[overload_s] = outcome.end[~later].max()
+    assert end[60.0] - 120.0 < 0.9 * (end[np.inf] - 120.0)
 
 
 @pytest.mark.parametrize("seed", range(3))

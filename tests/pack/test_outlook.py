@@ -23,6 +23,7 @@ from headway.policy.pack.promises.outlook import (
     in_progress,
     outlook_of,
     pace_of,
+    pressure_of,
     size_of,
     under_pressure,
 )
@@ -109,6 +110,19 @@ def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> Non
     assert 20.0 - start(20.0) == pytest.approx(3.5 * alone, rel=0.1)
     assert start(4.0 * alone) == pytest.approx(2.0 * alone, rel=0.1), "unless half of the time is left"
     assert 20.0 - start(20.0, **answer()) == pytest.approx(1.5 * alone, rel=0.1), "once it has begun"
+
+
+@pytest.mark.parametrize(
+    ("row", "until"),
+    [({"ttft": 1.0}, 61.0), ({"e2e": 600.0}, 1200.0), (answer(ttft=0.05, tpot=2.0, tokens_left=45.0), 200.1)],
+)
+def test_a_lost_promise_counts_until_as_long_after_it_was_due_as_it_had(row: dict[str, float], until: float) -> None:
+    """At least for a minute."""
+    table, theta, params = jobs(row), OnlineLatency().theta, packer().params
+    for now, expected in ((until - 0.01, 1.0), (until + 0.01, 0.0)):
+        outlook = outlooks_of(params, table.data, table.rows(), now, theta, pace_among(table), NONE)
+        assert outlook.level[0] == LOST
+        assert pressure_of(params.keep, table.data, outlook, now, theta) == expected
 
 
 @given(st.lists(st.tuples(st.integers(2, 400), st.integers(1, 60)), min_size=1, max_size=7))

@@ -99,6 +99,8 @@ class PromisesConfig(NamedTuple):
     growth_share: of the expected growth of answers, what admission leaves KV for; nothing for those with a
         tpot and no deadline.
     full_pressure_share: share of the requests that are lost at which the pressure is full.
+    overload_s: a lost promise counts for the pressure until this many seconds after it was due, or as long as
+        it had from arrival to due if that is longer.
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
     defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
@@ -137,6 +139,7 @@ class PromisesConfig(NamedTuple):
     calm: Caution = Caution(0.8, 0.0, 3.0, 0.0, False)
     growth_share: float = 0.5
     full_pressure_share: float = 0.25
+    overload_s: float = 60.0
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
     begun_size_share: float = 0.5

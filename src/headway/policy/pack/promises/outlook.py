@@ -169,14 +169,33 @@ def growth_of(keep: PromisesConfig, pressure: float) -> float:
 
 
 @compiled_in_place
-def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, theta: Floats) -> float:
-    """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1."""
-    lost, most = 0, max(keep.full_pressure_share * outlook.level.size, 1.0)
+def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, theta: Floats) -> float:
+    """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1.
+
+    Lost promises of the past do not count: what is left of an overload is a backlog like any other.
+    """
+    lost, counted = 0, 0
     for i in range(outlook.rows.size):
-        lost += outlook.level[i] == LOST and not _is_hopeless(jobs, outlook.rows[i], theta)
-        if lost >= most:
-            return 1.0
-    return float(lost / most)
+        if outlook.level[i] != LOST:
+            counted += 1
+        elif _is_recent(keep, jobs, outlook.rows[i], now):
+            counted += 1
+            lost += not _is_hopeless(jobs, outlook.rows[i], theta)
+    return float(min(lost / max(keep.full_pressure_share * counted, 1.0), 1.0))
+
+
+@compiled_in_place
+def _is_recent(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a lost row was due, by its deadline or the tpot of its last token, a short time ago.
+
+    Short is as long as it had from arrival to due, and at least `overload_s`.
+    """
+    until = jobs["ttft"][row]
+    if jobs["tpot"][row] < np.inf:
+        answer = jobs["tpot"][row] * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
+        until = answer if until == np.inf else until + answer
+    until = min(until, jobs["e2e"][row])
+    return bool(now - jobs["arrival"][row] < until + max(until, keep.overload_s))
 
 
 @compiled_in_place

@@ -129,7 +129,7 @@ def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float,
     if answers.pace.size < every.size:
         pace = pace_of(jobs, answers.pace, theta)
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
-    pressure = pressure_of(params.keep, jobs, outlook, theta)
+    pressure = pressure_of(params.keep, jobs, outlook, now, theta)
     if pressure > 0.0:
         params = under_pressure(params, pressure, all_promised)
         _revise(params, jobs, outlook, now, theta, pace, answers.lost)
