@@ -67,7 +67,7 @@ def test_nothing_waits_for_ever(running: int) -> None:
 
 
 def test_what_an_overload_leaves_is_worked_off_while_promises_are_kept() -> None:
-    """Iterations that leave time for a burst end a minute after the last loss, not with the last lost request."""
+    """Iterations that leave time for a burst end soon after the last loss, not with the last lost request."""
     n = 400
     calm = single(np.linspace(60.0, 400.0, n), 50, 40, slo=Slo(1.0, 0.05), tier="later")
     load = concat(crowd(3, 60.0, 12.0), calm).sorted()

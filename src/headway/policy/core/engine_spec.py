@@ -139,7 +139,7 @@ class PromisesConfig(NamedTuple):
     calm: Caution = Caution(0.8, 0.0, 3.0, 0.0, False)
     growth_share: float = 0.5
     full_pressure_share: float = 0.25
-    overload_s: float = 60.0
+    overload_s: float = 180.0
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
     begun_size_share: float = 0.5
