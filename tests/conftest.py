@@ -18,7 +18,9 @@ from tests.helpers import postgres, rabbitmq
 # Before torch is imported. With more, OpenMP's threads spin while another process has one of their cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent
-CORE = str(max(os.sched_getaffinity(0)))  # of engines in processes of their own: with one core they have one thread
+# Of engines in processes of their own, by worker: with one core they have one thread.
+CORES = sorted(os.sched_getaffinity(0), reverse=True)
+CORE = str(CORES[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(CORES)])
 MARK = "HEADWAY_TESTS"  # inherited by every descendant, so it also identifies those whose parent has died
 SECONDS = 60.0  # within which processes that were told to end have ended
 OURS_TO_KEEP = ("resource_tracker", "forkserver")  # Python's own, one per test process
@@ -39,26 +41,28 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# These go first, since they take longest. All tests that start servers with real engines go to one worker, which
-# shares the servers among them; the rest is handed out file by file.
-SERVERS = "tests/e2e/"
-ENGINES = (SERVERS, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
-assert all((ROOT.parent / path).exists() for path in ENGINES), "a path in ENGINES has moved"
+# These go first, since they take longest. The tests that share a server with a real engine go to one worker; the rest
+# is handed out file by file.
+E2E = "tests/e2e/"
+SERVERS = tuple(f"{E2E}test_{name}.py" for name in ("clients", "crash", "examples", "serve"))
+ENGINES = (E2E, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
+assert all((ROOT.parent / path).exists() for path in (*SERVERS, *ENGINES)), "a path in SERVERS or ENGINES has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
 # A machine may stall for seconds in any example. The examples are the same every time, so that a run judges the change
-# and not the draw, and one in SHARE of those that a test asks for (LEAST or more); `make explore` draws new ones, all.
-SHARE, LEAST = 3, 5
-settings.register_profile("headway", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", settings.get_profile("headway"), derandomize=False, print_blob=True)
+# and not the draw; `make explore` draws new ones, and more where a test does not say how many.
+settings.register_profile(
+    "headway", deadline=None, derandomize=True, max_examples=33, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "explore", settings.get_profile("headway"), derandomize=False, max_examples=100, print_blob=True
+)
 settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give every test the markers and the time limit of its file and folder; engines go first."""
-    if config.getoption("hypothesis_profile") is None:
-        _draw_fewer({item.function for item in items if isinstance(item, pytest.Function)})
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
     for item in items:
         path = item.path.relative_to(ROOT)
@@ -69,19 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
 
 
-def _draw_fewer(tests: set[Any]) -> None:
-    for test in tests:
-        if (whole := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
-            count = min(whole.max_examples, max(LEAST, whole.max_examples // SHARE))
-            test._hypothesis_internal_use_settings = settings(whole, max_examples=count)
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Return the scheduler: tests go to workers file by file, those of `SERVERS` all to one."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return SERVERS if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
+            return E2E if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 

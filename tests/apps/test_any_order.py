@@ -114,7 +114,7 @@ class Host:
 
 
 @pytest.mark.parametrize("recipe", ["hermes", "hermes-ddl", "headway", "parrot"])
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(program=PROGRAM)
 def test_any_order(recipe: str, program: list[tuple[str, int, int, bool, float]]) -> None:
     host = Host(recipe)

@@ -192,7 +192,7 @@ JOB = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.lists(JOB, min_size=2, max_size=3))
 def test_no_policy_has_a_lower_mean_completion_time(jobs: list[Job]) -> None:
     some = tuple(jobs)

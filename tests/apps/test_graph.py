@@ -113,7 +113,7 @@ def test_a_graph_that_has_forgotten_units_may_be_renamed() -> None:
 # ---- files
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(RUNS)
 def test_a_graph_is_the_same_after_it_was_written(runs: list[list[Visit]]) -> None:
     graph = learned(*runs)

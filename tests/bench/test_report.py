@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -304,7 +304,6 @@ counters = st.dictionaries(st.sampled_from(NAMES), st.just(0.0) | st.floats(1, 1
 
 
 @given(st.lists(any_record(), max_size=12), st.lists(any_record(), max_size=4), counters)
-@settings(max_examples=100)
 def test_figures_are_always_sound(first, second, counted):
     results = {"first": (first, counted), "second": (second, {})}
     text = json.dumps(built(results).to_json(), allow_nan=False)

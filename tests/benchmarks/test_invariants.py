@@ -24,7 +24,7 @@ def packer(name: str, limits: Limits) -> Packer:
 
 @every
 @given(loads(), limits)
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: list[Ask], limits: Limits) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     asks = [Ask(a.prompt, a.output, a.after, WHOLE if i % 3 == 2 else a.slo) for i, a in enumerate(asks)]
@@ -38,7 +38,7 @@ def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: lis
 
 @every
 @given(loads(), limits, st.data())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
     run = Driven(packer(name, limits), Limits(limits.running, limits.budget, 1000, 40))
     steps = run.go([*asks, Ask(5, 30)])

@@ -17,7 +17,7 @@ from tests.core.world import FLEET, World, controller
 from tests.plan.reference import Reference
 
 PROGRAMS = st.lists(st.integers(0, 2**34 - 1), min_size=5, max_size=80)
-EXAMPLES = settings(max_examples=100)
+EXAMPLES = settings(max_examples=33)
 # The queue of bros is the engine's own: nothing waits outside.
 PULLING = [name for name in [*RECIPES, *ROUTERS] if find(name).planner().pull]
 every_recipe = pytest.mark.parametrize("recipe", PULLING)

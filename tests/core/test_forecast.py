@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.forecast.latency.online import OnlineLatency
@@ -165,7 +165,6 @@ def test_hours_of_equal_batches_do_not_spoil_what_was_learned_of_others() -> Non
 BATCH = st.builds(Batch, st.integers(0, 512), st.integers(0, 10**6), st.integers(0, 8192), st.integers(0, 10**8))
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(BATCH, st.floats(0, 1e4)), max_size=40), BATCH, st.integers(1, 4096))
 def test_no_measurement_makes_a_forecast_negative_or_larger_for_less_work(
     measured: list[tuple[Batch, float]], batch: Batch, tokens: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engines.simulated.engine import SimulatedEngine
@@ -45,7 +45,6 @@ def alone(tasks: list[Task], chunk: int) -> int:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@settings(max_examples=100)
 @given(rows=st.lists(_BITS, min_size=1, max_size=12), limits=_BITS, seconds=st.sampled_from([0.0, 0.05, 1.0]))
 def test_every_request_that_fits_alone_finishes(recipe: str, rows: list[int], limits: int, seconds: float) -> None:
     bits = Bits(limits)
@@ -69,7 +68,6 @@ def test_every_request_that_fits_alone_finishes(recipe: str, rows: list[int], li
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "vllm"])
-@settings(max_examples=100)
 @given(rows=st.lists(_BITS, min_size=2, max_size=12), limits=_BITS)
 def test_the_engine_never_preempts_for_memory(recipe: str, rows: list[int], limits: int) -> None:
     """A step names only what fits, so vLLM's own preemption never happens."""

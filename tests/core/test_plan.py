@@ -70,7 +70,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 PLANNERS = st.builds(Ordered, st.sampled_from(list(RANKS.values())), st.booleans())
 
 
-@settings(max_examples=200)
+@settings(max_examples=66)
 @given(clusters(), PLANNERS)
 def test_a_line_holds_what_is_inside_and_all_that_may_still_come(place: Cluster, planner: Ordered) -> None:
     backlog = place.backlog
@@ -82,7 +82,7 @@ def test_a_line_holds_what_is_inside_and_all_that_may_still_come(place: Cluster,
         assert sorted(rows.tolist()) == np.flatnonzero(backlog.live & (ours | inside)).tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=66)
 @given(clusters(), PLANNERS)
 def test_sends_are_distinct_rows_that_are_ours_from_the_head_of_their_line(place: Cluster, planner: Ordered) -> None:
     queues, backlog = Reference(planner.kind, planner.displaces).queues(place, NOW), place.backlog
@@ -94,7 +94,7 @@ def test_sends_are_distinct_rows_that_are_ours_from_the_head_of_their_line(place
         assert row in queues[send.instance][: FLEET[send.instance].window]
 
 
-@settings(max_examples=200)
+@settings(max_examples=66)
 @given(clusters(), st.sampled_from(list(RANKS.values())))
 def test_sends_never_exceed_window_and_memory_unless_displacing(place: Cluster, rank: int) -> None:
     planner, backlog = Ordered(rank, displaces=False), place.backlog
@@ -108,7 +108,7 @@ def test_sends_never_exceed_window_and_memory_unless_displacing(place: Cluster, 
         assert not new or rows.size == 1 or blocks <= instance.blocks_total
 
 
-@settings(max_examples=200)
+@settings(max_examples=66)
 @given(clusters(), st.sampled_from(list(RANKS)))
 def test_lines_are_sorted_by_their_rule(place: Cluster, name: str) -> None:
     rules: dict[str, Callable[[Backlog, int], tuple[float, ...]]] = {

@@ -105,7 +105,7 @@ def test_the_task_is_told_apart_when_the_prompts_look_alike() -> None:
 
 
 @given(st.integers(2, 60), st.integers(0, 10**6), st.booleans(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=13)
 def test_forecasts_are_sorted_finite_and_at_least_one_token(n: int, seed: int, alike: bool, same: bool) -> None:
     """Also when all prompts are the same, or all lengths."""
     rng = np.random.default_rng(seed)
@@ -211,7 +211,7 @@ def test_fits_become_rarer_as_the_history_grows() -> None:
 
 
 @given(st.sampled_from([0.6, 0.7, 0.8, 0.9]), st.integers(0, 10**6))
-@settings(max_examples=12)
+@settings(max_examples=5)
 def test_the_quantile_found_is_the_newsvendors_critical_ratio(ratio: float, seed: int) -> None:
     """Forecasts are true, costs linear: the cheapest quantile is under / (under + over)."""
     rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from headway.ports import Packer
 from headway.types import Ints, Step
 from tests.core.tables import SIZE, Moment, moments
 
-EXAMPLES = settings(max_examples=300)
+EXAMPLES = settings(max_examples=100)
 
 
 def arranged(moment: Moment) -> Step:
@@ -212,7 +212,7 @@ PACKERS: dict[str, Callable[[Moment], Packer]] = {
 
 
 @pytest.mark.parametrize("name", PACKERS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(moment=moments())
 def test_packers_leave_held_rows_alone(name: str, moment: Moment) -> None:
     step = PACKERS[name](moment).pack(moment.jobs, moment.kv_budget, 50.0)

@@ -89,7 +89,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=100, stateful_step_count=40)
+TestTable.settings = settings(max_examples=33, stateful_step_count=40)
 
 
 def test_a_table_reuses_rows_instead_of_growing() -> None:

@@ -15,7 +15,7 @@ requests = st.lists(st.tuples(st.floats(0, 4), st.integers(1, 300), st.integers(
 
 
 @given(requests, st.integers(1, 8), st.sampled_from([64, 200, 512]), st.integers(24, 90))
-@settings(max_examples=200)
+@settings(max_examples=66)
 def test_same_steps_as_stock(load: list[tuple[float, int, int]], running: int, budget: int, blocks: int) -> None:
     arrivals = [(at, f"r{i}", prompt, output) for i, (at, prompt, output) in enumerate(load)]
     setup = {

@@ -68,7 +68,7 @@ def workloads(draw: Any) -> Case:
 
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 @given(workloads())
-@settings(max_examples=20)
+@settings(max_examples=6)
 def test_same_steps(recipe: str, host: str, case: Case) -> None:
     tally = compare(case, recipe, host)
     assert tally.difference is None

@@ -50,7 +50,7 @@ def tight(seed: int) -> Case:
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["fcfs", "priority"]))
-@settings(max_examples=20)
+@settings(max_examples=6)
 def test_it_takes_exactly_stocks_steps(seed: int, policy: str) -> None:
     case = tight(seed)
     assert decisions(case, build(case, StatsScheduler, policy=policy)) == decisions(

@@ -61,7 +61,7 @@ acts = st.tuples(st.integers(0, 3), st.sampled_from(["grow"] * 8 + ["away", "lea
 
 
 @given(st.lists(acts, max_size=60), st.sampled_from([0, 3, 12, 60]))
-@settings(max_examples=200)
+@settings(max_examples=66)
 def test_every_row_reads_what_it_wrote(acts: list[tuple[int, str, int]], host: int) -> None:
     memory = Memory(host)
     book = memory.book

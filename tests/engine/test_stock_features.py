@@ -197,7 +197,7 @@ def test_speculation_with_little_room(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["headway", "edf", "slack", "bros-plain-blocks"])
 @given(st.integers(0, 2**32))
-@settings(max_examples=15)
+@settings(max_examples=5)
 @example(158)  # an answer comes back where its blocks fit, but not those of its padding
 def test_packers_count_drafts(recipe: str, seed: int) -> None:
     """What a packer gives to prompts beside drafts, stock has tokens for, and all of it has blocks."""
@@ -385,7 +385,7 @@ def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: p
 
 @pytest.mark.parametrize("mix", features.MIXES)
 @given(st.integers(0, 2**32))
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_stock_takes_the_same_steps_with_any_mix(mix: str, seed: int) -> None:
     tally = features.compare(features.draw(features.MIXES[mix], np.random.default_rng(seed)))
     assert tally.difference is None
@@ -395,7 +395,7 @@ def test_stock_takes_the_same_steps_with_any_mix(mix: str, seed: int) -> None:
 @pytest.mark.parametrize("mix", features.MIXES)
 @pytest.mark.parametrize("recipe", OTHERS)
 @given(st.integers(0, 2**32))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_every_recipe_answers_any_mix(recipe: str, mix: str, seed: int) -> None:
     workload = features.draw(features.MIXES[mix], np.random.default_rng(seed))
     ours = run(recipe, workload.asks, **workload.options)
@@ -440,7 +440,7 @@ def test_prompts_that_wait_for_the_same_prefix_enter_together(recipe: str) -> No
 
 @pytest.mark.parametrize("recipe", ["edf", "slack"])
 @given(st.integers(0, 2**32))
-@settings(max_examples=15)
+@settings(max_examples=5)
 def test_shared_blocks_are_counted_once(recipe: str, seed: int) -> None:
     mix = features.MIXES["prefix caching"]
     workload = features.draw(mix, np.random.default_rng(seed))

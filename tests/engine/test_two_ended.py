@@ -73,7 +73,7 @@ def drive(engine: HostPoolEngine, asks: list[tuple[int, int, bool, int]]) -> dic
     blocks=st.integers(14, 40),
     host=st.sampled_from([0, 5, 40, 1000]),
 )
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_every_request_ends_with_its_tokens(
     two_ended: bool, decode_only: bool, asks: list[tuple[int, int, bool, int]], blocks: int, host: int
 ) -> None:

@@ -48,7 +48,7 @@ async def two(connect: Connect) -> AsyncIterator[tuple[BatchStore, BatchStore]]:
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=40)
+@settings(max_examples=13)
 @given(count=st.integers(1, 12), steps=STEPS, end=st.sampled_from([EXPIRED, CANCELLED]))
 def test_each_line_is_in_one_file_once(kind: str, count: int, steps: list[tuple[int, bool] | str], end: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def test_a_file_of_something_else_is_not_used_and_says_why(
 
 
 @given(st.binary(max_size=200), st.integers(0, 2000))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_no_damage_raises(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
     path = tmp_path_factory.mktemp("junk") / "lengths.npz"
     keep(path, some())

@@ -39,7 +39,7 @@ def as_documented(_: Any, response: Any, case: schemathesis.Case) -> None:
 
 @schema.parametrize()
 @settings(
-    max_examples=100,
+    max_examples=33,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],

@@ -50,7 +50,7 @@ def test_its_files_are_the_owner_s_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(st.lists(st.tuples(st.integers(1, 250), st.integers(1, 200)), min_size=1, max_size=40))
 def test_the_folder_never_exceeds_its_limit(writes: list[tuple[int, int]]) -> None:
     limit, most = 2 * MIB, MIB // 4

@@ -14,7 +14,7 @@ from headway.policy.memory import reservations
 from headway.policy.memory.reservations import allocatable, pool_blocks, tokens_to_reserve
 from headway.types import Ints, Jobs
 
-_EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs, a third of them by default
+_EXAMPLES, _PROGRAMS = 133, 25
 SIZE = 4
 
 

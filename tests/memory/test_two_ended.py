@@ -10,7 +10,7 @@ from headway.policy.memory.two_ended import allocation
 from headway.policy.memory.two_ended.block_table import BEST_EFFORT, REAL_TIME
 from tests.memory.pool import NONE, Pool, random_program
 
-_EXAMPLES, _PROGRAMS = 400, 25  # 10,000 programs, a third of them by default
+_EXAMPLES, _PROGRAMS = 133, 25
 
 
 @given(st.integers(0, 2**40))

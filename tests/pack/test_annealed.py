@@ -20,7 +20,7 @@ def packer(running: int = 1, **more: bool) -> Annealed:
 
 @pytest.mark.parametrize("preempts", [True, False])
 @given(loads(), limits)
-@settings(max_examples=40)
+@settings(max_examples=13)
 def test_every_request_is_served_and_no_iteration_is_wasted(preempts: bool, asks: list[Ask], limits: Limits) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     run = Driven(Annealed(EngineSpec(limits.running, limits.budget, SIZE), preempts=preempts), limits)

@@ -69,7 +69,7 @@ def test_names() -> None:
 
 @every
 @given(loads(), limits)
-@settings(max_examples=40)
+@settings(max_examples=13)
 def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: list[Ask], limits: Limits) -> None:
     """`Driven` checks each iteration: blocks, slots, budget, and that something is computed."""
     run = Driven(packer(name, limits), limits, helps=name == "vllm-priority")
@@ -83,7 +83,7 @@ def test_every_request_is_served_and_no_iteration_is_wasted(name: str, asks: lis
 
 @every
 @given(loads(), limits, st.data())
-@settings(max_examples=15)
+@settings(max_examples=5)
 def test_held_rows_are_left_alone(name: str, asks: list[Ask], limits: Limits, data: st.DataObject) -> None:
     """What control has paused keeps its KV and gets no tokens, whatever the packer's own order."""
     run = Driven(packer(name, limits), Limits(limits.running, limits.budget, 1000, 40), helps=name == "vllm-priority")

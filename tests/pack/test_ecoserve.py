@@ -183,7 +183,7 @@ def test_a_late_guest_leaves_and_comes_out_whole() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-2, 40), st.integers(0, 6), st.integers(0, 60)), min_size=1, max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=66)
 def test_order_is_deadline_range_then_held_kv_then_length(rows: list[tuple[float, int, int]]) -> None:
     jobs = Jobs(64)
     for i, (due, blocks, _) in enumerate(rows):
@@ -201,7 +201,7 @@ def test_order_is_deadline_range_then_held_kv_then_length(rows: list[tuple[float
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(-1, 31), st.data())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_best_fit_is_what_trying_all_would_find(lengths: list[int], room: int, data: st.DataObject) -> None:
     falling = np.array(sorted(lengths, reverse=True), np.int64)
     start = data.draw(st.integers(0, len(lengths)))

@@ -11,7 +11,7 @@ from headway.policy.pack.baselines.fastserve import FastServe
 from headway.types import Batch
 from tests.pack.driven import Ask, Driven, Limits, ample, limits, loads
 
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=20)
 PACE = OnlineLatency()  # nobody teaches it here, so quanta stay
 SHORTEST = PACE.seconds(Batch(1, 0, 0))
 

@@ -19,7 +19,7 @@ from headway.policy.recipes.registry import find
 from headway.types import Jobs
 from tests.pack.driven import CHAT, SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=20)
 PACE = OnlineLatency()  # nobody teaches it here
 
 

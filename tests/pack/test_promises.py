@@ -68,7 +68,7 @@ def run(
     host=st.sampled_from([None, 400]),
 )
 @example(others=[(1, 3, 0, 0), (1, 9, 0, 1)], twin=(1, 3, 4, 1), late=False, max_running=1, urgency=-1.0, host=None)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_the_more_urgent_of_two_that_are_alike_never_starts_later(
     recipe: str, others: list[Ask], twin: Ask, late: bool, max_running: int, urgency: float, host: int | None
 ) -> None:
@@ -84,7 +84,7 @@ def test_the_more_urgent_of_two_that_are_alike_never_starts_later(
 
 @every
 @given(asks=asks, max_running=running, host=st.sampled_from([None, 400]), seed=st.integers(0, 99), holds=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_never_more_than_max_running_rows_compute(
     recipe: str, asks: list[Ask], max_running: int, host: int | None, seed: int, holds: bool
 ) -> None:

@@ -9,7 +9,7 @@ from headway.policy.pack.baselines.tgi import Tgi
 from headway.types import Jobs
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=20)
 
 
 def tgi(limits: Limits) -> Driven:

@@ -12,7 +12,7 @@ from headway.policy.pack.baselines.vllm_v0 import VllmV0
 from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 from tests.pack.v0 import Reference
 
-EXAMPLES = settings(max_examples=60)
+EXAMPLES = settings(max_examples=20)
 both = pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 
 
@@ -36,7 +36,7 @@ def _taken(seen: Iteration) -> set[str]:
 
 @both
 @given(loads(), st.integers(1, 6), st.integers(160, 300), st.integers(12, 30), st.sampled_from([0.0, 0.1]))
-@settings(max_examples=200)
+@settings(max_examples=66)
 def test_v0_takes_the_steps_of_that_code(
     swap: bool, asks: list[Ask], running: int, budget: int, blocks: int, watermark: float
 ) -> None:

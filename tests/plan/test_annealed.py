@@ -60,7 +60,7 @@ program: st.SearchStrategy[Program] = st.lists(
 
 @pytest.mark.parametrize("pull", [True, False])
 @given(program, st.integers(1, 4))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_no_request_is_lost_or_sent_twice(pull: bool, steps: Program, most: int) -> None:
     """Two models, unlike instances, instances that die and come back, clients that leave."""
     fleet = [instance("m0", 2), instance("m1", 3, blocks=40), instance("n0", 1, model="n", lead=0)]

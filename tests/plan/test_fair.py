@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Failed
@@ -19,7 +19,6 @@ def cost(request: Request) -> int:
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 200))
 
 
-@settings(max_examples=100)
 @given(st.lists(SIZES, min_size=4, max_size=30), st.integers(1, 6), st.integers(0, 2**31))
 def test_two_backlogged_tenants_differ_by_less_than_one_request(
     sizes: list[tuple[int, int]], running: int, seed: int

@@ -23,7 +23,7 @@ PROGRAM = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(PROGRAM, st.integers(1, 3), st.integers(0, 3))
 def test_sheds_only_sheddable_requests_and_only_when_saturated(
     program: list[tuple[bool, str, Slo, int, int]], running: int, lead: int

@@ -202,7 +202,7 @@ def test_costs_follow_what_engines_learn() -> None:
 # ---- no starvation
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.floats(0.05, 2.0), st.integers(0, 2**32 - 1))
 def test_with_aging_a_run_is_overtaken_only_by_what_begins_soon_after_it(aging: float, seed: int) -> None:
     """One server that is always short; every run is a request of a known number of seconds."""
@@ -317,7 +317,7 @@ PROGRAMS = st.lists(
 
 
 @pytest.mark.parametrize("name", HERMES)
-@settings(max_examples=40)
+@settings(max_examples=13)
 @given(PROGRAMS)
 def test_nothing_is_lost_and_nothing_is_left_behind(name: str, program: list[tuple[int, int, float]]) -> None:
     planner = HERMES[name].planner()

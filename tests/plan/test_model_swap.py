@@ -123,7 +123,7 @@ def run(kind: str, fleet: list[Any], load: Workload, **more: Any) -> tuple[Outco
     return outcome, watch
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["vllm", "edf"]),
     st.integers(0, 999),

@@ -123,7 +123,7 @@ class Both:
 
 @every_kind
 @every_order
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 2**40 - 1), min_size=20, max_size=150), st.booleans())
 def test_the_kept_order_decides_as_the_one_made_anew(
     kind: int, displaces: bool, program: list[int], pull: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.plan.baselines.parrot import Parrot
@@ -53,7 +53,6 @@ def test_the_number_of_runs_remembered_is_bounded() -> None:
     assert len(planner._runs) == 3
 
 
-@settings(max_examples=100)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_the_queue_is_served_by_the_runs_beginnings(runs: list[int]) -> None:
     place = Place(Parrot(), instance("e0", 1, lead=0))

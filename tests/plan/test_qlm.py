@@ -279,7 +279,7 @@ def nodes(seed: int, models: tuple[str, ...]) -> list:  # type: ignore[type-arg]
     return out
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=5)
 @given(st.integers(0, 100_000), st.sampled_from([*sorted(QLM), "headway"]), st.integers(1, 3), st.booleans())
 def test_every_request_ends(seed: int, recipe: str, models: int, thinks: bool) -> None:
     names, rng = ("a", "b", "c")[:models], np.random.default_rng(seed)

@@ -197,7 +197,7 @@ def test_a_program_without_time_returns_where_it_began() -> None:
     assert sorted(solution.order.queue(0) + solution.order.queue(1)) == list(range(6))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=13)
 @given(st.integers(0, 10_000), st.integers(1, 30), st.integers(1, 4))
 def test_the_search_loses_no_group_and_never_gets_worse(seed: int, items: int, instances: int) -> None:
     p = drawn(seed, items, instances)
@@ -208,7 +208,7 @@ def test_the_search_loses_no_group_and_never_gets_worse(seed: int, items: int, i
     assert cost == pytest.approx(cost_of(p, order.items, order.length), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=13)
 @given(st.integers(0, 10_000), st.integers(0, 6), st.integers(1, 3))
 def test_a_new_group_goes_where_it_costs_least(seed: int, placed: int, instances: int) -> None:
     p, rng = drawn(seed, placed + 1, instances), np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from headway.policy.plan.request_column import RequestColumn
 from headway.types import Backlog, Send
 from tests.plan.place import Place, ask, instance
 
-EXAMPLES = settings(max_examples=100)
+EXAMPLES = settings(max_examples=33)
 
 
 @EXAMPLES

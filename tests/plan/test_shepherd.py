@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
@@ -17,7 +17,6 @@ from tests.plan.place import Place, ask, instance
 RATES = st.floats(0.0, 20.0)
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_the_assignment_is_optimal(data: st.DataObject) -> None:
     """Compared with every possible assignment: models served, then requests served."""

@@ -31,7 +31,7 @@ def check(engine: SimulatedEngine) -> None:
 
 @pytest.mark.parametrize("recipe", ["headway", "vllm", "priority", "edf", "slack"])
 @given(loads, st.integers(1, 8), st.integers(23, 80), st.sampled_from([16, 100, 512]), st.integers(1, 9))
-@settings(max_examples=50)
+@settings(max_examples=16)
 def test_blocks_and_slots_are_conserved(
     recipe: str, load: list[tuple[int, int, float | None]], running: int, blocks: int, budget: int, every: int
 ) -> None:

@@ -62,7 +62,7 @@ def same(compiled: Outcome, readable: Outcome) -> None:
     st.floats(0.5, 60),
     st.integers(0, 99),
 )
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_same_outcome(
     recipe: str, latency: str, running: int, blocks: int, budget: int, rate: float, seed: int
 ) -> None:
@@ -73,7 +73,7 @@ def test_same_outcome(
 
 @pytest.mark.parametrize("recipe", ["headway", "slack"])
 @given(st.floats(0.0, 12.0), st.floats(0.0, 1.0), st.integers(0, 99))
-@settings(max_examples=15)
+@settings(max_examples=5)
 def test_same_outcome_with_given_lengths_and_an_early_end(recipe: str, until: float, sigma: float, seed: int) -> None:
     workload, one = traffic(12.0, 80, seed), instance_spec("opt-13b-a100", 8, 200, 256)
     lengths = Noisy.spreading(workload, sigma, np.random.default_rng(seed))
@@ -85,7 +85,7 @@ def test_same_outcome_with_given_lengths_and_an_early_end(recipe: str, until: fl
 
 
 @given(st.integers(2, 20), st.integers(50, 120), st.floats(10, 60), st.integers(1, 2000), st.integers(0, 99))
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_same_outcome_with_kv_on_the_host(running: int, blocks: int, rate: float, host: int, seed: int) -> None:
     compiled = on_the_host(traffic(rate, 60, seed), running, blocks, host)
     same(compiled.run(), replace(compiled, fast=False).run())

@@ -130,7 +130,7 @@ def test_bros_best_effort_is_uniform():
 
 
 @given(sources, st.integers(0, 300), seeds)
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_every_draw_is_a_pair_of_positive_columns_within_the_table(name, n, seed):
     source = lengths.SOURCES[name]
     ends = np.array([0.0, 1.0])
@@ -142,7 +142,7 @@ def test_every_draw_is_a_pair_of_positive_columns_within_the_table(name, n, seed
 
 
 @given(sources, seeds)
-@settings(max_examples=30)
+@settings(max_examples=10)
 def test_the_same_seed_gives_the_same_lengths(name, seed):
     once, again = (lengths.draw(name, 50, rng(seed)) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))

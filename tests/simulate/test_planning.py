@@ -78,7 +78,7 @@ def test_same_input_same_run(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", PULLING)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.integers(0, 999), st.integers(1, 3), st.floats(0.5, 8.0))
 def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
     recipe: str, seed: int, count: int, span: float
@@ -122,7 +122,6 @@ def feasible(jobs: list[tuple[int, int]]) -> bool:
     return False
 
 
-@settings(max_examples=100)
 @given(JOBS)
 def test_edf_meets_all_deadlines_of_unit_jobs_if_any_order_does(jobs: list[tuple[int, int]]) -> None:
     """One server, jobs of one second: EDF is optimal. Fillers keep the server on whole seconds.

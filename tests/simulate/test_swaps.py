@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, HeadwayError
@@ -101,7 +101,6 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return {"recipe": recipe, "instances": nodes, "workload": workload, "failures": failures, "plan_seconds": think}
 
 
-@settings(max_examples=100)
 @given(cases())
 def test_nothing_is_lost_or_answered_twice(case: dict[str, Any]) -> None:
     one, two = (Simulation(**case).run() for _ in range(2))
@@ -252,7 +251,6 @@ def test_impossible_failures_are_refused(failure: Failure) -> None:
         Simulation(find("vllm"), [machine("e0")], at(0.0), failures=[failure]).run()
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 10), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6)), max_size=30))
 def test_host_memory_holds_the_latest_that_fit(size: int, uses: list[tuple[str, int]]) -> None:
     memory, bytes_of = HostMemory(size), dict(uses)

@@ -18,7 +18,7 @@ from tests.helpers.recorded import ALL, Spy, fleet, mixed, record
 
 
 @given(st.sampled_from(sorted(ALL)), st.integers(0, 10_000), st.integers(1, 2), st.integers(128, 600))
-@settings(max_examples=12)
+@settings(max_examples=5)
 def test_the_seconds_of_every_request_add_up(recipe: str, seed: int, count: int, blocks: int) -> None:
     run = record(recipe, seed, count, blocks, duration=4.0)
     reader = Reader(run)

@@ -121,7 +121,7 @@ async def compare(connect: Connect, program: list[tuple[str, list[Any]]]) -> Non
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(program=st.lists(BURSTS, max_size=14))
 def test_every_program_gives_what_the_model_gives(kind: str, program: list[Any]) -> None:
     # In memory where there is such a place: these files need to be shared, not to survive.

@@ -58,7 +58,7 @@ async def told(broker: Broker, calls: list[Call], *, at_once: bool) -> tuple[lis
 
 
 @given(drawn)
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_at_once_is_as_in_turn(draws: list[tuple[str, str, float]]) -> None:
     calls = [CALLS[name](id, now) for name, id, now in draws]
     with tempfile.TemporaryDirectory() as folder:
