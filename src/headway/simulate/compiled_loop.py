@@ -50,7 +50,7 @@ def advance(run: RunState, stop: int, until: float) -> None:
         for k in range(changes):
             if done.size:
                 _leave(run, done[k])
-            while _sends(run, progress["now"]):
+            while _send_heads(run, progress["now"]):
                 _begin(run, progress["now"])
 
 
@@ -190,7 +190,7 @@ def _learn_length(run: RunState, i: int) -> None:
 
 
 @compiled
-def _sends(run: RunState, now: float) -> bool:
+def _send_heads(run: RunState, now: float) -> bool:
     """Send the head of the queue as long as it belongs inside; True, once one is sent to an engine at rest."""
     progress = run.progress[0]
     if now > progress["late_at"]:  # something inside is late by now

@@ -99,8 +99,8 @@ class PromisesConfig(NamedTuple):
     growth_share: of the expected growth of answers, what admission leaves KV for; nothing for those with a
         tpot and no deadline.
     full_pressure_share: share of the requests that are lost at which the pressure is full.
-    overload_s: a lost promise counts for the pressure until this many seconds after it was due, or as long as
-        it had from arrival to due if that is longer.
+    overload_s: a lost promise counts for the pressure until this many seconds after it was due; if it had more
+        time from arrival to due, then for as long again, at most half an hour.
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
     defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
@@ -119,7 +119,7 @@ class PromisesConfig(NamedTuple):
         while a kept prompt waits or an answer is less than two tokens ahead.
     burst_share: the same, while an answer is less than `burst_lead_s` ahead of its tpot.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least a
-        usual iteration (`iteration.usual_seconds`), at most two.
+        usual iteration (`limits.usual_seconds`), at most two.
     urgent_share: share of the time left until the next promised first token is due that the iteration which
         makes that token may take; inf = any.
     pause_lead_tokens: an answer this many tokens ahead of its tpot may move its KV to the host pool for a

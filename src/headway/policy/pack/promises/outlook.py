@@ -24,6 +24,7 @@ from headway.types import Floats, Ints
 STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
 
 _LAST = 1e9  # seconds: more than any answer is behind
+_LONG_S = 1800.0  # for which a lost promise may show an overload after it was due
 
 
 class Outlook(NamedTuple):
@@ -172,30 +173,34 @@ def growth_of(keep: PromisesConfig, pressure: float) -> float:
 def pressure_of(keep: PromisesConfig, jobs: Rows, outlook: Outlook, now: float, theta: Floats) -> float:
     """Return the share of requests that overload has lost, divided by `full_pressure_share`, at most 1.
 
-    Lost promises of the past do not count: what is left of an overload is a backlog like any other.
+    Promises that were lost long ago count neither as lost nor as requests: what an overload has left does not
+    show that there still is one.
     """
     lost, counted = 0, 0
     for i in range(outlook.rows.size):
         if outlook.level[i] != LOST:
             counted += 1
-        elif _is_recent(keep, jobs, outlook.rows[i], now):
+        elif _still_counts(keep, jobs, outlook.rows[i], now):
             counted += 1
             lost += not _is_hopeless(jobs, outlook.rows[i], theta)
     return float(min(lost / max(keep.full_pressure_share * counted, 1.0), 1.0))
 
 
 @compiled_in_place
-def _is_recent(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> bool:
-    """Tell whether a lost row was due, by its deadline or the tpot of its last token, a short time ago.
+def _still_counts(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a lost row still shows an overload: until `overload_s` after it was due.
 
-    Short is as long as it had from arrival to due, and at least `overload_s`.
+    If it had more time than that from arrival to due, then for as long again, at most half an hour.
     """
-    until = jobs["ttft"][row]
-    if jobs["tpot"][row] < np.inf:
-        answer = jobs["tpot"][row] * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
-        until = answer if until == np.inf else until + answer
-    until = min(until, jobs["e2e"][row])
-    return bool(now - jobs["arrival"][row] < until + max(until, keep.overload_s))
+    arrival, ttft, tpot, e2e = jobs["arrival"][row], jobs["ttft"][row], jobs["tpot"][row], jobs["e2e"][row]
+    in_time = jobs["output_tokens"][row] > 0 and jobs["first"][row] <= arrival + ttft
+    due = 0.0 if in_time else ttft  # seconds after arrival
+    if tpot < np.inf:
+        begin = jobs["first"][row] - arrival if in_time and ttft == np.inf else ttft
+        due = begin + tpot * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
+    if e2e < np.inf:
+        due = max(due, e2e) if in_time else min(due, e2e)
+    return bool(now - arrival < due + min(max(due, keep.overload_s), max(_LONG_S, keep.overload_s)))
 
 
 @compiled_in_place

@@ -9,7 +9,7 @@ No paper has this policy; it takes from several. In each iteration:
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
    pause, with their KV in the host pool; where it finds no slot they take turns.
-3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
+3. Iteration (`limits.py`, `iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
    effort and lost requests, the one that is due first before the others, and far deadlines last.
 
@@ -35,7 +35,8 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack import kernels
 from headway.policy.pack.kernels import CompiledStep, Rows
-from headway.policy.pack.promises.iteration import compose, defer, make_way, seconds_allowed, take_turns, usual_seconds
+from headway.policy.pack.promises.iteration import compose, defer, make_way, take_turns
+from headway.policy.pack.promises.limits import seconds_allowed, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
     FAR,
