@@ -64,7 +64,7 @@ def _describe(trial: Trial, outcome: Outcome) -> str:
         f"{asked}: {source()}, tokens and seconds times {shape.scale:g}; gamma distributed gaps of "
         f"burstiness {shape.burstiness:g} at {outcome.rate:.3f} runs/s{capacity}; beside them "
         f"{mix.describe(shape.chat)}, Poisson arrivals; {trial.rounds} x {trial.duration:g} s, batch limit "
-        f"{trial.engine.batch}."
+        f"{trial.engine.batch_limit}."
     )
 
 

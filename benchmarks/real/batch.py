@@ -243,7 +243,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     workload = (
         f"{interactive}; {trial.rate:g} requests/s for {trial.seconds:g} s, alone and beside a batch of "
         f"{trial.lines} lines ({mix.describe(mix.Mix('lines', (_LINES,)))}) with a window of {_WINDOW}; the "
-        f"gateway killed in the middle; batch limit {trial.engine.batch}, no prefix caching."
+        f"gateway killed in the middle; batch limit {trial.engine.batch_limit}, no prefix caching."
     )
     notes = report.warnings({name: (found, {}) for name, found in outcome.records.items()})
     return Result(rows_of(trial, outcome), workload, lambda: {"batch": plot(outcome)}, notes=notes)

@@ -155,5 +155,5 @@ def _describe(trial: Trial, outcome: Outcome) -> str:
         f"{trial.seconds / _PHASES:g} s bursts at {beside.BURST:g} x capacity and as long at "
         f"{beside.IDLE:g} x (capacity {outcome.capacity:.3f} req/s{measured}); a batch of {batch} such "
         f"requests, due after {trial.seconds:g} s; {trial.rounds} x {trial.seconds:g} s, batch limit "
-        f"{trial.engine.batch}, no prefix caching."
+        f"{trial.engine.batch_limit}, no prefix caching."
     )

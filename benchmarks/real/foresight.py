@@ -158,7 +158,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     one = next(iter(known.values()))
     about = (
         f"{mix.describe(trial.mix)}; the first load for {trial.duration:g} s, then the same requests faster; "
-        f"capacity {outcome.capacity:.3f} req/s, batch limit {trial.engine.batch}, no prefix caching. "
+        f"capacity {outcome.capacity:.3f} req/s, batch limit {trial.engine.batch_limit}, no prefix caching. "
         f"Predicted from the journal of the first load: {one.iterations} iterations, fitted within "
         f"{one.error:.1%} of their time."
     )

@@ -74,12 +74,17 @@ def instance(profile: LatencyProfile, engine: Engine) -> InstanceSpec:
     """Return the simulated twin of an engine: the same blocks, request slots, budget and batch limit."""
     assert profile.kv_tokens is not None, "a measured profile has them"
     shape = Instance(
-        "e0", engine.name, engine.batch, profile.kv_tokens // profile.block_size, profile.block_size, engine.context
+        "e0",
+        engine.name,
+        engine.batch_limit,
+        profile.kv_tokens // profile.block_size,
+        profile.block_size,
+        engine.context_limit,
     )
     return InstanceSpec(
         shape,
         profile.latency(),
-        engine.slots or 2 * engine.batch,
+        engine.slots or 2 * engine.batch_limit,
         engine.max_batched_tokens,
         request_overhead=profile.request_overhead_s or 0.0,
         token_overhead=profile.token_overhead_s or 0.0,

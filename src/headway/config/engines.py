@@ -100,12 +100,12 @@ class Engine:
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
 
     @property
-    def batch(self) -> int:
+    def batch_limit(self) -> int:
         """Return the limit of requests in one iteration, unless the engine reports another."""
         return 16 if self.max_running is None else self.max_running
 
     @property
-    def context(self) -> int:
+    def context_limit(self) -> int:
         """Return the limit of a request's tokens, answer included, unless the engine reports another."""
         return 2048 if self.max_model_len is None else self.max_model_len
 

@@ -103,7 +103,7 @@ def _check_names(config: Config) -> None:
     """Raise ConfigError for a name that engines use for different models, or with different known contexts."""
     for name in sorted({name for engine in config.engines for name in engine.served}):
         having = [engine for engine in config.engines if name in engine.served]
-        contexts = {engine.context for engine in having if engine.url is None or engine.max_model_len is not None}
+        contexts = {engine.context_limit for engine in having if engine.url is None or engine.max_model_len is not None}
         if len({engine.served[name] for engine in having}) > 1 or len(contexts) > 1:
             raise ConfigError(
                 f"Engines of the same name differ in model or max_model_len: {name}.",

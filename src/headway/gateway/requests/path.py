@@ -39,7 +39,7 @@ from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import Tracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
-from headway.store.queue.port import Broker, takes_nothing
+from headway.store.queue.port import Broker, queue_unavailable
 from headway.types import Reject, Request
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
@@ -92,7 +92,7 @@ class RequestPath:
     def check_queue(self) -> None:
         """Refuse what the broker would not keep. HeadwayError (503)."""
         if (problem := self.broker.problem()) is not None:
-            raise takes_nothing(problem)
+            raise queue_unavailable(problem)
 
     def check_capacity(self, request: Request, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it would be late (`drop`).

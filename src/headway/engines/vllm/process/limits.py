@@ -73,7 +73,7 @@ def limit_warnings(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[st
 
 def _configured_limits(config: Engine) -> dict[str, Any]:
     """Return the limits that count where an instance does not report its own."""
-    return {"max_running": config.batch, "max_model_len": config.context}
+    return {"max_running": config.batch_limit, "max_model_len": config.context_limit}
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:

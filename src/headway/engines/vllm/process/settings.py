@@ -88,9 +88,9 @@ def _check_context(where: str, engine: Engine, model: str) -> None:
         return
     file = Path(resolve(model)) / "config.json"
     longest = _context(json.loads(file.read_text())) if file.is_file() else None
-    if longest is not None and engine.context > longest:
+    if longest is not None and engine.context_limit > longest:
         raise ConfigError(
-            f"{where}.max_model_len is {engine.context}, but {model} has a context of {longest}.",
+            f"{where}.max_model_len is {engine.context_limit}, but {model} has a context of {longest}.",
             f"Set max_model_len = {longest} or less.",
             param=f"{where}.max_model_len",
         )
