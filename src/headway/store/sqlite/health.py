@@ -51,7 +51,7 @@ def damage(error: BaseException) -> str | None:
 
 
 def examine(path: str, *, thorough: bool = True, stop: Callable[[], bool] | None = None) -> str | None:
-    """Return what is wrong with a file on the disk, read by a new connection; None = nothing.
+    """Return the damage of a file, as read from disk by a new connection; None = it is sound.
 
     thorough: read all of it, not only its header and schema. stop: the look ends early once it is true.
     """

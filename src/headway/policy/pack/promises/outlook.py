@@ -200,7 +200,7 @@ def _still_counts(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> boo
         due = begin + tpot * (jobs["output_tokens"][row] + jobs["tokens_left"][row])
     if e2e < np.inf:
         due = max(due, e2e) if in_time else min(due, e2e)
-    return bool(now - arrival < due + min(max(due, keep.overload_s), max(_LONG_S, keep.overload_s)))
+    return bool(now - arrival < due + max(min(due, _LONG_S), keep.overload_s))
 
 
 @compiled_in_place
