@@ -5,17 +5,18 @@ CLIENTS ?= .venv-clients
 PEERS ?= .venv-peers
 AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile
 LOCKS := -r requirements.lock -r requirements-dev.lock
 TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
+MAKEFLAGS += --jobs=2  # most steps take one core
 # Processes of `make test`: one more than two cores, because tests often wait for servers that they started.
 WORKERS ?= 3
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit chromium clients docker loops peers install postgres rabbitmq serve test test-fast explore lint bench clean
+.PHONY: audit clients loops model peers install ready servers serve test test-fast explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -27,39 +28,27 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
 	       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
 	$(PIP) --editable .
-	$(BIN)/python -m compileall -q src benchmarks testing  # else each process does it where none may write bytecode
+	@# pip compiles on one core; and where no process may write bytecode, each would compile Headway by itself.
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src benchmarks testing
 	$(BIN)/python -m headway.engines.vllm.process.metadata
 	@touch $@
 
-serve: install
-	$(BIN)/headway model fetch
+serve: model
 	exec $(BIN)/headway serve $(ARGS)
 
-# The dashboard's tests need Chromium; where it can be installed, it is, and where not, they say so.
-chromium:
-	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null \
-	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
-	  || echo "Chromium cannot be installed here, so the dashboard is not tested in a browser."
-
-# Tests start a PostgreSQL of their own; where its server can be installed, it is, and where not, they say so.
-postgres:
-	@command -v postgres > /dev/null || ls /usr/lib/postgresql/*/bin/postgres > /dev/null 2>&1 \
-	  || test -n "$$HEADWAY_POSTGRES_URL" \
-	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends postgresql; } > /dev/null 2>&1 \
-	  || echo "PostgreSQL cannot be installed here, so the queue in it is not tested."
-
-# As for PostgreSQL; its tests start a server of their own, so the one of the package need not run.
-rabbitmq:
-	@ls /usr/lib/rabbitmq/lib/*/sbin/rabbitmq-server > /dev/null 2>&1 || command -v rabbitmq-server > /dev/null \
-	  || test -n "$$HEADWAY_RABBITMQ_URL" \
-	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends rabbitmq-server; } > /dev/null 2>&1 \
-	  || echo "RabbitMQ cannot be installed here, so control over it is not tested."
-
-# As for PostgreSQL; its tests start a daemon of their own, which only root may.
-docker:
-	@command -v dockerd > /dev/null || test "$$(id -u)" != 0 \
-	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends docker.io; } > /dev/null 2>&1 \
-	  || echo "Docker cannot be installed here, so sandboxes in containers are not tested."
+# What tests start beside engines: a browser, PostgreSQL and RabbitMQ (or those of $HEADWAY_POSTGRES_URL and
+# $HEADWAY_RABBITMQ_URL), and Docker, which only root may start. What is missing is installed, where it can be.
+servers:
+	@has() { for one in "$$@"; do command -v $$one > /dev/null || ls $$one > /dev/null 2>&1 && return; done; false; }; \
+	missing=; \
+	has chromium chromium-browser google-chrome || missing=chromium; \
+	has postgres "/usr/lib/postgresql/*/bin/postgres" || test -n "$$HEADWAY_POSTGRES_URL" || missing="$$missing postgresql"; \
+	has rabbitmq-server "/usr/lib/rabbitmq/lib/*/sbin/rabbitmq-server" || test -n "$$HEADWAY_RABBITMQ_URL" \
+	  || missing="$$missing rabbitmq-server"; \
+	has dockerd || test "$$(id -u)" != 0 || missing="$$missing docker.io"; \
+	test -z "$$missing" || apt-get update -qq > /dev/null 2>&1; \
+	for one in $$missing; do apt-get install -qq -y --no-install-recommends $$one > /dev/null 2>&1 \
+	  || echo "$$one cannot be installed here, so what needs it is not tested."; done
 
 # Client libraries want other versions of what Headway uses, so they have an environment of their own.
 clients: requirements-clients.lock
@@ -77,22 +66,26 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
-test: install chromium docker postgres rabbitmq
-	$(BIN)/headway model fetch
-	$(MAKE) --no-print-directory --jobs=2 clients loops
+# All that tests need.
+ready: loops model clients servers
+
+test: ready
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 # Hot loops are compiled once, before several workers of the tests would do so at the same time.
-loops: install
-	@$(BIN)/headway simulate --duration 1 > /dev/null
+loops: $(addprefix loop-,headway bros ecoserve anneal)
+loop-%: install
+	@$(BIN)/headway simulate --duration 1 --recipes $* > /dev/null
+
+model: install
+	$(BIN)/headway model fetch
 
 # Decisions only: no engine, no server. Compiled code is cached, so the first run takes minutes longer.
 test-fast: install
 	$(BIN)/pytest -m "not (engine or server or slow)" $(addprefix --ignore=,$(SLOW_FOLDERS)) $(ARGS)
 
 # Property tests on examples that no run before has drawn; what fails becomes a test of its own.
-explore: install
-	$(BIN)/headway model fetch
+explore: model
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 
 lint: install
@@ -111,8 +104,7 @@ audit:
 	for lock in requirements*.lock; do sed 's/+[a-z0-9.]*$$//' $$lock > $(AUDIT)/$$lock; done; \
 	$(AUDIT)/bin/pip-audit --no-deps --disable-pip $(patsubst %,-r $(AUDIT)/%,$(wildcard requirements*.lock)) $(ARGS)
 
-bench: install
-	$(BIN)/headway model fetch
+bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:

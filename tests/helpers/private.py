@@ -1,7 +1,7 @@
 """A private server for tests, started when the first test asks for it.
 
 With its environment variable set, that server is used instead, by tests that do not stop it. Where there is
-nothing to start (`make postgres` and `make rabbitmq` install Debian's servers), the tests are skipped.
+nothing to start (`make servers` installs Debian's), the tests are skipped.
 """
 
 from __future__ import annotations

@@ -18,10 +18,12 @@ from headway.simulate import compiled_state
 from headway.simulate.forecasts import Noisy
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.outcome import Outcome
-from headway.simulate.run import Simulation
+from headway.simulate.run import Simulation, no_time
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Instance, Slo
 from headway.whatif import slo_violations
+from headway.whatif.experiment import Fleet
+from headway.whatif.scenario import Scenario, planning_time
 
 RULED = ["headway", "vllm", "priority", "edf", "slack"]
 PROFILES = ["opt-13b-a100", "llama-2-7b-h100", "smollm2-135m-cpu2"]  # bros, roofline, bros
@@ -175,3 +177,9 @@ def test_progress_tells_all_arrivals() -> None:
     assert told == sorted(told)
     assert told[-1] == len(workload)
     assert len(told) > 1
+
+
+def test_a_scenario_whose_plans_take_no_time_may_run_compiled() -> None:
+    scenario = Scenario(Fleet("opt-13b-a100"), (), "no traffic", rate=1.0, duration=1.0, seed=0)
+    assert planning_time(scenario) is no_time
+    assert planning_time(replace(scenario, plan_us=2.0))(3) == pytest.approx(6e-6)

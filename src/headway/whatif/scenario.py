@@ -8,7 +8,7 @@ lengths, priority, max_tokens, slo_scale, tenants and drop (refuse what cannot b
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from headway.errors import ConfigError
 from headway.simulate import fleet as fleets
+from headway.simulate.run import no_time
 from headway.simulate.workload.traces import Trace
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson
 from headway.types import Slo
@@ -53,10 +54,6 @@ class Scenario:
         fits = fleets.holds(self.fleet.instances(whole.models[0]), whole)
         return whole.take(fits), int(np.count_nonzero(~fits))
 
-    def plan_seconds(self, queued: int) -> float:
-        """Return the virtual seconds of a plan with so many queued requests."""
-        return self.plan_us * 1e-6 * queued
-
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -73,9 +70,10 @@ class Recorded:
         fits = fleets.holds(self.fleet.instances(self.requests.models[0]), self.requests)
         return self.requests.take(fits), int(np.count_nonzero(~fits))
 
-    def plan_seconds(self, queued: int) -> float:
-        """Return the virtual seconds of a plan with so many queued requests."""
-        return self.plan_us * 1e-6 * queued
+
+def planning_time(scenario: Scenario | Recorded) -> Callable[[int], float]:
+    """Return the virtual seconds of a plan by the number of queued requests; `no_time` may run compiled."""
+    return (lambda queued: scenario.plan_us * 1e-6 * queued) if scenario.plan_us else no_time
 
 
 def faster(workload: Workload, load: float) -> Workload:

@@ -11,7 +11,7 @@ from headway.simulate.instance import describe
 from headway.whatif.experiment import Keep, Results, file_name, simulate
 from headway.whatif.load import report
 from headway.whatif.output.results import SIMULATED, About, Pictures, deliver, say
-from headway.whatif.scenario import Recorded, Scenario
+from headway.whatif.scenario import Recorded, Scenario, planning_time
 
 
 def main(
@@ -22,7 +22,9 @@ def main(
     workload, longer = scenario.workload()
     about = About(_describe(recipes, scenario, workload.models[0], longer), scenario.seed)
     keep = Keep(out, record_mb, scenario.seed, about.command, about.workload) if out else None
-    found = simulate(recipes, scenario.fleet, workload, bar=not as_json, plan_seconds=scenario.plan_seconds, keep=keep)
+    found = simulate(
+        recipes, scenario.fleet, workload, bar=not as_json, plan_seconds=planning_time(scenario), keep=keep
+    )
     seconds = time.perf_counter() - began
     result = report.build(
         found.records, bench="simulate", host="sim", seconds=seconds, about=about, notes=_speeds(found)
