@@ -34,7 +34,7 @@ def binaries() -> Path:
         folders.append(Path(found).resolve().parent)
     if not folders:
         raise ConfigError(
-            "There is no PostgreSQL on this machine.", "`make postgres` installs Debian's; or install another."
+            "There is no PostgreSQL on this machine.", "`make servers` installs Debian's; or install another."
         )
     return folders[-1]
 

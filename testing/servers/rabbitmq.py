@@ -43,7 +43,7 @@ def script() -> Path:
     if not found and (path := shutil.which("rabbitmq-server")):
         found = [Path(path)]
     if not found:
-        raise ConfigError("There is no RabbitMQ on this machine.", "Install one: `make rabbitmq` installs Debian's.")
+        raise ConfigError("There is no RabbitMQ on this machine.", "Install one: `make servers` installs Debian's.")
     return found[-1]
 
 
