@@ -26,7 +26,7 @@ from headway.config import Wire
 from headway.errors import EngineError
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
-from headway.whatif.output.results import say as tell
+from headway.whatif.output.results import say as note
 from testing.fake_engine import NAME
 from testing.servers.parts import Cluster, Shape, clusters
 
@@ -68,7 +68,7 @@ WHOLE = Sizes(15.0, ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3)), 100_000)
 def main(ask: Ask, backlog: int | None) -> Result:
     """Measure; backlog: its requests instead of the usual ones."""
     sizes = QUICK if ask.quick else WHOLE
-    return result(measure(replace(sizes, backlog=backlog or sizes.backlog), tell))
+    return result(measure(replace(sizes, backlog=backlog or sizes.backlog), note))
 
 
 def result(rows: Sequence[Row]) -> Result:
@@ -144,7 +144,7 @@ def _cpu(processes: Sequence[Any]) -> float:
 async def _send(ports: Sequence[int], goes_on: Callable[[int, float], bool]) -> list[float]:
     """Send from all connections as long as it goes on; return the seconds that each request took.
 
-    goes_on: told how many have been sent, and for how long.
+    goes_on: called with how many have been sent, and for how long.
     """
     times, began, sent = list[float](), time.perf_counter(), 0
     body: Body = say(background=True, vllm_xargs={"fake_hold": "never"})

@@ -2,7 +2,7 @@
 
 Runs are made in a closed loop: the requests of a unit are sent when the units before it have ended, and a
 unit outside the LLM waits for its seconds. Each application is a tenant with a key of its own, so that `vtc`
-shares between them. Gateways are told of units outside the LLM and of the end of runs; stock vLLM has no
+shares between them. Gateways learn of units outside the LLM and of the end of runs; stock vLLM has no
 such reports. Every round sends the same runs to every system.
 """
 

@@ -85,7 +85,7 @@ def _line(number: int, call: Call, model: str) -> bytes:
 class Outcome:
     """What was measured.
 
-    records: of the interactive requests, by setting. batch: as its endpoint tells it at the end.
+    records: of the interactive requests, by setting. batch: as its endpoint describes it at the end.
     answered, refused: `custom_id`s in its two files. killed_at: lines that had ended when the gateway was
     killed.
     """

@@ -141,8 +141,8 @@ def main(ask: Ask, trial: Trial) -> Result:
     plain = beside.rows_of({key: figures(records) for key, records in outcome.found.items()})
     rows = [replace(row, setting=f"{row.setting}, {trial.seconds:g} s") for row in plain]
     runs: Results = {f"{name}, {kind}": (records, {}) for (name, kind), records in outcome.found.items()}
-    notes, told = report.warnings(runs), _describe(trial, outcome)
-    return Result(rows, told, lambda: {"beside": beside.plot(plain)}, notes=notes)
+    notes, workload = report.warnings(runs), _describe(trial, outcome)
+    return Result(rows, workload, lambda: {"beside": beside.plot(plain)}, notes=notes)
 
 
 def _describe(trial: Trial, outcome: Outcome) -> str:

@@ -121,19 +121,19 @@ def rows_of(trial: Trial, outcome: Outcome) -> tuple[list[Row], dict[str, Calibr
     rows: list[Row] = []
     for load in trial.loads:
         guess = predicted(requests, kinds, trial.recipe, load / trial.loads[0])
-        told = metrics.split(guess)
+        guessed = metrics.split(guess)
         for tier, real in metrics.split(outcome.served[load]).items():
-            rows += _compared(trial.recipe, f"{tier}, {load:g}x", real, told.get(tier, []))
+            rows += _compared(trial.recipe, f"{tier}, {load:g}x", real, guessed.get(tier, []))
     return rows, known
 
 
 def _compared(system: str, setting: str, real: Sequence[Record], guess: Sequence[Record]) -> list[Row]:
     rows: list[Row] = []
-    truth, told = metrics.attainment(real), metrics.attainment(guess)
-    if truth is not None and told is not None:
+    truth, guessed = metrics.attainment(real), metrics.attainment(guess)
+    if truth is not None and guessed is not None:
         rows.append(Row("attainment.real", system, setting, truth, "%"))
-        rows.append(Row("attainment.predicted", system, setting, told, "%"))
-        rows.append(Row("attainment.error_points", system, setting, told - truth, "points"))
+        rows.append(Row("attainment.predicted", system, setting, guessed, "%"))
+        rows.append(Row("attainment.error_points", system, setting, guessed - truth, "points"))
     for metric in ("ttft", "e2el"):
         for name, found in (("real", real), ("predicted", guess)):
             values = metrics.values(found, metric)

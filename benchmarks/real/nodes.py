@@ -276,15 +276,15 @@ async def _collect(urls: Sequence[str], seen: Seen) -> None:
 
 
 async def _look(http: aiohttp.ClientSession, url: str, id: str, history: History) -> bool:
-    """Look at a background request; tell whether it has ended."""
+    """Look at a background request; return whether it has ended."""
     try:
         async with http.get(f"{url}/v1/responses/{id}") as answer:
-            status, told = answer.status, await answer.json(content_type=None)
+            status, body = answer.status, await answer.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
         return False
     if status == 404:
         history.saw(id, "unknown", "")
     elif status == 200:
-        history.saw(id, told["status"], json.dumps([told.get("response"), told["error"]]))
-        return bool(told["status"] != "queued")
+        history.saw(id, body["status"], json.dumps([body.get("response"), body["error"]]))
+        return bool(body["status"] != "queued")
     return False

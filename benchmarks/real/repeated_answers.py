@@ -2,7 +2,7 @@
 
 A model that samples gives answers of different lengths to one prompt. `alpaca_output_samples` has four of
 Vicuna-7B's to each of 20,000 Alpaca prompts, at temperatures 0, 0.3, 0.5 and 0.7. From the first three the
-last one's length is forecast: no prompt tells as much about it. What this wastes, no predictor that reads
+last one's length is forecast: no prompt says as much about it. What this wastes, no predictor that reads
 only the prompt can be expected to save.
 """
 

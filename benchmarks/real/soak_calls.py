@@ -84,7 +84,7 @@ def undocumented(response: Any, case: Any) -> str | None:
 
 
 def measure(folder: Path, total: int, seed: int, tick: Callable[[int], None]) -> list[Row]:
-    """Make up so many calls, a third of them for each kind of client; tick: told of calls."""
+    """Make up so many calls, a third of them for each kind of client; tick: called with calls."""
     if find_spec("schemathesis") is None:
         problem = "Calls are made up by schemathesis, which is not installed."
         raise ConfigError(problem, "pip install schemathesis, or leave calls out (--only).")

@@ -103,10 +103,10 @@ class Clients:
         if status in _REFUSED:
             self.refused += 1
             return
-        tokens, told = body.count(_MARK), status not in (0, 200) or b'"error":' in body
-        if told or tokens >= _TOKENS:
+        tokens, failed = body.count(_MARK), status not in (0, 200) or b'"error":' in body
+        if failed or tokens >= _TOKENS:
             self.history.whole += 1
-            self.history.told += told
+            self.history.told += failed
             self.history.doubled += tokens > _TOKENS or body.count(b"[DONE]") > 1
         elif life == endpoint.lives:
             self.history.silent += 1

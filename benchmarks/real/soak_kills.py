@@ -49,7 +49,7 @@ class Killed:
 
 
 def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) -> Killed:
-    """Kill gateways on one queue, then let the last one end what is owed; tick: told of kills."""
+    """Kill gateways on one queue, then let the last one end what is owed; tick: called with kills."""
     rng, faults = np.random.default_rng([seed, 12]), Counter[str]()
     engine_port, port, journal = free_port(), free_port(), folder / "journal"
     jump(folder, 0.0)

@@ -24,7 +24,7 @@ _SETTLED_S = 2.0  # without requests, before memory is looked at
 def measure(folder: Path, total: int, seed: int, tick: Callable[[int], None]) -> list[Row]:
     """Send short chats as fast as they are answered; compare memory after the first tenth and at the end.
 
-    tick: told of answers as they come.
+    tick: called with answers as they come.
     """
     first, rng = total // 10, np.random.default_rng([seed, 11])
     with servers(folder) as (_, gateway), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

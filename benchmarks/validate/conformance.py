@@ -241,7 +241,7 @@ class Both:
             self._add(f"r{i}", task)
 
     def _add(self, id: str, task: Task, **text: Any) -> None:
-        """Give both a request; text: what vLLM is told of its tokens."""
+        """Give both a request; text: what vLLM gets of its tokens."""
         self.real.add(
             id, task.prompt, task.output, priority=task.priority, metadata=_metadata(id, task), arrival=task.at, **text
         )

@@ -210,9 +210,9 @@ def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
         task = progress.add_task("conformance, steps", total=total)
         rng = np.random.default_rng([setup.seed, 5])
 
-        def told(steps: int) -> None:
+        def advance(steps: int) -> None:
             progress.advance(task, steps)
 
-        found = conformance.run(rng, workloads=workloads, steps=steps, progress=told)
-        found |= features.run(rng, steps=mixed, progress=told)
-        return found | prefixes.run(np.random.default_rng([setup.seed, 6]), pairs, steps=steps, progress=told)
+        found = conformance.run(rng, workloads=workloads, steps=steps, progress=advance)
+        found |= features.run(rng, steps=mixed, progress=advance)
+        return found | prefixes.run(np.random.default_rng([setup.seed, 6]), pairs, steps=steps, progress=advance)

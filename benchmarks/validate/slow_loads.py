@@ -20,7 +20,7 @@ class SlowLoads(KVConnectorBase_V1):
 
     It has no worker, whose methods raise.
 
-    unsure: ids about which it cannot tell yet.
+    unsure: ids about which it does not know yet.
     lost: ids whose load has failed.
     """
 

@@ -1,4 +1,4 @@
-"""Events: everything that happened, as the core is told and as reports read it."""
+"""Events: everything that happened, as the core receives it and as reports read it."""
 
 from __future__ import annotations
 

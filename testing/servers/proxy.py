@@ -10,7 +10,7 @@ from yarl import URL
 
 
 class Proxy:
-    """Passes bytes on between clients and a server until it is told otherwise."""
+    """Passes bytes on between clients and a server until it is set to do otherwise."""
 
     def __init__(self, target: URL) -> None:
         self._target = target

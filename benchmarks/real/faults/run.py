@@ -82,7 +82,7 @@ def measure(
 ) -> Outcome:
     """Break parts under load, then let all that is owed end.
 
-    tick: told of each fault before it. journal: each fault is written there as it ends, so that a run that is
+    tick: called before each fault. journal: each fault is written there as it ends, so that a run that is
     cut off leaves what it has seen.
     """
     rng = np.random.default_rng([seed, 17])

@@ -190,15 +190,15 @@ def _limits(engine: Engine, connection: EngineConnection) -> Iterator[Finding]:
     """Compare the limits that an attached engine reports with its configuration."""
     what = f"limits of {connection.id}"
     try:
-        told = asyncio.run(_told(connection))
+        limits = asyncio.run(_reported_limits(connection))
     except EngineError as error:
         yield Finding(what, "bad", error.message, error.hint)
         return
-    for problem, fix in limit_warnings(engine, told):
+    for problem, fix in limit_warnings(engine, limits):
         yield Finding(what, "doubt", f"it {problem}", fix)
 
 
-async def _told(connection: EngineConnection) -> dict[str, int]:
+async def _reported_limits(connection: EngineConnection) -> dict[str, int]:
     connection.connect()
     try:
         return await read_limits(connection, await read_state(connection, _ANSWER_S), _ANSWER_S)

@@ -1,4 +1,4 @@
-"""What a wrong configuration file is told: what is wrong and how to mend it, without quoting a secret."""
+"""Errors of a configuration file: what is wrong and how to mend it, without quoting a secret."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _BAR = 12
 _NO_LOG = (
     "unseen: this journal does not say what the engine did. It has that of engines with Headway's scheduler "
     "that headway serve runs, not of an agent's or of one that died, nor of requests that were cancelled. "
-    "That engine's own /metrics and log tell how busy it was, nothing of one request."
+    "That engine's own /metrics and log show how busy it was, nothing of one request."
 )
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
@@ -215,7 +215,7 @@ def _to(spans: Sequence[Span]) -> str:
 
 
 def _full(run: Run, spans: Sequence[Span]) -> str:
-    """Return the KV in use meanwhile, which tells a shortage of memory from one of batch slots."""
+    """Return the KV in use meanwhile, which distinguishes a shortage of memory from one of batch slots."""
     lines = run.recording.iterations
     used = total = 0.0
     for span in spans:

@@ -65,10 +65,10 @@ class Container:
         self._backend, self._settings = backend, settings
         self._name = f"headway-sandbox-{secrets.token_hex(8)}"
 
-    def argv(self, told: str, env: Mapping[str, str], passed: Iterable[str]) -> list[str]:
+    def argv(self, argument: str, env: Mapping[str, str], passed: Iterable[str]) -> list[str]:
         """Return the command that runs the sandbox's own side in it.
 
-        told: that side's argument. env: variables that it gets. passed: those that it gets from the command.
+        argument: of that side. env: variables that it gets. passed: those that it gets from the command.
         """
         settings, memory = self._settings, f"{self._settings.memory_mib}m"
         bounds = [
@@ -101,7 +101,7 @@ class Container:
             "-I",
             "-c",
             source,
-            told,
+            argument,
         ]
 
     async def remove(self) -> None:

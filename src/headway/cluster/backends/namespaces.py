@@ -27,9 +27,9 @@ _SYSTEM = (
 )
 
 
-def argv(told: str, disk_mib: int, memory_mib: int) -> list[str]:
-    """Return the command that runs the sandbox's own side in namespaces. told: that side's argument."""
-    command = [sys.executable, "-I", "-c", Path(sandbox_main.__file__).read_text(), told]
+def argv(argument: str, disk_mib: int, memory_mib: int) -> list[str]:
+    """Return the command that runs the sandbox's own side in namespaces. argument: of that side."""
+    command = [sys.executable, "-I", "-c", Path(sandbox_main.__file__).read_text(), argument]
     shown = chain.from_iterable(_visible().items())
     limits = [str(disk_mib), str(memory_mib)]
     return [sys.executable, "-I", "-S", namespaces_main.__file__, *limits, *shown, "--", *command]

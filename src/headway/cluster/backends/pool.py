@@ -171,7 +171,7 @@ class WorkerPool(Generic[W]):
         return spare
 
     async def _take(self, tenant: str) -> tuple[_Spare[W], bool]:
-        """Take a spare worker in turn, or start one; tell whether it was started for this."""
+        """Take a spare worker in turn, or start one; return it, and whether it was started for this."""
         ticket = self._places.add(tenant, possible=self._possible)
         try:
             self._turn = self._next()

@@ -132,12 +132,12 @@ class Sandboxes(Backend):
         """Return the argument of the sandbox's own side."""
         settings = self._settings
         limits = {"AS": settings.memory_mib * _MIB, "FSIZE": settings.disk_mib * _MIB, "CORE": 0, "NOFILE": _FILES}
-        told: dict[str, Any] = {"limits": limits, "imports": settings.imports}
+        task: dict[str, Any] = {"limits": limits, "imports": settings.imports}
         if settings.isolation == "namespaces":
             limits["NPROC"] = PROCESSES
         if settings.isolation == "docker":  # it does not end with the gateway
-            told["seconds"] = settings.timeout_s + _LEFT_S
-        return json.dumps(told)
+            task["seconds"] = settings.timeout_s + _LEFT_S
+        return json.dumps(task)
 
     async def _execute(self, worker: Worker, code: str) -> dict[str, Any]:
         """Execute code to its end, or to the end of its time; it is killed then."""

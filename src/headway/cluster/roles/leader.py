@@ -78,7 +78,7 @@ class _Gateway:
 class _Agent:
     """An agent. heard: instant of its last message. engines: ids of those that have reported.
 
-    refused: ids of those that get no work, of which the log has told.
+    refused: ids of those that get no work, as the log has said.
     """
 
     heard: float
@@ -105,7 +105,7 @@ class Leader:
         self._doubted: set[str] = set()  # instances that a gateway could not reach
         self._settling: dict[str, InstanceUp | Swapped] | None = {}  # what came before `settle` has ended
         self._numbers: dict[str, int] = {}  # of the last message, by sender
-        self._latest = ""  # the gateway that told something last
+        self._latest = ""  # the gateway that reported last
         self._outbox: defaultdict[str, list[Command]] = defaultdict(list)
 
     def loops(self) -> list[Loop]:
@@ -257,7 +257,7 @@ class Leader:
     # ---- engines
 
     def _receive_engine(self, name: str, state: EngineState) -> None:
-        """Take note of an engine: its agent tells its events as they come, so it is new, or was doubted."""
+        """Take note of an engine: its agent reports its events as they come, so it is new, or was doubted."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         new = state.id not in agent.engines
         if new and (why := self._refusal(name, state.id)) is not None:
@@ -285,7 +285,7 @@ class Leader:
         """Take note of a swap that the controller before has ordered, so that it is not ordered again."""
         instance, controller, now = state.instance, self.control.controller, clock.now()
         if instance is None or not instance.can_load(model):
-            agent.engines.discard(state.id)  # its agent tells when it serves again
+            agent.engines.discard(state.id)  # its agent reports when it serves again
             return
         controller.note(InstanceUp(instance), now)
         controller.apply(Plan(swap={instance.id: model}), now)

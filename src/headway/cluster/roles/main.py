@@ -38,7 +38,7 @@ log = logging.getLogger("headway.gateway")
 
 
 def address_of(config: Config) -> Address:
-    """Return where RabbitMQ is. ConfigError when neither configuration nor environment tells."""
+    """Return where RabbitMQ is. ConfigError when neither the configuration nor the environment says."""
     url = os.environ.get(VARIABLE) if config.wire.url is None else reveal(config.wire.url, "wire.url")
     if not url:
         raise ConfigError(
@@ -98,7 +98,7 @@ def agent(
     async def work() -> None:
         metrics = Metrics()
         async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}") as link:
-            one = Agent(link, lambda tell: engines_of(config, log_dir, tell, metrics, only))
+            one = Agent(link, lambda report: engines_of(config, log_dir, report, metrics, only))
 
             async def listen() -> None:
                 async for message in link.messages():

@@ -30,8 +30,8 @@ def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
 
     async def ready(request: Request) -> Response:
         good, more = state()
-        told = more if access.tells_status(request) else {}
-        return JSONResponse({"ready": good, **told}, 200 if good else 503)
+        details = more if access.tells_status(request) else {}
+        return JSONResponse({"ready": good, **details}, 200 if good else 503)
 
     async def page(request: Request) -> Response:
         access.check_status(request)

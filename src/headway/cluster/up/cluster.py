@@ -17,7 +17,7 @@ from headway.cluster.up.supervisor import State, Supervisor
 from headway.config import Config
 from headway.errors import ConfigError, EngineError
 
-Told = Callable[[str, State | None], None]
+OnChange = Callable[[str, State | None], None]
 _LOOK_S = 0.3
 _ASK_S = 10.0  # for an actor's answer; one without a node does not answer
 _SPARE_S = 120.0  # for a part to be ready, beyond the engines' own time
@@ -30,30 +30,30 @@ class Actors:
         self._ray, self._config, self._text = ray, config, template(config)
         self._env = _variables(self._text)
 
-    def up(self, told: Told) -> dict[str, State]:
+    def up(self, on_change: OnChange) -> dict[str, State]:
         """Start what does not run, or not as configured; return how all parts are once they are ready.
 
         Agents and controllers begin together. Gateways follow one by one, so that others answer meanwhile.
-        told: of each change. EngineError when a part is not ready in time.
+        on_change: called with each change. EngineError when a part is not ready in time.
         """
         parts = parts_of(self._config)
-        self.down(told, keep={part.name for part in parts})
+        self.down(on_change, keep={part.name for part in parts})
         gateways = [part for part in parts if part.name.startswith("gateway")]
         others = [part for part in parts if part not in gateways]
         for part in others:
             self._ensure(part)
-        found = self._ready(others, told)
+        found = self._ready(others, on_change)
         for part in gateways:
             self._ensure(part)
-            found |= self._ready([part], told)
+            found |= self._ready([part], on_change)
         return found
 
-    def down(self, told: Told, keep: Sequence[str] | set[str] = ()) -> None:
+    def down(self, on_change: OnChange, keep: Sequence[str] | set[str] = ()) -> None:
         """Stop parts, gateways first, but for those to keep."""
         names = [name for name in self._names() if name not in keep]
         for name in sorted(names, key=lambda name: not name.startswith("gateway")):
             self._stop(name)
-            told(name, None)
+            on_change(name, None)
 
     # ---- one part
 
@@ -87,14 +87,14 @@ class Actors:
             return None
         return state
 
-    def _ready(self, parts: Sequence[Part], told: Told) -> dict[str, State]:
+    def _ready(self, parts: Sequence[Part], on_change: OnChange) -> dict[str, State]:
         """Wait until parts are ready, and return how they are."""
         found, limit = dict[str, State](), _SPARE_S + max(one.start_timeout_s for one in self._config.engines)
         deadline = time.monotonic() + limit
         while missing := [part for part in parts if part.name not in found]:
             for part in missing:
                 state = self.state(part.name)
-                told(part.name, state)
+                on_change(part.name, state)
                 if state is not None and state.ready:
                     found[part.name] = state
                 elif time.monotonic() > deadline:

@@ -17,12 +17,12 @@ def up(config: Config) -> None:
     states: dict[str, State | None] = dict.fromkeys(part.name for part in parts_of(config))
     with connected(config) as actors, Live(_table(states), console=Console()) as live:
 
-        def told(name: str, state: State | None) -> None:
+        def show(name: str, state: State | None) -> None:
             if name in states:
                 states[name] = state
             live.update(_table(states))
 
-        states |= actors.up(told)
+        states |= actors.up(show)
         live.update(_table(states))
 
 

@@ -37,7 +37,7 @@ from headway.cluster.wire.term import Term
 
 _PREFETCH = 1000  # messages that a controller has not taken note of yet
 _BATCH = 500  # items in one message
-_MOST = 200_000  # items that wait to be sent; beyond them the connection is given up, and all is told again
+_MOST = 200_000  # items that wait to be sent; beyond them the connection is given up, and everything is sent again
 _HOLD_ON_S = 300.0  # well below RabbitMQ's `consumer_timeout`
 _DRIFT_S = 0.001  # by which the estimate of how far clocks are apart may grow with each message
 log = logging.getLogger("headway.cluster.wire")
@@ -89,7 +89,7 @@ class RabbitLink:
         self._outbox.extend((to, item) for item in items)
         self._filled.set()
         if len(self._outbox) > _MOST:
-            log.error("RabbitMQ takes messages too slowly; what waits is given up and told again")
+            log.error("RabbitMQ takes messages too slowly; what waits is given up and sent again")
             self._outbox.clear()
             self._current.fail("too much waited to be sent")
 
@@ -154,7 +154,7 @@ class RabbitLink:
             ended = await asyncio.gather(*work, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception) and not isinstance(error, Lost):
-                log.error("control over RabbitMQ has failed", exc_info=error)  # a bug; all is told again
+                log.error("control over RabbitMQ has failed", exc_info=error)  # a bug; everything is sent again
         return connection.lost.result() if connection.lost.done() else "it was given up"
 
     async def _publish(self, connection: Connection) -> None:

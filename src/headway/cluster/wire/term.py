@@ -48,7 +48,7 @@ class Term:
             pass
 
     async def _advance(self) -> bool:
-        """Take the next message; tell whether it is the claim that this controller has made last.
+        """Take the next message; return whether it is the claim that this controller has made last.
 
         Claims are higher than all that was seen before; whatever else there is in the queue is taken first.
         """

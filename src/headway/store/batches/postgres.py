@@ -118,7 +118,7 @@ class PostgresStore(PostgresFiles):
         super().__init__(address)
 
     def problem(self) -> str | None:
-        """Return None: each call tells when the server is out."""
+        """Return None: each call raises an error while the server is out."""
         return None
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.types import Floats
 
-APPLICATION = 0x48444A4C  # "HDJL": tells a journal's files from other programs' SQLite files
+APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
 VERSION = 3  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")

@@ -189,7 +189,7 @@ class Session(ABC):
         async for group in lane.groups():
             try:
                 outcomes = await self._outcomes(lane, group)
-            except Exception as error:  # whatever it is, the callers are told and the lane goes on
+            except Exception as error:  # whatever it is, the callers get it and the lane goes on
                 log.exception("calls have failed")
                 outcomes = [self.down(type(error).__name__)] * len(group)
             deliver(zip([call.future for call in group], outcomes, strict=True))

@@ -81,7 +81,7 @@ class Broker(Protocol):
 
         True when the lease was in force all the time since the last call. False when it has begun with this
         call: it is the first one, or another gateway's `take` found the lease at its end and may have taken
-        jobs. `gone` tells which; all others are held again.
+        jobs. `gone` has which; all others are held again.
         """
 
     async def put(self, job: Job) -> None:

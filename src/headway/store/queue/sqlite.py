@@ -306,7 +306,7 @@ class SqliteBroker:
             self._check_file()
             outcomes = self._apply_all(group)
             self._db.execute("COMMIT")
-        except Exception as error:  # whatever it is, the callers are told and the thread goes on
+        except Exception as error:  # whatever it is, the callers get it and the thread goes on
             self._note(error)
             with suppress(sqlite3.Error):
                 self._db.rollback()

@@ -20,7 +20,7 @@ from headway.store.sqlite.connection import connect, make
 from headway.store.sqlite.health import Altered, checksum, limit_log
 from headway.store.sqlite.rescue import check_sound
 
-APPLICATION = 0x48445759  # "HDWY": tells our files from other programs' SQLite files
+APPLICATION = 0x48445759  # "HDWY": marks our files among other programs' SQLite files
 VERSION = 3  # of the schema below, in PRAGMA user_version
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"

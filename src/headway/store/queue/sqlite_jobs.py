@@ -68,7 +68,7 @@ def recover_jobs(path: str) -> Recovered | None:
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
-    """Copy jobs; the end of a job counts, whichever file tells of it."""
+    """Copy jobs; the end of a job counts, whichever file has it."""
     columns = COLUMNS
     with suppress(sqlite3.DatabaseError):
         source.execute(f"SELECT {SUMS} FROM jobs LIMIT 0")  # an older file has none

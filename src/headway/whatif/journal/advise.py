@@ -224,8 +224,8 @@ def _difference(id: str, setting: str, truth: float, guess: float, promised: int
     if id == "attained" and differs(truth, guess, promised):
         yield f"{setting} kept {truth:.1f} % of its promises, in the simulation {guess:.1f} %"
     if id == "e2el.p50" and slower(truth, guess):
-        took, told = truth / 1000, guess / 1000
-        yield f"the median answer of {setting} took {took:.2f} s, in the simulation {told:.2f} s"
+        took, simulated = truth / 1000, guess / 1000
+        yield f"the median answer of {setting} took {took:.2f} s, in the simulation {simulated:.2f} s"
 
 
 def _median(found: Sequence[Record], metric: str) -> float | None:

@@ -75,7 +75,7 @@ def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
 
 
 def _told(engine: EngineRow) -> tuple[int, int, int]:
-    """Return blocks, block size and token budget of an engine; ConfigError if it did not tell them."""
+    """Return blocks, block size and token budget of an engine; ConfigError if it has not reported them."""
     if not (engine.blocks and engine.block_size and engine.token_budget):
         raise ConfigError(
             f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.", _DESCRIBE

@@ -1,6 +1,6 @@
 """A journal as a recorded run, so that real requests are explained by the same code as simulated ones.
 
-What the journal does not have is left out rather than guessed: time in an engine that told nothing of the
+What the journal does not have is left out rather than guessed: time in an engine that reported nothing of the
 request (an agent's, one without Headway's scheduler, one that died) is `unseen`. Tokens that others computed
 meanwhile are in proportion to time.
 """
@@ -38,7 +38,7 @@ class Past:
 
     @classmethod
     def of(cls, journal: Journal, command: str) -> Past:
-        """Return the run that a journal tells of. ConfigError when it has no requests."""
+        """Return the run that a journal has. ConfigError when it has no requests."""
         rows = journal.requests
         if not rows:
             raise journal.nothing()
@@ -87,9 +87,9 @@ class Past:
         sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
         turns = []
         for at, until in pairwise([*sends, math.inf]):
-            told = [stay for stay in stays if stay.ended >= at and stay.entered < until]
-            name = told[0].instance if told else row.instance if until == math.inf else None
-            turns.append((at, TRANSIT if told else UNSEEN, self._number(name)))
+            known = [stay for stay in stays if stay.ended >= at and stay.entered < until]
+            name = known[0].instance if known else row.instance if until == math.inf else None
+            turns.append((at, TRANSIT if known else UNSEEN, self._number(name)))
         last = max((stay.ended for stay in stays), default=0.0)
         for stay in stays:
             turns += self._inside(stay)

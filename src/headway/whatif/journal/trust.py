@@ -77,8 +77,8 @@ def _requests(journal: Journal) -> Iterator[str]:
         yield f"{cut:,} of {len(rows):,} requests have no complete answer, so its length is guessed"
     untold = sum(row.outcome == "finished" and row.id not in known for row in rows)
     if untold > _SHARE * len(rows):
-        told = f"{untold:,} of {len(rows):,} requests were computed by engines that tell nothing of them"
-        yield f"{told}: the journal is in parts, or an engine was restarted"
+        share = f"{untold:,} of {len(rows):,} requests were computed by engines that report nothing of them"
+        yield f"{share}: the journal is in parts, or an engine was restarted"
     if journal.damaged:
         yield f"{len(journal.damaged)} of its files cannot be read"
 

@@ -271,7 +271,7 @@ class _Stage:
         """Play one load pattern. EngineError when the engine refuses a request or fails."""
         try:
             await self._play(scene)
-        except ExceptionGroup as group:  # the first error tells what is wrong
+        except ExceptionGroup as group:  # the first error says what is wrong
             raise group.exceptions[0] from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineError(f"The engine went away: {error!r}.", "See its log.") from error

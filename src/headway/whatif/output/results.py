@@ -152,8 +152,8 @@ class _Table(Table):
         for name, *cells in (line for group in self._grid.groups for line in group):
             yield Text.assemble((lead, "dim"), (str(name), "bold"))
             pairs = zip(header[1:], cells, strict=True)
-            told = [Text.assemble((f"{head} ", "dim"), cell) for head, cell in pairs if str(cell).strip()]
-            yield Padding(Columns(told, padding=(0, 3)), (0, 0, 0, 2))
+            columns = [Text.assemble((f"{head} ", "dim"), cell) for head, cell in pairs if str(cell).strip()]
+            yield Padding(Columns(columns, padding=(0, 3)), (0, 0, 0, 2))
         if self.caption:
             yield Text.from_markup(str(self.caption), style="table.caption")
 
