@@ -47,7 +47,7 @@ class RequestMetadata:
     urgency: float = 0.0
 
 
-def foreign(xargs: Mapping[str, Any]) -> dict[str, Any]:
+def client_xargs(xargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a client's `vllm_xargs` without entries of Headway's names, which only the gateway writes."""
     return {name: value for name, value in xargs.items() if not name.lower().startswith(_PREFIX)}
 

@@ -16,7 +16,7 @@ from headway.gateway.apis.chat_stream import ChatStream
 from headway.gateway.errors import error_response
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import HEADERS, Kind, ParsedRequest
-from headway.gateway.requests.streaming import LateResponse, ResponseStream
+from headway.gateway.requests.streaming import DeferredResponse, ResponseStream
 
 log = logging.getLogger("headway.gateway")
 
@@ -43,16 +43,16 @@ class Api:
         """Return what writes the answer, None = the engine's is passed on."""
         return None
 
-    def queued(self, parsed: ParsedRequest, told: Mapping[str, Any]) -> Response:
-        """Return the answer to a background request; told: in the shape of the Responses API."""
-        return JSONResponse(told, 202)
+    def queued(self, parsed: ParsedRequest, body: Mapping[str, Any]) -> Response:
+        """Return the answer to a background request; body: in the shape of the Responses API."""
+        return JSONResponse(body, 202)
 
     def error(self, error: HeadwayError) -> JSONResponse:
         """Return an error in this API's shape."""
         return error_response(error)
 
 
-class TranslatedResponse(LateResponse):
+class TranslatedResponse(DeferredResponse):
     """An ASGI response that translates what a chat's response sends.
 
     An answer or an error is held until it is whole, a stream goes on as it comes.
@@ -68,7 +68,7 @@ class TranslatedResponse(LateResponse):
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected."""
 
-        async def sending(message: Message) -> None:
+        async def send_translated(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await self._begin(message, send)
             elif self._streams:
@@ -78,7 +78,7 @@ class TranslatedResponse(LateResponse):
                 if not message.get("more_body"):
                     await self._end(send)
 
-        await self._inner.serve(scope, receive, sending)
+        await self._inner.serve(scope, receive, send_translated)
 
     async def _begin(self, start: Message, send: Send) -> None:
         headers = [*start["headers"], *self._writer.headers]

@@ -106,7 +106,7 @@ def read(path: Path) -> tuple[str, Graph]:
 
 
 @asynccontextmanager
-async def kept_graphs(knowledge: Knowledge | None, folder: Path | None) -> AsyncIterator[None]:
+async def keep_graphs(knowledge: Knowledge | None, folder: Path | None) -> AsyncIterator[None]:
     """Load the graphs of a directory, and keep it up to date until the block ends.
 
     knowledge: the planner's, None = it has none. folder: None = graphs are not kept.

@@ -187,7 +187,7 @@ class RequestPath:
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
         server.max_attempts; then EngineKilled. One that begins to load another model costs none. HeadwayError
-        when it is refused before its first token, EngineError when its engine answers too late or nonsense.
+        when it is refused before its first token, EngineError when its engine answers too late or with nonsense.
         """
         while True:
             engine = await in_flight.engine_future
@@ -275,7 +275,7 @@ class RequestPath:
         return upstream.parts(metadata), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
-        job = await self._patiently(lambda: self.broker.get(id))
+        job = await self._retry_broker(lambda: self.broker.get(id))
         if job is None or not job.body:
             raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
         return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
@@ -285,9 +285,9 @@ class RequestPath:
         in_flight.attempts += 1
         if not in_flight.background:
             return in_flight.attempts
-        return await self._patiently(lambda: self.broker.attempt(in_flight.id))
+        return await self._retry_broker(lambda: self.broker.attempt(in_flight.id))
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_broker(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the broker's answer, asking again while it is out, as that loses none of its jobs.
 
         Until cancelled, as it is when another gateway has taken the request over meanwhile.

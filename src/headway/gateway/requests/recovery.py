@@ -20,7 +20,7 @@ from headway.gateway.requests.closing import Closings
 from headway.store.queue.port import Broker, Job
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
-_ASKED = 20_000  # ids of one question: the answer to more would hold up the lease's next renewal
+_IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
 _SWEEP = 600.0  # seconds between deletions of old jobs
 log = logging.getLogger("headway.gateway")
 
@@ -65,8 +65,8 @@ class Recovery:
         One call asks about the oldest; those of a backlog that are left are asked about by the next calls.
         """
         self._unasked = self._unasked or self._background.ids()
-        gone = await self._broker.gone(self._unasked[:_ASKED])
-        del self._unasked[:_ASKED]
+        gone = await self._broker.gone(self._unasked[:_IDS_PER_CALL])
+        del self._unasked[:_IDS_PER_CALL]
         for id, ended in gone.items():
             if id in self._closings or id not in self._background:
                 continue  # it has ended here

@@ -59,7 +59,7 @@ class Usage(Observer):
                 continue
             window = used[what]
             if window.sum(now) >= most:
-                raise _refused(what, setting, most, window.until(most, now))
+                raise _refusal(what, setting, most, window.until(most, now))
 
 
 class _Window:
@@ -102,7 +102,7 @@ class _Window:
             self._sum -= self._slots.popleft()[1]
 
 
-def _refused(what: str, setting: str, most: int, seconds: float) -> RequestError:
+def _refusal(what: str, setting: str, most: int, seconds: float) -> RequestError:
     wait = f"{max(math.ceil(seconds), 1)}"
     return RequestError(
         f"This tenant has used its {most:,} {what} of this minute (keys.{setting}).",

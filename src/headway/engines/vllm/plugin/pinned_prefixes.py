@@ -38,7 +38,7 @@ class PinnedPrefixes:
 
     @property
     def possible(self) -> bool:
-        """Tell whether this scheduler has prefixes that can be pinned."""
+        """Return whether this scheduler has prefixes that can be pinned."""
         manager = self._scheduler.kv_cache_manager
         return bool(manager.enable_caching) and manager.num_kv_cache_groups == 1
 

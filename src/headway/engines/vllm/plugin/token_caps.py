@@ -63,7 +63,7 @@ class TokenCapsMixin:
         return stock._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _cuts_input(self, request: Any, computed: int, tokens: int) -> bool:
-        """Tell whether a chunk ends within an input that must not be cut; stock 0.32 sees it only partly."""
+        """Return whether a chunk ends within an input that must not be cut; stock 0.32 sees it only partly."""
         if not self.scheduler_config.disable_chunked_mm_input:
             return False
         places = (feature.mm_position for feature in request.mm_features)

@@ -29,7 +29,7 @@ _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of
 _LONGEST_NUMBER = 1000  # bytes
 _LONGEST_ERROR = 2000  # bytes that a client gets as they are
 # What an engine's error says -> the error that clients get instead: vLLM names its own options, no mend.
-OWN_WORDS = {
+REPLACED_ERRORS = {
     b"is not a multimodal model": RequestError(
         "This model reads only text.",
         "Leave out images, audio and video, or name a model that takes them.",
@@ -135,7 +135,7 @@ def event_data(event: bytes) -> bytes:
 
 
 def begins_answer(event: bytes) -> bool:
-    """Tell whether an event of a stream has content, an end, an error or a fault; a role or usage alone is none."""
+    """Return whether an event of a stream has content, an end, an error or a fault; a role or usage alone is none."""
     try:
         data = event_data(event)
         if not data.strip():
@@ -152,21 +152,21 @@ def _has_content(choice: _Choice) -> bool:
     return any(name != "role" and bytes(part) not in _NOTHING for name, part in parts)
 
 
-def told_error(data: bytes) -> bytes:
-    """Return a client's error for an engine's error, as `read_answer` has read it.
+def client_error(data: bytes) -> bytes:
+    """Return the error that a client gets for an engine's, which `read_answer` has read.
 
-    Of long texts the beginnings are left.
+    Long texts are cut.
     """
-    for said, error in OWN_WORDS.items():
-        if said in data:
+    for phrase, error in REPLACED_ERRORS.items():
+        if phrase in data:
             return json.dumps(error.body()).encode()
     if len(data) <= _LONGEST_ERROR:
         return data
-    told = json.loads(data)
-    told["error"] = {
-        name: shortened(value) if isinstance(value, str) else value for name, value in told["error"].items()
+    body = json.loads(data)
+    body["error"] = {
+        name: shortened(value) if isinstance(value, str) else value for name, value in body["error"].items()
     }
-    return json.dumps(told).encode()
+    return json.dumps(body).encode()
 
 
 def _check_text(data: bytes) -> None:

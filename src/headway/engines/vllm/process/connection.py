@@ -43,11 +43,11 @@ class EngineGone(EngineError):
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
-        self.why = why  # for logs: it may tell addresses, which are not for clients
+        self.why = why  # for logs: it may hold addresses, which are not for clients
 
     @property
     def silent(self) -> bool:
-        """Tell whether it said nothing in time, rather than that it broke off."""
+        """Return whether it did not answer in time, rather than breaking off."""
         return isinstance(self.why, TimeoutError)
 
 
@@ -170,11 +170,11 @@ class EngineConnection:
         return answer.status, bytes(parts)
 
     async def lives(self) -> bool:
-        """Tell whether the instance can still work: vLLM's /health fails once its engine core is dead."""
+        """Return whether the instance can still work: vLLM's /health fails once its engine core is dead."""
         return bool(await self.health(3))
 
     async def health(self, seconds: float) -> bool | None:
-        """Tell whether /health reports no failure; None = no answer in time."""
+        """Return whether /health reports no failure; None = no answer in time."""
         try:
             status, _ = await self._ask("GET", "/health", seconds)
         except EngineError as error:
@@ -223,16 +223,16 @@ class EngineConnection:
                 kind="invalid_request_error",
             )
         raise EngineError(
-            f"The engine {self.id} answered {status} to a control message: {_shown(text[:200])}.",
+            f"The engine {self.id} answered {status} to a control message: {_decode(text[:200])}.",
             "Only engines with Headway's scheduler inside can be controlled.",
         )
 
-    async def tell_model(self, message: dict[str, Any], seconds: float) -> None:
+    async def control_model(self, message: dict[str, Any], seconds: float) -> None:
         """Send a message about models (`plugin/models.py`) and wait for its end; EngineError if it fails."""
         status, text = await self._ask("POST", "/headway/model", seconds, message)
         if status != 200:
             raise EngineError(
-                f"The engine {self.id} failed to {message['op']}: {_shown(text[:500])}.", "Its log has the trace."
+                f"The engine {self.id} failed to {message['op']}: {_decode(text[:500])}.", "Its log has the trace."
             )
 
     async def load_adapter(self, name: str) -> bool:
@@ -241,12 +241,12 @@ class EngineConnection:
         EngineError when it cannot be loaded.
         """
         status, text = await self._ask("POST", "/headway/adapter", 60, {"name": name})
-        said = _state(text)
-        if status != 200 or said is None or "resident" not in said:
+        answer = _state(text)
+        if status != 200 or answer is None or "resident" not in answer:
             raise EngineError(
-                f"The engine {self.id} did not load the adapter {name}: {_shown(text[:500])}.", "Look into its log."
+                f"The engine {self.id} did not load the adapter {name}: {_decode(text[:500])}.", "Look into its log."
             )
-        return bool(said["resident"])
+        return bool(answer["resident"])
 
     async def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
@@ -312,7 +312,7 @@ class EngineConnection:
 
     async def metrics(self, seconds: float) -> str:
         """Return the instance's own Prometheus page, empty when it does not answer in time."""
-        return _shown(await self.get("/metrics", seconds))
+        return _decode(await self.get("/metrics", seconds))
 
     async def get(self, path: str, seconds: float) -> bytes:
         """Return what is at a path, nothing when it is not there or does not come in time."""
@@ -384,7 +384,7 @@ async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
         yield part
 
 
-def _shown(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     return text.decode(errors="replace")
 
 

@@ -20,7 +20,7 @@ class Models(Protocol):
 
     @property
     def swaps(self) -> bool:
-        """Tell whether there are several models."""
+        """Return whether there are several models."""
         ...
 
     def unavailable(self, model: str) -> EngineError | None:
@@ -56,7 +56,7 @@ class EngineView(EngineConnection, ABC):
         self.tries, self.given_up = 0, False
 
     def takes(self, model: str) -> bool:
-        """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""
+        """Return whether a request for this model may be sent now; not from the order of a swap to its end."""
         return self.loading is None and model == self.models.current
 
     @abstractmethod

@@ -21,7 +21,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.api import Api
 from headway.gateway.apis.responses.endpoints import ResponsesApi
 from headway.gateway.apis.state import AppState
-from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest, read_json
 from headway.store.batches.port import BatchStore, pieces
 from headway.store.batches.records import Batch, Line, input_gone
@@ -49,7 +49,7 @@ def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> t
 
     key: what its claims are held against, None = nothing.
     """
-    line = checked(LineBody, read_json(text))
+    line = parse_as(LineBody, read_json(text))
     if line.url != batch.endpoint:
         raise RequestError(
             f"The url is {line.url[:64]!r}.",

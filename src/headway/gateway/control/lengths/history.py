@@ -42,7 +42,7 @@ def recall(path: Path, width: int) -> History | None:
                 raise ValueError("it is damaged")
         with np.load(path, allow_pickle=False) as file:
             features, tasks, made = file["features"], file["tasks"], file["made"]
-        return _checked(features, tasks, made, width)
+        return _history(features, tasks, made, width)
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged archive raises nearly anything
@@ -50,7 +50,7 @@ def recall(path: Path, width: int) -> History | None:
         return None
 
 
-def _checked(features: NDArray[Any], tasks: NDArray[Any], made: NDArray[Any], width: int) -> History:
+def _history(features: NDArray[Any], tasks: NDArray[Any], made: NDArray[Any], width: int) -> History:
     if features.ndim != 2 or tasks.shape != made.shape or made.shape != features.shape[:1]:
         raise ValueError("its columns differ in length")
     if features.dtype != np.float32 or made.dtype != np.float64 or tasks.dtype.kind != "U":

@@ -12,7 +12,7 @@ from headway import clock
 from headway.cluster.wire.messages import EngineState, Gone
 from headway.cluster.wire.port import Message
 from headway.config import Engine
-from headway.engines.vllm.fatal_fields import known
+from headway.engines.vllm.fatal_fields import known_fields
 from headway.engines.vllm.process.remote import RemoteEngine
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -42,7 +42,7 @@ class Fleet:
         self.engines = {f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)}
         self._control, self._lease_s = control, lease_s
         self._heard: dict[str, _Heard] = {}
-        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that the log has told of
+        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged
         self.dispatcher: Dispatcher | None = None
 
     @asynccontextmanager
@@ -67,7 +67,7 @@ class Fleet:
                 case Gone():
                     self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
                     for id in [id for id, one in self._heard.items() if one.agent == message.sender]:
-                        self._silent(id)
+                        self._mark_silent(id)
                 case Learned():
                     self._control.fleet_changed(item)
 
@@ -77,16 +77,16 @@ class Fleet:
         engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
-        engine.fatal = known(state.fatal)
+        engine.fatal = known_fields(state.fatal)
         engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
         engine.tries = 0 if state.failure is None else state.restarts + 1
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)
         if state.instance is not None:
             engine.instance = state.instance
-        self._tell(engine, state, None if before is None else before.state)
+        self._update_admission(engine, state, None if before is None else before.state)
 
-    def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
+    def _update_admission(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
         """Update admission with a state of an engine."""
         event = _event(state, before, up=engine.up.is_set())
         if state.instance is None:
@@ -110,9 +110,9 @@ class Fleet:
             before = clock.now() - self._lease_s
             for id, heard in [(id, one) for id, one in self._heard.items() if one.at < before]:
                 log.warning("%s is silent; %s is taken for down", heard.agent, id)
-                self._silent(id)
+                self._mark_silent(id)
 
-    def _silent(self, id: str) -> None:
+    def _mark_silent(self, id: str) -> None:
         del self._heard[id]
         self.engines[id].up.clear()
         self._control.fleet_changed(InstanceDown(id))
