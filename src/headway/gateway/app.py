@@ -248,7 +248,7 @@ def _operations(app: FastAPI, state: AppState) -> None:
         What an engine does not report within three seconds is missing: headway_engine_scraped is 0.
         """
         state.check_status(request)
-        _gauge(gateway)
+        _update_gauges(gateway)
         pages = dict(await asyncio.gather(*(_scrape(gateway, engine) for engine in engines.values())))
         size = sum(len(page) for page in pages.values())
         families = await offload(size, lambda: relabelled(pages))
@@ -291,7 +291,7 @@ def _sqlite_files(config: Config) -> dict[str, Path]:
     return files
 
 
-def _gauge(gateway: Gateway) -> None:
+def _update_gauges(gateway: Gateway) -> None:
     """Bring the gauges up to date, but for what the engines know."""
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
@@ -310,7 +310,7 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     metrics, up, page = gateway.metrics, engine.up.is_set(), ""
     state: Mapping[str, Any] | None = None
     if up:
-        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
+        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _update_counters(metrics, engine))
     metrics.set_totals(engine.id, {"restarts": engine.restarts})
     metrics.up.labels(engine.id).set(up)
     metrics.scraped.labels(engine.id).set(state is not None and bool(page))
@@ -318,7 +318,7 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     return engine.id, page
 
 
-async def _count(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
+async def _update_counters(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
     """Take over the counters of the scheduler inside an engine; return its state.
 
     None when it does not answer in time; empty without Headway's scheduler, or when its state is malformed.

@@ -123,7 +123,7 @@ class AnswerMemory:
     def hold(self, size: int, most: int | None = None) -> None:
         """Hold this many bytes from now on, instead of those before.
 
-        MalformedAnswer when one answer has more than it may, EngineError (503) when all large ones together.
+        MalformedAnswer when one answer has more than it may, EngineError (503) when all large ones together do.
         """
         budget, counted = self.budget, max(size - _SMALL, 0)
         most = budget.most if most is None else min(most, budget.most)

@@ -148,7 +148,7 @@ class InFlightRequest:
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def enter(self, state: RequestState) -> bool:
-        """Enter a state; False when the request has ended, which it does once."""
+        """Enter a state; False when the request has ended already."""
         if self.ended:
             return False
         self.state = state

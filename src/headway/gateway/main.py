@@ -264,7 +264,7 @@ def _return_memory() -> None:
 
 
 def _tidy() -> None:
-    """Let go of what the start leaves behind: 20 MB of a tokenizer's file, read and taken apart.
+    """Let go of what the start leaves behind: 20 MB of a tokenizer's file, read and parsed.
 
     Imported modules stay: not scanning them for garbage saves a tenth of every request.
     """
@@ -278,7 +278,7 @@ class Server(uvicorn.Server):
     """uvicorn around an open gateway; it ends when no engine can be started.
 
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
-    failed: that is how it ended.
+    failed: no engine could be started.
     """
 
     def __init__(

@@ -81,13 +81,13 @@ def as_header(metadata: Mapping[str, str | float]) -> dict[str, str]:
 
 
 def from_header(text: str) -> dict[str, Any]:
-    """Return the metadata in a header, empty when it is not one: a client may send anything."""
+    """Return the metadata in a header, empty when it is malformed: a client may send anything."""
     try:
-        found = json.loads(text)
+        metadata = json.loads(text)
     except ValueError:
         return {}
-    known = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in known if name.startswith(_PREFIX)}
+    items = metadata.items() if isinstance(metadata, dict) else ()
+    return {name: value for name, value in items if name.startswith(_PREFIX)}
 
 
 def read_metadata(request: Any) -> RequestMetadata:

@@ -23,7 +23,7 @@ log = logging.getLogger("headway.gateway")
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """OpenAI's API, which engines have, too; subclasses translate those that they have not.
+    """OpenAI's API, which engines serve, too; subclasses translate APIs that they do not.
 
     kind: the engines' endpoint that answers. docs: of its route.
     """
@@ -36,7 +36,7 @@ class Api:
         return raw
 
     def echo(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what the answer says of a body."""
+        """Return what the answer repeats of a body."""
         return {}
 
     def writer(self, parsed: ParsedRequest) -> ChatStream | None:
@@ -55,7 +55,7 @@ class Api:
 class TranslatedResponse(DeferredResponse):
     """An ASGI response that translates what a chat's response sends.
 
-    An answer or an error is held until it is whole, a stream goes on as it comes.
+    An answer or an error is collected first; a stream is passed on as it comes.
     """
 
     def __init__(self, inner: ResponseStream, writer: ChatStream) -> None:
@@ -111,7 +111,7 @@ class TranslatedResponse(DeferredResponse):
 def api_docs(
     name: str, schema: Mapping[str, Any], errors: Mapping[int | str, Any], description: str | None = None
 ) -> dict[str, Any]:
-    """Return the documentation of the route of an API. errors: and other answers than a finished one."""
+    """Return the documentation of the route of an API. errors: and other responses than a finished answer."""
     answer = {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}}
     return {
         "name": name,

@@ -189,7 +189,7 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 def refuse_compressed(request: Request) -> None:
-    """Refuse a compressed body, whose size nobody knows before it is unpacked: RequestError (415)."""
+    """Refuse a compressed body, whose size is not known before it is unpacked: RequestError (415)."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise RequestError(

@@ -58,26 +58,26 @@ class PrefixBook:
         """Take note of a prompt. ids: its tokens."""
         (tenant, app, run), unit = place_of(request)
         key = tenant, f"{app}/{unit}"
-        known = self._units.pop(key, None)
-        if known is None or known.model != request.model:
-            known = _Unit(request.model)
-        self._units[key] = known
-        known.prompts.pop(run, None)
-        known.prompts[run] = np.array(ids[:_TOKENS], np.int32)
-        if len(known.prompts) > _RUNS:
-            known.prompts.popitem(last=False)
+        entry = self._units.pop(key, None)
+        if entry is None or entry.model != request.model:
+            entry = _Unit(request.model)
+        self._units[key] = entry
+        entry.prompts.pop(run, None)
+        entry.prompts[run] = np.array(ids[:_TOKENS], np.int32)
+        if len(entry.prompts) > _RUNS:
+            entry.prompts.popitem(last=False)
         if len(self._units) > _UNITS:
             self._units.popitem(last=False)
 
     def model(self, tenant: str, name: str) -> str | None:
         """Return the model that a unit's requests are for, None = it is not known."""
-        known = self._units.get((tenant, name))
-        return None if known is None else known.model
+        entry = self._units.get((tenant, name))
+        return None if entry is None else entry.model
 
     def common(self, tenant: str, name: str) -> Ints:
         """Return the longest beginning that the latest prompts share; none before two runs have had one."""
-        known = self._units.get((tenant, name))
-        prompts = [] if known is None else list(known.prompts.values())
+        entry = self._units.get((tenant, name))
+        prompts = [] if entry is None else list(entry.prompts.values())
         if len(prompts) < 2:
             return np.empty(0, np.int32)
         shared = prompts[0]

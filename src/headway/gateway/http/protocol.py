@@ -288,7 +288,7 @@ class LimitedHttp(HttpToolsProtocol):
         return "body" if self._in_body else "head"
 
     def _unread(self, now: float) -> bool:
-        """Return whether the client has taken nothing for too long of what nothing is added to."""
+        """Return whether the client has read nothing for too long of a buffer that does not grow."""
         unsent = self.transport.get_write_buffer_size()
         if not unsent or not (self.flow.write_paused or self._idle or self.transport.is_closing()):
             self._unsent = 0

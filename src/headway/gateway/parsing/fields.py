@@ -48,7 +48,7 @@ def milliseconds(name: str, text: str) -> float:
 
 
 def list_in(value: Any, where: str) -> list[Any]:
-    """Return a field that is a list. RequestError (400) for another. where: it stands, such as messages.0."""
+    """Return a field that is a list. RequestError (400) for anything else. where: its place, such as messages.0."""
     if not isinstance(value, list):
         raise RequestError(f"{where} is not a list.", "Send a list of objects.", param=where.split(".")[0])
     return value

@@ -23,7 +23,7 @@ _FIELD = "body_digest"  # in the job's request, beside the core's view
 
 
 def with_key(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: bytes) -> ParsedRequest:
-    """Return a background request under the id of its key; others, and one without a key, as they are.
+    """Return a background request under the id of its key; others, and one without a key, unchanged.
 
     path, data: as the client sent them. RequestError (400) for a key that is empty or too long.
     """
@@ -41,7 +41,7 @@ def batch_id(tenant: str, headers: Mapping[str, str]) -> str | None:
 
 
 def with_digest(request: str, digest: str | None) -> str:
-    """Return the JSON object of a job's request with the digest of what it was sent as."""
+    """Return the JSON object of a job's request with the digest of its path and body."""
     return request if digest is None else f'{request[:-1]},"{_FIELD}":"{digest}"}}'
 
 

@@ -34,7 +34,7 @@ class Parser:
     ) -> ParsedRequest:
         """Parse a request; RequestError names the field or header that is wrong.
 
-        raw: its body as JSON. key: what its claims are held against, None = nothing.
+        raw: its body as JSON. key: whose limits its claims must keep, None = no limits.
         """
         raw, body = self._validate(kind, raw)
         served = self._models.find(body.model)

@@ -276,7 +276,7 @@ _SLO_WORD = re.compile(r"(^|[-_])slo([-_]|$)")
 
 
 def _check_names(headers: Mapping[str, str], body: Body) -> None:
-    """Refuse names that look like an SLO and are none: without one nothing is promised."""
+    """Refuse unknown names that look like an SLO: ignored, they would promise nothing."""
     for known, names in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
         for name in names:
             if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:

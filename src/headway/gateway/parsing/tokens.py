@@ -89,7 +89,7 @@ class TokenCounter:
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.
 
-        Of one that the engine cuts and that cannot fit, a lower bound. How long it takes depends on the whole
+        Of a prompt that cannot fit and is cut by the engine, a lower bound. How long it takes depends on the whole
         body: on tools and the number of messages, too.
         """
         if isinstance(body, ChatBody):

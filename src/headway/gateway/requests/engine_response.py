@@ -84,7 +84,7 @@ class EngineResponse:
             await self._check()
         elif _is_stream(self._response):
             self.head = await self._first_event()
-            self.silence = 0.0  # the wait for the first token is none
+            self.silence = 0.0  # the wait for the first token does not count
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
 

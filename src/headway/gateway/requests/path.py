@@ -146,13 +146,13 @@ class RequestPath:
         return replace(parsed, earlier=job)
 
     async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
-        """Store a request durably and queue it. From here on it is owed an end."""
+        """Store a request durably and queue it. From here on it must end."""
         in_flight = await self.store(parsed, held)
         self._dispatcher.add(in_flight)
         return in_flight
 
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
-        """Store a request durably; it keeps what its body holds of the memory."""
+        """Store a request durably; it keeps the memory that its body holds."""
         in_flight = InFlightRequest(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
@@ -161,7 +161,7 @@ class RequestPath:
         now, tokens = clock.now(), parsed.request.prompt_tokens
         self.usage.count(parsed.request.tenant, now, tokens=tokens)
         try:
-            await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
+            await self._lengths.read(in_flight.request, parsed.text)  # before it must end
             await self._put(in_flight, parsed.digest)
         except BaseException:
             self.usage.count(parsed.request.tenant, now, tokens=-tokens)

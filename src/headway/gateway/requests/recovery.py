@@ -77,7 +77,7 @@ class Recovery:
                 await self._background.drop(id)
 
     async def _recover_or_give_back(self, job: Job) -> None:
-        """Recover a job; if that fails in any way, give it back, so that no gateway holds it forgotten."""
+        """Recover a job; if that fails in any way, give it back, so that no gateway keeps it idle."""
         try:
             await self._recover(job)
         except Exception:
@@ -87,7 +87,7 @@ class Recovery:
     async def _recover(self, job: Job) -> None:
         """Run a job, or store its end: once taken, no other gateway does.
 
-        One that was free for a moment and is here again runs on, or its end waits to be stored.
+        One that was free for a moment and comes back here still runs, or its end waits to be stored.
         """
         if job.id in self._background or job.id in self._closings:
             return

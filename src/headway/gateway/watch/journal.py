@@ -286,17 +286,17 @@ class JournalKeeper(Observer):
 
 def _iterations(rows: Iterable[Sequence[Any]]) -> list[list[float]]:
     """Return rows of an engine's log as `ITERATION` columns; ValueError for anything else."""
-    found = [[float(row[0]), float(row[1]), *map(float, row[3:9])] for row in rows]
-    if not all(len(row) == 8 and all(map(math.isfinite, row)) for row in found):
+    parsed = [[float(row[0]), float(row[1]), *map(float, row[3:9])] for row in rows]
+    if not all(len(row) == 8 and all(map(math.isfinite, row)) for row in parsed):
         raise ValueError("not a log of iterations")
-    return found
+    return parsed
 
 
 def _stays(
     rows: Iterable[Sequence[Any]],
 ) -> list[tuple[str, float, float, float, float | None, list[tuple[float, float, str]]]]:
     """Return an engine's requests; ValueError for anything else."""
-    found = [
+    parsed = [
         (
             str(row[0]),
             float(row[1]),
@@ -307,9 +307,9 @@ def _stays(
         )
         for row in rows
     ]
-    if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in found):
+    if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in parsed):
         raise ValueError("not a log of requests")
-    return found
+    return parsed
 
 
 def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:

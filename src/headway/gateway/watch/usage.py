@@ -34,7 +34,7 @@ class Usage(Observer):
         self._used = {tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited}
 
     def count(self, tenant: str, now: float, *, requests: int = 0, tokens: int = 0) -> None:
-        """Count requests or tokens; fewer than none takes back what was counted at that instant."""
+        """Count requests or tokens; a negative number takes back what was counted at that instant."""
         if tenant in self._used:
             self._used[tenant]["requests"].add(requests, now)
             self._used[tenant]["tokens"].add(tokens, now)
@@ -97,7 +97,7 @@ class _Window:
         return 0.0
 
     def _drop(self, now: float) -> None:
-        """A slot counts until its last instant is a minute ago."""
+        """Drop the slots whose last instant is a minute ago."""
         while self._slots and self._slots[0][0] + 1 + _WINDOW <= now:
             self._sum -= self._slots.popleft()[1]
 

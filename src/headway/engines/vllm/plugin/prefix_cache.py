@@ -67,8 +67,8 @@ class PrefixCache:
             self._count(rows)
         size = self._tokens.size
         waiting = jobs.live[:size] & ~jobs.running[:size] & (jobs.saved[:size] == 0)
-        for column, found in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
-            np.copyto(column[:size], found, where=waiting)
+        for column, values in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
+            np.copyto(column[:size], values, where=waiting)
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 

@@ -99,52 +99,52 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if data.count(b"{") > _OBJECTS + len(data) // _BYTES_PER_OBJECT:
         raise ValueError("it has too many objects")
     try:
-        found = _SHAPE.decode(data)
+        shape = _SHAPE.decode(data)
     except DecodeError as error:
         raise ValueError(f"it is not as in OpenAI's API: {error}") from None
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     _check_text(data)
     _check_numbers(data)
-    if found.error is not None:
+    if shape.error is not None:
         return Answer(failed=True)
-    usage = found.usage or _NO_USAGE
+    usage = shape.usage or _NO_USAGE
     if pooled:
-        if found.data is None and found.results is None:
+        if shape.data is None and shape.results is None:
             raise ValueError("it has no list of data or results")
         return Answer(1, prompt_tokens=usage.prompt_tokens or 0)
-    if found.choices is None:
+    if shape.choices is None:
         raise ValueError("it has no list of choices")
-    if found.usage is None:
+    if shape.usage is None:
         return _PLAIN
-    return Answer(usage.completion_tokens, usage_only=not found.choices, prompt_tokens=usage.prompt_tokens or 0)
+    return Answer(usage.completion_tokens, usage_only=not shape.choices, prompt_tokens=usage.prompt_tokens or 0)
 
 
 def event_data(event: bytes) -> bytes:
-    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
+    """Return the data of a server-sent event, empty when it has none; ValueError for a malformed one."""
     if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
         return event[6:-2]
-    found = list[bytes]()
+    parts = list[bytes]()
     for line in event.splitlines():
         name, _, value = line.partition(b":")
         if name == b"data":
-            found.append(value.removeprefix(b" "))
+            parts.append(value.removeprefix(b" "))
         elif name not in (b"", b"event", b"id", b"retry"):
             raise ValueError("one of its lines does not belong to an event")
-    return b"\n".join(found)
+    return b"\n".join(parts)
 
 
 def begins_answer(event: bytes) -> bool:
-    """Return whether an event of a stream has content, an end, an error or a fault; a role or usage alone is none."""
+    """Return whether an event of a stream has content, an end, an error or a fault; a role or usage does not count."""
     try:
         data = event_data(event)
         if not data.strip():
             return False
         read_answer(data)
-        found = _BEGIN.decode(data)
+        begin = _BEGIN.decode(data)
     except (ValueError, DecodeError):  # [DONE], too
         return True
-    return found.error is not None or any(map(_has_content, found.choices or ()))
+    return begin.error is not None or any(map(_has_content, begin.choices or ()))
 
 
 def _has_content(choice: _Choice) -> bool:

@@ -34,7 +34,7 @@ from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
-_SILENT = 10.0  # seconds of waiting without a word
+_LOG_EVERY = 10.0  # seconds between log messages while it waits
 _POLL = 0.25  # seconds between checks of a child
 _LINE = 200  # characters of a line of a child's log
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class VllmEngine(EngineView):
             warm, began = await asyncio.to_thread(self.models.is_warm, model), time.monotonic()
             await self._start(model)
             self.models.started(warm, time.monotonic() - began)
-        await self._healthy()
+        await self._wait_until_healthy()
         await self._measure()
         await self._serve(InstanceUp)
 
@@ -164,13 +164,13 @@ class VllmEngine(EngineView):
         if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
             self._start_side_task(self._follow_models())
 
-    async def _healthy(self) -> None:
+    async def _wait_until_healthy(self) -> None:
         """Wait until the instance answers; EngineError when it dies or takes too long."""
         began = last = time.monotonic()
         deadline = began + self.config.start_timeout_s
         while not await self.lives():
             self._children.check()
-            if time.monotonic() > last + _SILENT:
+            if time.monotonic() > last + _LOG_EVERY:
                 last = time.monotonic()
                 log.info(
                     "engine %s: no answer at %s yet, after %d s%s", self.id, self.url, last - began, self._last_words()
@@ -262,7 +262,7 @@ class VllmEngine(EngineView):
     def begin_swap(self, model: str) -> None:
         """Order a swap: `takes` is False from now on; ends with `Swapped`, or `InstanceUp` when it failed.
 
-        The caller sees to it that what has not sent a byte leaves the instance. Streams that have begun end
+        The caller takes back the requests whose answers have not begun. Streams that have begun end
         first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
         """
         if self.loading is not None:
@@ -336,7 +336,7 @@ class VllmEngine(EngineView):
             log.info("engine %s starts; its log is %s", self.id, self._log)
             await _run_to_end(partial(self._children.replace, self.models.config_of(model)))
         self.url = self._children.url
-        await self._healthy()
+        await self._wait_until_healthy()
         if woken:
             try:
                 await self.control_model({"op": "wake"}, self.config.start_timeout_s)

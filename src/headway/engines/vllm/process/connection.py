@@ -136,7 +136,7 @@ class EngineConnection:
     def sever(self) -> None:
         """Break all connections: what waits on one gets EngineGone, and the engine aborts its request.
 
-        What an engine that stood still says when it goes on reaches no request any more.
+        What a hung engine sends when it goes on reaches no request any more.
         """
         for one in list(self._sockets):
             with suppress(OSError):  # it is closed already
@@ -290,19 +290,19 @@ class EngineConnection:
         return Learned(self.id, theta, cached)
 
     async def progress(self, ids: list[str]) -> dict[str, Progress]:
-        """Return how far the engine is with requests; those that it does not hold (yet, or any more) lack.
+        """Return how far the engine is with requests; those that it does not hold (yet, or any more) are missing.
 
-        Of several choices (`n`) that one counts which is furthest. EngineError as `learned`.
+        Of several choices (`n`) the furthest counts. EngineError as `learned`.
         """
-        state, found = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
+        state, by_id = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
         try:
             for job in state["jobs"]:
                 id, done = str(job["id"]), Progress(int(job["computed"]), int(job["output_tokens"]))
-                other = found.get(id, Progress(0, 0))
-                found[id] = Progress(max(done.computed, other.computed), max(done.output_tokens, other.output_tokens))
+                other = by_id.get(id, Progress(0, 0))
+                by_id[id] = Progress(max(done.computed, other.computed), max(done.output_tokens, other.output_tokens))
         except (KeyError, TypeError, ValueError) as error:
             raise self._malformed(error) from error
-        return {id: found[id] for id in ids if id in found}
+        return {id: by_id[id] for id in ids if id in by_id}
 
     def _malformed(self, what: object) -> EngineError:
         return EngineError(
@@ -315,7 +315,7 @@ class EngineConnection:
         return _decode(await self.get("/metrics", seconds))
 
     async def get(self, path: str, seconds: float) -> bytes:
-        """Return what is at a path, nothing when it is not there or does not come in time."""
+        """Return the body at a path, empty when it is not there or does not come in time."""
         try:
             status, body = await self._ask("GET", path, seconds)
         except EngineError:

@@ -92,7 +92,7 @@ class EngineModels:
     # ---- how a model comes in
 
     def survey(self) -> None:
-        """Look at the directories: which models can take each other's place in a running engine? (blocks)"""
+        """Find out by their directories which models can take each other's place in an engine. (blocks)"""
         alike = list[list[str]]()
         for model in self.names if self.swaps else ():
             others = (some for some in alike if difference(self.path(some[0]), self.path(model)) is None)

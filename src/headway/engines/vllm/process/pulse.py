@@ -20,7 +20,7 @@ async def until_lost(engine: EngineConnection, health_s: float, core_s: float | 
     """Ask an instance until it gives no sign of life any more; return what it failed to do.
 
     health_s: the longest silence of its API server.
-    core_s: the longest silence of its core, None = it has no scheduler of Headway's that could be asked.
+    core_s: the longest silence of its core, None = it runs without Headway's scheduler.
     """
     checks = [asyncio.create_task(_server(engine, health_s))]
     if core_s is not None:

@@ -36,7 +36,7 @@ class EngineView(EngineConnection, ABC):
     fatal: fields of requests that crash it (`fatal_fields.py`), as far as is known.
     instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
-    restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
+    restarts: how often it was started again. failure: why it is down, None = it is up or starting.
     tries: failures since it last came up. given_up: it is not started again.
     """
 

@@ -1,6 +1,6 @@
 """Requests and answers of Anthropic's Messages API as chat completions, and back.
 
-A pure translation: what is checked here is what a chat has no place for; all else is checked as in a chat.
+A pure translation: only what a chat has no field for is checked here; all else is checked as in a chat.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
     if message.get("content"):
         content.append({"type": "text", "text": message["content"]})
-    content += [_use(call) for call in message.get("tool_calls") or ()]
+    content += [_tool_use(call) for call in message.get("tool_calls") or ()]
     reason, word = stop_of(choice, any(block["type"] == "tool_use" for block in content))
     return {
         "id": id,
@@ -133,14 +133,14 @@ def _system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     Many templates have a place for one system message alone, the first.
     """
     if isinstance(system, list):
-        system = [block for block in system if not _bills(block)]
+        system = [block for block in system if not _is_billing(block)]
     texts = [_text(system, "system")] if system else []
     texts += [message["content"] for message in messages if message["role"] == "system"]
     messages[:] = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
 
 
-def _bills(block: Any) -> bool:
+def _is_billing(block: Any) -> bool:
     return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
 
 
@@ -172,21 +172,21 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    chat: list[dict[str, Any]] = []
     for number, message in enumerate(list_in(messages, "messages")):
         where = f"messages.{number}"
         role, content = object_in(message, where).get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages")
         if isinstance(content, str):
-            found.append({"role": role, "content": content})
+            chat.append({"role": role, "content": content})
         elif role == "system":
-            found.append({"role": role, "content": _text(content, where)})
+            chat.append({"role": role, "content": _text(content, where)})
         elif role == "assistant":
-            found.append(_assistant(list_in(content, where), where))
+            chat.append(_assistant(list_in(content, where), where))
         else:
-            found += _user(list_in(content, where), where)
-    return found
+            chat += _user(list_in(content, where), where)
+    return chat
 
 
 def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
@@ -201,7 +201,7 @@ def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
         elif kind == "text":
             texts.append(_string(block, "text", where))
         else:
-            raise _no_place(kind, where)
+            raise _unsupported_block(kind, where)
     if texts:
         yield {"role": "user", "content": "\n".join(texts)}
 
@@ -216,12 +216,12 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind not in ("thinking", "redacted_thinking"):  # templates leave out earlier thoughts, too
-            raise _no_place(kind, where)
+            raise _unsupported_block(kind, where)
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts else None}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _no_place(kind: Any, where: str) -> RequestError:
+def _unsupported_block(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} has a block of type {kind!r}.",
         "Send text, tool_use and tool_result blocks.",
@@ -237,7 +237,7 @@ def _text(content: Any, where: str) -> str:
     blocks = [object_in(block, where) for block in list_in(content, where)]
     for block in blocks:
         if block.get("type") != "text":
-            raise _no_place(block.get("type"), where)
+            raise _unsupported_block(block.get("type"), where)
     return "\n".join(_string(block, "text", where) for block in blocks)
 
 
@@ -268,7 +268,7 @@ def _choice(choice: Any) -> dict[str, Any]:
     return fields
 
 
-def _use(call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function.get("arguments") or "{}")

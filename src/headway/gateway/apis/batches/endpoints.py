@@ -143,16 +143,16 @@ def _files(app: FastAPI, state: AppState) -> None:
         newest = query.get("order", "desc")
         if newest not in ("asc", "desc"):
             raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
-        found = await store.files(
+        stored = await store.files(
             tenant, query.get("after"), limit + 1, newest=newest == "desc", purpose=query.get("purpose")
         )
-        return await _list(found, _file_object, limit)
+        return await _list(stored, _file_object, limit)
 
     @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
     async def file(id: str, request: Request) -> Response:
         """Describe a file."""
-        _, found = await _find_file(state, request, id)
-        return JSONResponse(_file_object(found))
+        _, stored = await _find_file(state, request, id)
+        return JSONResponse(_file_object(stored))
 
 
 def _contents(app: FastAPI, state: AppState) -> None:
@@ -161,21 +161,21 @@ def _contents(app: FastAPI, state: AppState) -> None:
     )
     async def content(id: str, request: Request) -> Response:
         """Return what is in a file."""
-        store, found = await _find_file(state, request, id)
-        path = store.path(found.id)
+        store, stored = await _find_file(state, request, id)
+        path = store.path(stored.id)
         if path is None:
-            return await _stream_file(store, found)
+            return await _stream_file(store, stored)
         if not path.is_file():
             raise no_file(id)
-        return FileResponse(path, media_type=_BYTES, filename=found.name)
+        return FileResponse(path, media_type=_BYTES, filename=stored.name)
 
     @app.delete("/v1/files/{id}", responses=error_docs(401, 403, 404, 409, 503))
     async def delete(id: str, request: Request) -> Response:
         """Delete a file that no batch reads."""
-        store, found = await _find_file(state, request, id)
-        if not await store.delete_file(found.tenant, found.id):
+        store, stored = await _find_file(state, request, id)
+        if not await store.delete_file(stored.tenant, stored.id):
             raise no_file(id)
-        return JSONResponse({"id": found.id, "object": "file", "deleted": True})
+        return JSONResponse({"id": stored.id, "object": "file", "deleted": True})
 
 
 async def _stream_file(store: BatchStore, file: StoredFile) -> Response:
@@ -234,16 +234,16 @@ def _batches(app: FastAPI, state: AppState) -> None:
         tenant = tenant_of(key)
         body = parse_as(BatchBody, await state.json(request))
         id = batch_id(tenant, request.headers)
-        if id is not None and (known := await store.batch(tenant, id)) is not None:
-            return _repeat_response(known, body)
+        if id is not None and (earlier := await store.batch(tenant, id)) is not None:
+            return _repeat_response(earlier, body)
         state.gateway.path.check_queue()
         batch = await _new_batch(body, store, tenant, id)
         if key is not None:
             claims = {name: value for name, value in asdict(key).items() if name != "key"}
             batch = replace(batch, claims=json.dumps(claims))
         if not await store.add_batch(batch, state.config.batches.max_open, keyed=id is not None):
-            _, known = await _find_batch(state, request, batch.id)
-            return _repeat_response(known, body)
+            _, earlier = await _find_batch(state, request, batch.id)
+            return _repeat_response(earlier, body)
         store.changed.set()
         return JSONResponse(_batch_object(batch))
 
@@ -252,39 +252,39 @@ def _batches(app: FastAPI, state: AppState) -> None:
         """List the tenant's batches, the newest first."""
         tenant, store = state.tenant(request), _store(state)
         limit = _limit(request, "batches", 20)
-        found = await store.batches(tenant, request.query_params.get("after"), limit + 1)
-        return await _list(found, _batch_object, limit)
+        stored = await store.batches(tenant, request.query_params.get("after"), limit + 1)
+        return await _list(stored, _batch_object, limit)
 
 
 def _one_batch(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/batches/{id}", responses=error_docs(401, 403, 404, 503))
     async def batch(id: str, request: Request) -> Response:
         """Describe a batch: its state, its files, how many of its lines have ended."""
-        _, found = await _find_batch(state, request, id)
-        return JSONResponse(_batch_object(found))
+        _, stored = await _find_batch(state, request, id)
+        return JSONResponse(_batch_object(stored))
 
     @app.post("/v1/batches/{id}/cancel", responses=error_docs(401, 403, 404, 409, 503))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a batch: what was answered is kept, what was not is not run any more."""
-        store, found = await _find_batch(state, request, id)
-        if not await store.cancel(found.tenant, id, clock.now()):
-            store, found = await _find_batch(state, request, id)
-            if found.cancelling is None or found.ended is not None:
+        store, stored = await _find_batch(state, request, id)
+        if not await store.cancel(stored.tenant, id, clock.now()):
+            store, stored = await _find_batch(state, request, id)
+            if stored.cancelling is None or stored.ended is not None:
                 raise RequestError(
-                    f"{id} is {found.state} already.", "Only unfinished ones can be cancelled.", status=409
+                    f"{id} is {stored.state} already.", "Only unfinished ones can be cancelled.", status=409
                 )
         store.changed.set()
-        _, found = await _find_batch(state, request, id)
-        return JSONResponse(_batch_object(found))
+        _, stored = await _find_batch(state, request, id)
+        return JSONResponse(_batch_object(stored))
 
 
-def _repeat_response(known: Batch, body: BatchBody) -> Response:
+def _repeat_response(earlier: Batch, body: BatchBody) -> Response:
     """Answer a batch that was sent again under its idempotency key; 422 when the key was another batch's."""
-    metadata = None if known.metadata is None else json.loads(known.metadata)
+    metadata = None if earlier.metadata is None else json.loads(earlier.metadata)
     parameters = body.endpoint, body.input_file_id, body.completion_window, body.metadata
-    if parameters != (known.endpoint, known.input_file, known.window, metadata):
+    if parameters != (earlier.endpoint, earlier.input_file, earlier.window, metadata):
         raise reused()
-    return JSONResponse(_batch_object(known))
+    return JSONResponse(_batch_object(earlier))
 
 
 async def _new_batch(body: BatchBody, store: BatchStore, tenant: str, id: str | None) -> Batch:

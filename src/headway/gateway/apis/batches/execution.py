@@ -85,7 +85,7 @@ class Execution:
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Bring the batch to its end. What fails here can be begun again."""
+        """Run the batch to its end; after a failure it can be run again."""
         batch = await self._store.batch(self._batch.tenant, self._batch.id)
         if batch is None or batch.ended is not None:  # since the caller looked
             return

@@ -97,7 +97,7 @@ class Upload:
             raise _not_a_form(error) from error
 
     def take(self) -> bytes:
-        """Return what of the file waits to be written, which does not wait any more."""
+        """Return the bytes of the file that wait to be written, and forget them."""
         taken = bytes(self.pending)
         self.pending.clear()
         return taken

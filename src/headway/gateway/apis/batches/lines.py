@@ -47,7 +47,7 @@ class LineBody(BaseModel):
 def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> tuple[LineBody, ParsedRequest]:
     """Parse one line as its endpoint would; RequestError says what is wrong with it.
 
-    key: what its claims are held against, None = nothing.
+    key: whose limits its claims must keep, None = no limits.
     """
     line = parse_as(LineBody, read_json(text))
     if line.url != batch.endpoint:
@@ -182,5 +182,5 @@ async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator
 
 
 def _tuples(claims: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON keeps of a `Key` as its arguments."""
+    """Return the arguments of a `Key` that was stored as JSON."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in claims.items()}

@@ -40,7 +40,7 @@ def result_line(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
 
 
 def as_response(line: bytes, id: str, created: int, result: bytes) -> bytes:
-    """Return the answer of a chat in the shape of the Responses API; line: that it answers."""
+    """Return the answer of a chat in the shape of the Responses API; line: the one that it answers."""
     base = base_of(read_json(line)["body"], id, created)
     return json.dumps(response_of(base, json.loads(result))).encode()
 

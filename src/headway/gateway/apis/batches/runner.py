@@ -44,11 +44,11 @@ class BatchRunner:
         finally:
             await self._stop()
             threads.shutdown(wait=False)
-            with suppress(HeadwayError):  # then another one holds when this one's time is over
+            with suppress(HeadwayError):  # else another gateway takes over when this hold expires
                 await self._store.release()
 
     async def _turn(self, threads: ThreadPoolExecutor) -> None:
-        """Run batches if this is the gateway that does; while the store is out they wait."""
+        """Run batches if this gateway holds the store; while the store is out they wait."""
         try:
             if not await self._store.hold():
                 await self._stop()

@@ -101,15 +101,15 @@ class Board:
     def _view_fields(self, view: View) -> dict[str, Any]:
         """Return what one view shows."""
         now, gateway = clock.now(), self._gateway
-        found = figures(gateway.metrics.history, view, now)
+        data = figures(gateway.metrics.history, view, now)
         names = [name for name in gateway.config.classes if view.tier in (None, name)]
         lines = {name: _Line() for name in names}
         for pair, line in self._lines.items():
             if view.shows(pair):
                 lines.setdefault(pair.tier, _Line()).add(line)
-        return found | {
-            "ends": [clock.shown(end) for end in found["ends"]],
-            "attained": {name: asdict(one) for name, one in found["attained"].items()},
+        return data | {
+            "ends": [clock.shown(end) for end in data["ends"]],
+            "attained": {name: asdict(one) for name, one in data["attained"].items()},
             "lines": {name: asdict(line) for name, line in lines.items()},
             "late": [late.shown() for late in gateway.late.latest(view, now)],
         }

@@ -216,7 +216,7 @@ def _items(input: Any) -> Iterator[dict[str, Any]]:
         elif kind == "message":
             yield _message(item, where)
         elif kind != "reasoning":  # templates leave out earlier thoughts, too
-            raise _no_place(kind, where)
+            raise _unsupported_item(kind, where)
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -236,7 +236,7 @@ def _text(content: Any, where: str) -> str:
     for part in list_in(content, where):
         kind = object_in(part, where).get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise _no_place(kind, where)
+            raise _unsupported_item(kind, where)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
@@ -244,7 +244,7 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _no_place(kind: Any, where: str) -> RequestError:
+def _unsupported_item(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} is of type {kind!r}.",
         "Send texts, function_call and function_call_output.",

@@ -24,7 +24,7 @@ log = logging.getLogger("headway.gateway")
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Report:
     """The latest state of an engine. at: instant. agent: that reported it."""
 
     at: float
@@ -41,7 +41,7 @@ class Fleet:
     def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
         self.engines = {f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)}
         self._control, self._lease_s = control, lease_s
-        self._heard: dict[str, _Heard] = {}
+        self._reports: dict[str, _Report] = {}
         self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged
         self.dispatcher: Dispatcher | None = None
 
@@ -66,14 +66,14 @@ class Fleet:
                     log.warning("%s has an engine %s, which gets no work: %s", message.sender, id, UNKNOWN)
                 case Gone():
                     self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
-                    for id in [id for id, one in self._heard.items() if one.agent == message.sender]:
+                    for id in [id for id, one in self._reports.items() if one.agent == message.sender]:
                         self._mark_silent(id)
                 case Learned():
                     self._control.fleet_changed(item)
 
     def _update(self, message: Message, state: EngineState) -> None:
-        engine, before = self.engines[state.id], self._heard.get(state.id)
-        self._heard[state.id] = _Heard(clock.now(), message.sender, state)
+        engine, before = self.engines[state.id], self._reports.get(state.id)
+        self._reports[state.id] = _Report(clock.now(), message.sender, state)
         engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
@@ -108,12 +108,12 @@ class Fleet:
         while True:
             await asyncio.sleep(self._lease_s / 4)
             before = clock.now() - self._lease_s
-            for id, heard in [(id, one) for id, one in self._heard.items() if one.at < before]:
-                log.warning("%s is silent; %s is taken for down", heard.agent, id)
+            for id, report in [(id, one) for id, one in self._reports.items() if one.at < before]:
+                log.warning("%s is silent; %s is taken for down", report.agent, id)
                 self._mark_silent(id)
 
     def _mark_silent(self, id: str) -> None:
-        del self._heard[id]
+        del self._reports[id]
         self.engines[id].up.clear()
         self._control.fleet_changed(InstanceDown(id))
 
