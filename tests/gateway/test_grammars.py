@@ -89,7 +89,7 @@ def test_what_is_too_large_names_its_limit(fields: dict[str, Any], limit: str) -
 
 
 def test_a_grammar_that_is_a_text_is_measured_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.gateway.parsing.grammars._parsed", lambda text: pytest.fail("it was parsed"))
+    monkeypatch.setattr("headway.gateway.parsing.grammars._parse", lambda text: pytest.fail("it was parsed"))
     with pytest.raises(RequestError, match=r"grammars\.max_kib "):
         check_grammars({"structured_outputs": {"json": json.dumps(["word"] * 10_000)}}, LIMITS)
 

@@ -243,7 +243,7 @@ def test_a_start_is_told_in_words(
         return [sys.executable, "-c", code]
 
     monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(client, "_SILENT", 0.1)
+    monkeypatch.setattr(client, "_LOG_EVERY", 0.1)
     monkeypatch.setattr(client, "_POLL", 0.05)
     Path(started.broker.sqlite.path or ".").with_name("e0.log").write_text("an old error\n")
     with caplog.at_level(logging.INFO), serving(started, ready=False):
