@@ -49,13 +49,13 @@ class HeadwayError(Exception):
         self.headers = headers or {}
 
     @property
-    def told(self) -> str:
-        """What clients are told: message, of a long one the beginning, and hint."""
+    def client_message(self) -> str:
+        """What clients get: the message, cut if it is long, and the hint."""
         return f"{shortened(self.message)} {self.hint}"
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
-        return {"error": {"message": self.told, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.client_message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class ConfigError(HeadwayError):

@@ -155,7 +155,7 @@ def reserving(small: Engine) -> Iterator[Engine]:
     manager = scheduler.kv_cache_manager
     before = scheduler.recipe, scheduler.kv_policy, manager.allocate_slots, scheduler._counts
     # As where EcoServe is inside from the beginning: every allocation is watched.
-    manager.allocate_slots, scheduler._counts = scheduler._counted, True
+    manager.allocate_slots, scheduler._counts = scheduler._counting, True
     scheduler.recipe = find("ecoserve")
     scheduler.packer = scheduler.recipe.packer(replace(scheduler.spec, max_running=8))
     scheduler.kv_policy = kv_policy_of(scheduler)

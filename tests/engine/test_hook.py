@@ -149,7 +149,7 @@ def test_a_rerank_that_comes_before_its_request_is_kept(make: Make) -> None:
 
 
 def test_only_the_newest_reranks_of_unknown_requests_are_kept() -> None:
-    pending = PendingUrgency(kept=2)
+    pending = PendingUrgency(limit=2)
     for name, urgency in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("c", 4.0)):
         pending.keep(name, urgency)
     assert [pending.of(name, 0.0) for name in "abc"] == [3.0, 0.0, 4.0]

@@ -68,7 +68,7 @@ def test_an_answer_of_one_token_begins_when_it_ends() -> None:
 
 
 def test_the_diary_forgets_its_oldest_rows() -> None:
-    diary = IterationLog(kept=3)
+    diary = IterationLog(max_rows=3)
     for i in range(5):
         diary.decide(float(i))
         diary.begin(float(i), Batch(1, i, 0))[1] = 0.5

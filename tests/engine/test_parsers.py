@@ -9,7 +9,7 @@ import pytest
 
 from headway.config import Engine
 from headway.engines.vllm.parsers import _KNOWN, Parsers, known_to_vllm, options, parsers
-from headway.engines.vllm.process.answers import OWN_WORDS
+from headway.engines.vllm.process.answers import REPLACED_ERRORS
 from headway.engines.vllm.process.launch import command
 
 
@@ -63,4 +63,4 @@ def test_vllm_has_all_of_them() -> None:
 def test_vllm_says_what_is_told_in_our_words() -> None:
     folder = Path(find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
     said = [(folder / name).read_text() for name in ("multimodal/registry.py", "renderers/online_renderer.py")]
-    assert all(any(words.decode() in text for text in said) for words in OWN_WORDS)
+    assert all(any(words.decode() in text for text in said) for words in REPLACED_ERRORS)

@@ -8,7 +8,7 @@ import pytest
 
 from headway.config import Config, Engine
 from headway.errors import ConfigError
-from headway.gateway.parsing.models import check_aliases, meant
+from headway.gateway.parsing.models import check_aliases, resolve_alias
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import SAY, Fake, until
 
@@ -23,7 +23,7 @@ MESSAGES = {"max_tokens": 8, "messages": SAY}
 )
 def test_a_whole_name_goes_before_patterns_and_a_served_one_before_all(name: str, model: str) -> None:
     aliases = {"claude-*": "a", "*-opus": "c", "claude-opus": "b", "own*": "a"}
-    assert meant(aliases, {"a", "b", "own"}, name) == model
+    assert resolve_alias(aliases, {"a", "b", "own"}, name) == model
 
 
 @pytest.mark.parametrize(

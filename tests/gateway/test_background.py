@@ -190,7 +190,7 @@ async def _freeze(seconds: float) -> None:
 
 def test_a_backlog_is_asked_about_in_turns(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One renewal's question is bounded; what it leaves out is asked about by the next renewals."""
-    monkeypatch.setattr(recovery, "_ASKED", 2)
+    monkeypatch.setattr(recovery, "_IDS_PER_CALL", 2)
     broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with (
         serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as runs,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, HeadwayError
-from headway.gateway.apis.batches.results import answered
+from headway.gateway.apis.batches.results import result_line
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.records import Line
 from tests.gateway.batch_stores import BATCH, FILE, add, job
@@ -87,13 +87,13 @@ def test_batches_that_were_emptied_beside_their_files_are_refused(tmp_path: Path
 
 def test_an_answer_is_told_as_openai_does() -> None:
     line = Line(7, 0, 1, 'quoted "body": null')
-    good, text = answered(BATCH, line, job(line, True))
+    good, text = result_line(BATCH, line, job(line, True))
     told = json.loads(text)
     assert good
     assert b"\n" not in text
     assert told["response"] == {"status_code": 200, "request_id": "batch_1-7", "body": {"x": 1}}
     assert (told["id"], told["custom_id"], told["error"]) == ("batch_req_1_7", line.custom_id, None)
-    good, text = answered(BATCH, line, job(line, False))
+    good, text = result_line(BATCH, line, job(line, False))
     assert not good
     assert json.loads(text)["error"] == {"code": "dropped", "message": "late"}
     assert json.loads(text)["response"] is None

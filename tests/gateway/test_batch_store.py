@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import HeadwayError, RequestError
-from headway.gateway.apis.batches.results import answered, conclude
+from headway.gateway.apis.batches.results import conclude, result_line
 from headway.store.batches.port import PIECE, BatchStore, pieces
 from headway.store.batches.records import BAD, CANCELLED, ENDED_KEPT_S, EXPIRED, GOOD, LEAST_BYTES, Line, StoredFile
 from tests.gateway.batch_stores import BATCH, FILE, ROOM, STORES, Connect, add, begun, content, custom_ids, job
 
-# What happens to a batch: a line is answered, well or not; or its gateway ends and another one starts.
+# What happens to a batch: a line is result_line, well or not; or its gateway ends and another one starts.
 STEPS = st.lists(st.one_of(st.tuples(st.integers(1, 12), st.booleans()), st.just("restart")))
 
 
@@ -66,7 +66,7 @@ async def run_steps(connect: Connect, count: int, steps: list[tuple[int, bool] |
             assert await store.hold()
         elif step[0] in lines:
             number, good = step
-            good, text = answered(BATCH, lines[number], job(lines[number], good))
+            good, text = result_line(BATCH, lines[number], job(lines[number], good))
             assert await store.record(BATCH.id, number, good, text) == (number not in first)
             first.setdefault(number, good)
         found = await store.open_lines(BATCH.id, 0, 99)
@@ -176,7 +176,7 @@ async def test_wrong_lines_end_the_batch(store: BatchStore) -> None:
 async def test_files_that_were_written_twice_count_once(store: BatchStore) -> None:
     """A gateway that is killed between the files and the end of the batch leaves both as they were."""
     (line,) = await begun(store, 1)
-    await store.record(BATCH.id, line.number, *answered(BATCH, line, job(line, True)))
+    await store.record(BATCH.id, line.number, *result_line(BATCH, line, job(line, True)))
     assert await store.finalize(BATCH.id, 3.0) == "completed"
     left = StoredFile("file-left", "alpha", "left", "batch_output", 0, 3.0)
     await store.begin_file(left)
@@ -343,7 +343,7 @@ async def test_what_another_gateway_sees(two: tuple[BatchStore, BatchStore]) -> 
     assert await second.cancel("alpha", BATCH.id, 3.0)
     (batch,) = await first.open_batches()
     assert (batch.state, batch.cancelling) == ("cancelling", 3.0)
-    await first.record(BATCH.id, 1, *answered(BATCH, line, job(line, True)))
+    await first.record(BATCH.id, 1, *result_line(BATCH, line, job(line, True)))
     await conclude(first, batch)
     seen = await second.batch("alpha", BATCH.id)
     assert seen is not None

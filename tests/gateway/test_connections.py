@@ -22,7 +22,7 @@ from headway.gateway import tasks
 from headway.gateway.app import new_app
 from headway.gateway.http import connections
 from headway.gateway.http.connections import SPARE, Connections, Limit, Limits
-from headway.gateway.http.protocol import LimitedHttp, WithoutChunks, limited
+from headway.gateway.http.protocol import LimitedHttp, WithoutChunks, protocol_class
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, SAY, Fake, Gateway, until
 from tests.gateway.test_refusals import error
@@ -197,7 +197,7 @@ def test_progress_resets_the_time_to_read() -> None:
     limits = Limits(max_head=1000, head_s=1000.0, body_s=1000.0, write_s=60.0, most=9)
     with closing(asyncio.new_event_loop()) as loop:
         transport = Unread()
-        protocol = limited(Connections(limits))(uvicorn.Config(new_app()), ServerState(), {}, loop)
+        protocol = protocol_class(Connections(limits))(uvicorn.Config(new_app()), ServerState(), {}, loop)
         assert isinstance(protocol, LimitedHttp)
         protocol.connection_made(transport)
         now, seen = loop.time(), list[str | None]()

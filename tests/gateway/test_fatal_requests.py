@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headway.config import Broker, Engine, Sqlite
-from headway.engines.vllm.fatal_fields import check_fields, fatal_fields, known
+from headway.engines.vllm.fatal_fields import check_fields, fatal_fields, known_fields
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.errors import RequestError
@@ -28,7 +28,7 @@ def test_only_releases_and_devices_with_the_bug_are_in_the_table() -> None:
     assert fatal_fields("0.32.1", "cpu", ["drafts", "adapters"]) == ["top_k", "prompt_logprobs"]
     assert fatal_fields("0.32.0", "cuda", ["drafts", "adapters"]) == []
     assert fatal_fields("0.33.0", "cpu", ["drafts"]) == []
-    assert known(["seed", "of a later release"]) == ("seed",)
+    assert known_fields(["seed", "of a later release"]) == ("seed",)
 
 
 @pytest.mark.parametrize(

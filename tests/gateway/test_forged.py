@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.engines.vllm.request_metadata import foreign
+from headway.engines.vllm.request_metadata import client_xargs
 from tests.gateway.gateway import CHAT, Fake, Gateway, until
 from tests.gateway.test_refusals import error, speak
 from tests.gateway.test_request_ends import fakes
@@ -28,7 +28,7 @@ def test_facts_cannot_be_forged(gateway: Gateway, fake: Fake) -> None:
     assert seen["headway_id"].startswith("hw-")
     assert seen["headway_urgency"] != -1e300
     assert {"headway_made_up", "Headway_id"}.isdisjoint(seen)
-    assert foreign({"headwaY_x": 1, "x": 2}) == {"x": 2}
+    assert client_xargs({"headwaY_x": 1, "x": 2}) == {"x": 2}
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e999", "[[1e400]]", '{"deep": 1e309}'])

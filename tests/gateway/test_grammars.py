@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.config import Grammars
 from headway.errors import RequestError
-from headway.gateway.parsing.grammars import check_grammars, written_out
+from headway.gateway.parsing.grammars import check_grammars, expanded_length
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, Gateway
 from tests.gateway.test_refusals import COMPLETIONS, error
@@ -89,7 +89,7 @@ def test_what_is_too_large_names_its_limit(fields: dict[str, Any], limit: str) -
 
 
 def test_a_grammar_that_is_a_text_is_measured_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.gateway.parsing.grammars._parsed", lambda text: pytest.fail("it was parsed"))
+    monkeypatch.setattr("headway.gateway.parsing.grammars._parse", lambda text: pytest.fail("it was parsed"))
     with pytest.raises(RequestError, match=r"grammars\.max_kib "):
         check_grammars({"structured_outputs": {"json": json.dumps(["word"] * 10_000)}}, LIMITS)
 
@@ -118,20 +118,20 @@ def _joined(parts: list[tuple[str, int]]) -> tuple[str, int]:
         lambda inner: st.builds(_repeated, inner, REPETITIONS) | st.lists(inner, max_size=4).map(_joined),
     )
 )
-def test_repetitions_are_written_out(regex: tuple[str, int]) -> None:
-    assert written_out(regex[0]) == regex[1]
+def test_repetitions_are_expanded_length(regex: tuple[str, int]) -> None:
+    assert expanded_length(regex[0]) == regex[1]
 
 
 @given(st.text("(){}[]\\,*+?|a0123456789"))
 def test_any_text_has_a_length(text: str) -> None:
-    assert 0 <= written_out(text) <= 10**18 * (len(text) + 1)
+    assert 0 <= expanded_length(text) <= 10**18 * (len(text) + 1)
 
 
 def test_repetitions_within_each_other_take_no_time_to_count() -> None:
-    assert written_out("(" * 9000 + "a" + "){999999999}" * 9000) > 10**9
-    assert written_out("a{" + "9" * 9000 + "}") > 10**8
-    assert written_out("[" * 1_000_000) == 1
-    assert written_out("a{1,2" * 200_000) == 5 * 200_000
+    assert expanded_length("(" * 9000 + "a" + "){999999999}" * 9000) > 10**9
+    assert expanded_length("a{" + "9" * 9000 + "}") > 10**8
+    assert expanded_length("[" * 1_000_000) == 1
+    assert expanded_length("a{1,2" * 200_000) == 5 * 200_000
 
 
 @pytest.mark.parametrize(

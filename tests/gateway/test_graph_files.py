@@ -11,7 +11,7 @@ import pytest
 
 from headway.config import Broker, Config, Sqlite
 from headway.errors import ConfigError
-from headway.gateway.control.graph_files import GraphFiles, kept_graphs, read
+from headway.gateway.control.graph_files import GraphFiles, keep_graphs, read
 from headway.policy.apps.graph import Graph, Visit, from_json
 from headway.policy.apps.knowledge import SHARED, Knowledge
 from tests.gateway.conftest import Serve
@@ -89,7 +89,7 @@ async def test_only_what_has_changed_is_written(tmp_path: Path) -> None:
         files.save("t", graph(app))
     before = {path: path.stat().st_mtime_ns for path in files.paths()}
     knowledge = Knowledge()
-    async with kept_graphs(knowledge, tmp_path):
+    async with keep_graphs(knowledge, tmp_path):
         assert set(knowledge.graphs) == {("t", "old"), ("t", "new")}
         knowledge.learn("t", "new", [Visit("plan", prompt=1.0, output=1.0, parallel=1)])
     after = {path: path.stat().st_mtime_ns for path in files.paths()}
@@ -100,10 +100,10 @@ async def test_only_what_has_changed_is_written(tmp_path: Path) -> None:
 async def test_a_tenant_that_makes_up_applications_forgets_its_own_and_fills_no_disk(tmp_path: Path) -> None:
     knowledge, visits = Knowledge(), [Visit("plan", prompt=1.0, output=1.0, parallel=1)]
     knowledge.learn("quiet", "agent", visits)
-    async with kept_graphs(knowledge, tmp_path):
+    async with keep_graphs(knowledge, tmp_path):
         for i in range(1000):
             knowledge.learn("loud", f"a{i}", visits)
-    async with kept_graphs(knowledge, tmp_path):
+    async with keep_graphs(knowledge, tmp_path):
         for i in range(1000, 1100):
             knowledge.learn("loud", f"a{i}", visits)
     found = GraphFiles(tmp_path).load()
@@ -116,13 +116,13 @@ async def test_a_disk_that_refuses_does_not_end_the_gateway(tmp_path: Path, capl
     (tmp_path / "file").write_text("")
     knowledge = Knowledge()
     with caplog.at_level(logging.ERROR):
-        async with kept_graphs(knowledge, tmp_path / "file" / "graphs"):
+        async with keep_graphs(knowledge, tmp_path / "file" / "graphs"):
             knowledge.put(SHARED, graph())
     assert "apps.dir" in caplog.text
 
 
 async def test_nothing_is_kept_without_a_directory_or_a_planner_that_learns(tmp_path: Path) -> None:
-    async with kept_graphs(None, tmp_path / "graphs"), kept_graphs(Knowledge(), None):
+    async with keep_graphs(None, tmp_path / "graphs"), keep_graphs(Knowledge(), None):
         pass
     assert GraphFiles(tmp_path / "graphs").paths() == []
 

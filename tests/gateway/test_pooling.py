@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from headway.config import Config, parse
-from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
+from headway.engines.vllm.plugin.pooling import MetadataHeader, carry_metadata
 from headway.engines.vllm.process.answers import read_answer
 from headway.engines.vllm.request_metadata import HEADER, as_header, from_header, read_metadata, write_metadata
 from headway.errors import ConfigError, RequestError
@@ -163,7 +163,7 @@ def test_the_metadata_reaches_the_pooling_parameters() -> None:
         await MetadataHeader(app)({"type": "http", "headers": headers}, nothing, nothing)
 
     client = SimpleNamespace(encode=lambda **_: None)
-    carry(client)
+    carry_metadata(client)
     asyncio.run(ask([(HEADER.encode(), header.encode())]))
     asyncio.run(ask([]))
     assert seen[1] == {"theirs": 1}

@@ -46,7 +46,7 @@ def test_pieces_do_not_matter(texts: list[str], cuts: list[int], wanted: bool) -
     assert reader.complete
     assert not reader.broken
     assert reader.tokens == 2, "the engine's count, whatever came"
-    assert (reader.kept, reader.fault) == (0, None)
+    assert (reader.buffered, reader.fault) == (0, None)
 
 
 @given(st.integers(0, 400))

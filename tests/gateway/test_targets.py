@@ -21,7 +21,7 @@ from headway.engines.vllm.process.connection import EngineConnection, EngineGone
 from headway.engines.vllm.process.pace import Pace, measure
 from headway.errors import EngineError
 from headway.gateway.apis.state import AppState
-from headway.gateway.control.targets import Paces, describe, fitted, measures, plain
+from headway.gateway.control.targets import Paces, describe, fit_tier, measures, round_up
 from headway.gateway.reload import Reload
 from tests.gateway.gateway import CHAT, CLASSES, OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_dashboard import live
@@ -36,28 +36,28 @@ SLOW = Pace(ttft=1.6, tpot=0.1, streams=4, together=0.182)
 
 @given(st.floats(1e-3, 1e7))
 def test_a_plain_number_is_no_smaller_and_near(number: float) -> None:
-    assert number * (1 - 1e-6) <= plain(number) <= 1.34 * number
+    assert number * (1 - 1e-6) <= round_up(number) <= 1.34 * number
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(150, 150), (151, 200), (364, 400), (0.9, 1), (1000, 1000), (9001, 10_000)]
 )
 def test_plain_numbers(number: float, expected: float) -> None:
-    assert plain(number) == expected
+    assert round_up(number) == expected
 
 
 def test_a_measured_class_promises_no_more_than_the_engines_can_do_and_no_less_than_is_stated() -> None:
-    assert fitted(BUILT_IN, QUICK) == BUILT_IN
-    assert fitted(BUILT_IN, SLOW) == replace(BUILT_IN, ttft_ms=4000.0, tpot_ms=400.0)
+    assert fit_tier(BUILT_IN, QUICK) == BUILT_IN
+    assert fit_tier(BUILT_IN, SLOW) == replace(BUILT_IN, ttft_ms=4000.0, tpot_ms=400.0)
     stated = replace(BUILT_IN, measured=False)
-    assert fitted(stated, SLOW) == stated
-    assert fitted(Tier(tpot_ms=10.0, measured=True), SLOW) == Tier(tpot_ms=400.0, measured=True)
+    assert fit_tier(stated, SLOW) == stated
+    assert fit_tier(Tier(tpot_ms=10.0, measured=True), SLOW) == Tier(tpot_ms=400.0, measured=True)
 
 
 def test_a_target_that_is_hardly_met_leaves_too_little_room() -> None:
     near = replace(QUICK, together=0.13)
-    assert fitted(BUILT_IN, near).tpot_ms == 300.0
-    assert Paces({"e0": near}).told({"chat": BUILT_IN}) == [
+    assert fit_tier(BUILT_IN, near).tpot_ms == 300.0
+    assert Paces({"e0": near}).descriptions({"chat": BUILT_IN}) == [
         "chat: first token 1,500 ms, then 300 ms per token (measured: a token takes 130 ms with 4 streams at "
         "once, 150 ms leaves too little room)"
     ]
@@ -66,7 +66,7 @@ def test_a_target_that_is_hardly_met_leaves_too_little_room() -> None:
 
 def test_the_slowest_engine_counts() -> None:
     paces, changes = Paces(), list[Tier]()
-    assert (paces.fit(CLASSES), paces.told(CLASSES), list(paces.warnings(CLASSES))) == (CLASSES, [], [])
+    assert (paces.fit(CLASSES), paces.descriptions(CLASSES), list(paces.warnings(CLASSES))) == (CLASSES, [], [])
     paces.changed = lambda: changes.append(paces.fit({"chat": BUILT_IN})["chat"])
     paces.add("e0", SLOW)
     paces.add("e1", replace(QUICK, ttft=3.0))
@@ -76,12 +76,12 @@ def test_the_slowest_engine_counts() -> None:
 
 def test_the_banner_says_what_is_promised_and_what_cannot_be() -> None:
     paces = Paces({"e0": replace(SLOW, ttft=0.4)})
-    assert paces.told({"chat": BUILT_IN, "default": Tier()}) == [
+    assert paces.descriptions({"chat": BUILT_IN, "default": Tier()}) == [
         "chat: first token 1,500 ms, then 400 ms per token (measured: a token takes 182 ms with 4 streams at "
         "once, 150 ms cannot be met here)"
     ]
     quick = Paces({"e0": replace(QUICK, streams=1)})
-    assert quick.told({"chat": BUILT_IN}) == [
+    assert quick.descriptions({"chat": BUILT_IN}) == [
         "chat: first token 1,500 ms, then 150 ms per token (measured: first token 200 ms, then 60 ms per "
         "token with one stream)"
     ]
@@ -243,7 +243,7 @@ def test_a_start_is_told_in_words(
         return [sys.executable, "-c", code]
 
     monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(client, "_SILENT", 0.1)
+    monkeypatch.setattr(client, "_LOG_EVERY", 0.1)
     monkeypatch.setattr(client, "_POLL", 0.05)
     Path(started.broker.sqlite.path or ".").with_name("e0.log").write_text("an old error\n")
     with caplog.at_level(logging.INFO), serving(started, ready=False):

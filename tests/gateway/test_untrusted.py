@@ -250,7 +250,7 @@ def test_an_event_in_many_pieces_is_whole() -> None:
     event = b'data: {"choices":[{"text":"' + b"x" * 3000 + b'"}]}\n\n'
     pieces = [reader.feed(event[i : i + 1]) for i in range(len(event))]
     assert [piece for piece in pieces if piece] == [event]
-    assert (reader.kept, reader.tokens) == (0, 1)
+    assert (reader.buffered, reader.tokens) == (0, 1)
 
 
 def test_comments_and_other_fields_are_passed_on() -> None:

@@ -91,27 +91,27 @@ def _errors(app: FastAPI, metrics: Metrics) -> None:
         return next(shapes, error_response)(error)
 
     @app.exception_handler(HeadwayError)
-    async def ours(request: Request, error: HeadwayError) -> JSONResponse:
+    async def headway_error(request: Request, error: HeadwayError) -> JSONResponse:
         return answer(request, error)
 
     @app.exception_handler(HTTPException)
-    async def theirs(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_exception(request: Request, error: HTTPException) -> JSONResponse:
         what = f"{request.method} {request.url.path}: {error.detail}."
         wrapped = RequestError(what, "/docs lists the endpoints.", status=error.status_code)
         wrapped.headers = dict(error.headers or {})
         return answer(request, wrapped)
 
     @app.exception_handler(ClientDisconnect)
-    async def aborted(request: Request, error: ClientDisconnect) -> Response:
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
         log.info("%s %s: the client left before its body was complete", request.method, request.url.path)
         return Response(status_code=400)  # which nobody reads
 
     @app.exception_handler(RecursionError)
-    async def deep(request: Request, error: RecursionError) -> JSONResponse:
+    async def too_deep(request: Request, error: RecursionError) -> JSONResponse:
         return answer(request, RequestError("The body is nested too deeply.", "Send a flatter one."))
 
     @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
         hint = "This is a bug; its trace is in the log."
         return answer(request, EngineError(f"Headway failed: {error!r}.", hint, status=500))
 
@@ -159,11 +159,11 @@ def _apis(app: FastAPI, state: AppState) -> None:
     gateway = state.gateway
 
     async def background(api: Api, parsed: ParsedRequest, held: Held) -> Response:
-        asked = parsed.request
-        reason = gateway.dispatcher.control.unavailability_reason(asked.model)
+        request = parsed.request
+        reason = gateway.dispatcher.control.unavailability_reason(request.model)
         earlier = await gateway.background.accept(parsed, held)
-        told = background_response(asked.id, "queued", asked.arrival) | waiting_for(reason)
-        return api.queued(parsed, response_to(earlier) if earlier else told)
+        body = background_response(request.id, "queued", request.arrival) | waiting_for(reason)
+        return api.queued(parsed, response_to(earlier) if earlier else body)
 
     def endpoint(api: Api) -> Handler:
         async def handle(request: Request) -> Response:
@@ -231,11 +231,11 @@ def _status(app: FastAPI, state: AppState) -> None:
         problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
         batches = None if state.gateway.batches is None else state.gateway.batches.problem()
         good = up >= set(state.models.engines) and not waiting and problem is None and batches is None
-        told: dict[str, Any] = {"ready": good}
+        body: dict[str, Any] = {"ready": good}
         if (operator := state.is_operator(request)) or state.tells_status(request):
             described = {id: _engine(engine, operator) for id, engine in engines.items()}
-            told |= {"ends_not_stored": waiting, "broker": problem, "batches": batches, "engines": described}
-        return JSONResponse(told, 200 if good else 503)
+            body |= {"ends_not_stored": waiting, "broker": problem, "batches": batches, "engines": described}
+        return JSONResponse(body, 200 if good else 503)
 
 
 def _operations(app: FastAPI, state: AppState) -> None:
@@ -245,14 +245,14 @@ def _operations(app: FastAPI, state: AppState) -> None:
     async def metrics(request: Request) -> Response:
         """Return Prometheus metrics: Headway's, and each engine's with an instance label.
 
-        What an engine does not tell within three seconds is missing: headway_engine_scraped is 0.
+        What an engine does not report within three seconds is missing: headway_engine_scraped is 0.
         """
         state.check_status(request)
-        _gauge(gateway)
+        _update_gauges(gateway)
         pages = dict(await asyncio.gather(*(_scrape(gateway, engine) for engine in engines.values())))
         size = sum(len(page) for page in pages.values())
-        theirs = await offload(size, lambda: relabelled(pages))
-        return PlainTextResponse(gateway.metrics.render(theirs), media_type="text/plain; version=0.0.4")
+        families = await offload(size, lambda: relabelled(pages))
+        return PlainTextResponse(gateway.metrics.render(families), media_type="text/plain; version=0.0.4")
 
     @app.post("/headway/control/{engine}", responses=error_docs(400, 401, 403, 404, 502, 503))
     async def control(engine: str, request: Request) -> Response:
@@ -291,11 +291,11 @@ def _sqlite_files(config: Config) -> dict[str, Path]:
     return files
 
 
-def _gauge(gateway: Gateway) -> None:
+def _update_gauges(gateway: Gateway) -> None:
     """Bring the gauges up to date, but for what the engines know."""
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
-    metrics.planned(controller.planner.gauges)
+    metrics.set_plan(controller.planner.gauges)
     metrics.running.set(len(controller.requests) - controller.queued)
     metrics.runs.count(gateway.dispatcher.runs)
     for store, file in _sqlite_files(gateway.config).items():
@@ -310,23 +310,23 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     metrics, up, page = gateway.metrics, engine.up.is_set(), ""
     state: Mapping[str, Any] | None = None
     if up:
-        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _count(metrics, engine))
-    metrics.counted(engine.id, {"restarts": engine.restarts})
+        page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _update_counters(metrics, engine))
+    metrics.set_totals(engine.id, {"restarts": engine.restarts})
     metrics.up.labels(engine.id).set(up)
     metrics.scraped.labels(engine.id).set(state is not None and bool(page))
     metrics.inside(engine.id, None if state is None else inside_of(state, page))
     return engine.id, page
 
 
-async def _count(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
+async def _update_counters(metrics: Metrics, engine: EngineView) -> Mapping[str, Any] | None:
     """Take over the counters of the scheduler inside an engine; return its state.
 
-    None when it does not answer in time; empty without Headway's scheduler, or when it says nonsense.
+    None when it does not answer in time; empty without Headway's scheduler, or when its state is malformed.
     """
     try:
         state = await engine.control({"op": "state", "jobs": False}, _ENGINE_S)
         metrics.evictions.labels(engine.id).set(state["counters"]["evictions"])
-        metrics.counted(engine.id, state["counters"])
+        metrics.set_totals(engine.id, state["counters"])
     except EngineGone:
         return None
     except (HeadwayError, KeyError, TypeError, ValueError, AttributeError):

@@ -24,7 +24,7 @@ class ByteBudget:
     limit: int
     share: float = 1.0
     used: int = 0
-    _of: Counter[str] = field(default_factory=Counter)  # by tenant
+    _by_tenant: Counter[str] = field(default_factory=Counter)
 
     def hold(self) -> Held:
         """Return what holds a part of it, nothing yet."""
@@ -34,13 +34,13 @@ class ByteBudget:
         """Refuse (429) what has no room now."""
         if self.used + size > self.limit:
             what = f"Requests that wait hold {self.limit / 2**20:g} MiB (server.max_queued_mib)."
-            raise _refused(what, "queue_full")
-        mine = self._of[held.tenant]
+            raise _refusal(what, "queue_full")
+        mine = self._by_tenant[held.tenant]
         part = self.share * (self.limit - (self.used - mine))
         if self.share < 1.0 and mine > held.size and mine + size > part:
-            may = f"{part / 2**20:.3g} MiB (server.tenant_share of server.max_queued_mib)"
-            raise _refused(
-                f"Bodies of yours that wait hold {mine / 2**20:.3g} MiB; at the moment they may hold {may}.",
+            room = f"{part / 2**20:.3g} MiB (server.tenant_share of server.max_queued_mib)"
+            raise _refusal(
+                f"Bodies of yours that wait hold {mine / 2**20:.3g} MiB; at the moment they may hold {room}.",
                 "tenant_queue_full",
             )
 
@@ -48,12 +48,12 @@ class ByteBudget:
         """Add `size` bytes; a negative size gives them back."""
         self.used += size
         held.size += size
-        self._of[held.tenant] += size
-        if not self._of[held.tenant]:
-            del self._of[held.tenant]
+        self._by_tenant[held.tenant] += size
+        if not self._by_tenant[held.tenant]:
+            del self._by_tenant[held.tenant]
 
 
-def _refused(what: str, reason: str) -> RequestError:
+def _refusal(what: str, reason: str) -> RequestError:
     return RequestError(
         what,
         "Try again in 1 s.",
@@ -123,7 +123,7 @@ class AnswerMemory:
     def hold(self, size: int, most: int | None = None) -> None:
         """Hold this many bytes from now on, instead of those before.
 
-        MalformedAnswer when one answer has more than it may, EngineError (503) when all large ones together.
+        MalformedAnswer when one answer has more than it may, EngineError (503) when all large ones together do.
         """
         budget, counted = self.budget, max(size - _SMALL, 0)
         most = budget.most if most is None else min(most, budget.most)

@@ -19,7 +19,7 @@ from headway.gateway import tasks
 from headway.gateway.budget import ByteBudget
 from headway.gateway.control.adapters import AdapterWarmer
 from headway.gateway.control.dispatcher import Dispatcher
-from headway.gateway.control.graph_files import kept_graphs
+from headway.gateway.control.graph_files import keep_graphs
 from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.control.prewarm import BackendWarmer
@@ -95,13 +95,13 @@ async def serving(config: Config, *, log_dir: Path | None = None, link: Link | N
     recipe, metrics, paces = find(config.recipe), Metrics(), Paces()
     counters = await _counters(config)
     async with (
-        _watching(config, metrics) as watch,
+        _open_observers(config, metrics) as watch,
         open_lengths(recipe, config.predictor, metrics, config.history) as lengths,
-        _opened(config.broker) as broker,
+        _open_broker(config.broker) as broker,
         opened(config.backends, config.tenant_share) as backends,
         opened_batches(config) as batches,
     ):
-        wired = _wired(config, lengths.lengths, metrics, log_dir, link, paces)
+        wired = _wire(config, lengths.lengths, metrics, log_dir, link, paces)
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
@@ -112,7 +112,7 @@ async def serving(config: Config, *, log_dir: Path | None = None, link: Link | N
         journals = watch.journal.loops(dispatcher.engines if link is None else {}, config.recipe)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
         try:
-            graphs = kept_graphs(knowledge, config.apps_dir)
+            graphs = keep_graphs(knowledge, config.apps_dir)
             async with graphs, wired.running(), background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
@@ -135,7 +135,7 @@ class _Watch:
 
 
 @asynccontextmanager
-async def _watching(config: Config, metrics: Metrics) -> AsyncIterator[_Watch]:
+async def _open_observers(config: Config, metrics: Metrics) -> AsyncIterator[_Watch]:
     """Open the observers; at the end write what they have noted."""
     journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
     watch = _Watch(Usage(config.keys), journal, LateRequests(metrics.history.pair), Tracing(config.tracing))
@@ -151,7 +151,7 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
     return {name: await TokenCounter.load(model) for name, model in models.items()}
 
 
-def _wired(
+def _wire(
     config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None, paces: Paces
 ) -> LocalGateway | RemoteGateway:
     if link is not None:
@@ -159,7 +159,7 @@ def _wired(
     controller = controller_of(config, find(config.recipe).planner(), lengths)
     add = paces.add if measures(config) else None
     return LocalGateway.of(
-        config, controller, metrics, lambda tell: engines_of(config, log_dir, tell, metrics, on_pace=add)
+        config, controller, metrics, lambda listener: engines_of(config, log_dir, listener, metrics, on_pace=add)
     )
 
 
@@ -179,7 +179,7 @@ def _add_warmers(dispatcher: Dispatcher, backends: Mapping[str, Backend], config
 
 
 @asynccontextmanager
-async def _opened(settings: BrokerSettings) -> AsyncIterator[Broker]:
+async def _open_broker(settings: BrokerSettings) -> AsyncIterator[Broker]:
     """Open the broker and begin its lease, which ends when it closes: others can take open jobs at once."""
     broker = open_broker(settings)
     try:

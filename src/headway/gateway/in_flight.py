@@ -28,7 +28,7 @@ from headway.types import Request
 
 
 class EngineKilled(EngineError):
-    """Engines died over a request as often as it may be tried: it may be the reason and is not run again."""
+    """Engines died over a request as often as it may be tried: it may be the cause, and is not run again."""
 
     def __init__(self, engine: str, attempts: int) -> None:
         super().__init__(
@@ -98,7 +98,7 @@ class InFlightRequest:
     refusal: the error that its client gets instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
-    prompt_tokens: as its engine counts them, 0 = it has not said.
+    prompt_tokens: as its engine counts them, 0 = not reported yet.
     first_token: instant of the first token, None before it.
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
@@ -148,7 +148,7 @@ class InFlightRequest:
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def enter(self, state: RequestState) -> bool:
-        """Enter a state; False when the request has ended, which it does once."""
+        """Enter a state; False when the request has ended already."""
         if self.ended:
             return False
         self.state = state
@@ -178,12 +178,12 @@ class InFlightRequest:
         self.returned = time.monotonic(), reason
         self.enter(RequestState.QUEUED)
 
-    def promise(self) -> list[tuple[bytes, str]]:
-        """Return the headers that tell a client the class of its request, and the SLO that counts, in ms."""
+    def promise_headers(self) -> list[tuple[bytes, str]]:
+        """Return the headers with the class of a request and the SLO that counts, in ms."""
         request, slo = self.request, self.request.slo
         targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e)
-        told = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
-        return [(b"x-headway-class", quote(request.tier)), *told]
+        headers = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
+        return [(b"x-headway-class", quote(request.tier)), *headers]
 
     def drop_body(self) -> None:
         """Let go of the body: it is on disk, or an engine has it."""

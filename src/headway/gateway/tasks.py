@@ -20,7 +20,7 @@ async def running(*loops: Loop, failed: Callable[[str], None] = lambda name: Non
 
     A loop that raises is logged and begun again; one that returns is done.
 
-    failed: told the name of a loop that has raised.
+    failed: called with the name of a loop that has raised.
     """
     tasks = [asyncio.create_task(_supervised(loop, failed)) for loop in loops]
     try:

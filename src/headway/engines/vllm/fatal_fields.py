@@ -16,7 +16,7 @@ WORKER_EXTENSION = "headway.engines.vllm.plugin.worker.WorkerExtension"  # mends
 
 
 def _samples(raw: Mapping[str, Any]) -> bool:
-    """Tell whether tokens are drawn at random; a temperature that is not given is that of the model."""
+    """Return whether tokens are drawn at random; a temperature that is not given is that of the model."""
     try:
         return raw.get("temperature") is None or float(raw["temperature"]) != 0
     except (TypeError, ValueError, OverflowError):
@@ -32,7 +32,7 @@ def _has_top_k(raw: Mapping[str, Any]) -> bool:
 
 
 def _has_prompt_logprobs(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a request asks for them: by name, or with `echo`, which a chat needs no `logprobs` for."""
+    """Return whether a request asks for them: by name, or with `echo`, which a chat needs no `logprobs` for."""
     echoed = raw.get("echo") and (raw.get("logprobs") is not None or "messages" in raw)
     return raw.get("prompt_logprobs") is not None or bool(echoed)
 
@@ -42,13 +42,13 @@ class _Fatal:
     """A field, and the engines that it crashes.
 
     releases: how their versions begin. device: as vLLM names it. feature: what must be on.
-    there: tells whether a request has it. hint: what to do instead.
+    used_by: whether a request uses it. hint: what to do instead.
     """
 
     releases: tuple[str, ...]
     device: str
     feature: str
-    there: Callable[[Mapping[str, Any]], bool]
+    used_by: Callable[[Mapping[str, Any]], bool]
     hint: str
 
 
@@ -82,15 +82,15 @@ def fatal_fields(version: str, device: str, features: Iterable[str]) -> list[str
     ]
 
 
-def known(told: Iterable[str]) -> tuple[str, ...]:
-    """Return the fields of the table that an engine has told."""
-    return tuple(name for name in told if name in _FATAL)
+def known_fields(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the fields of the table among those that an engine reports."""
+    return tuple(name for name in names if name in _FATAL)
 
 
 def check_fields(raw: Mapping[str, Any], fatal: Iterable[str]) -> None:
     """Refuse a body that has one of these fields. RequestError."""
     for name in fatal:
-        if _FATAL[name].there(raw):
+        if _FATAL[name].used_by(raw):
             raise RequestError(
                 f"{name} would crash the engine of this model: its vLLM has a bug there.",
                 _FATAL[name].hint,

@@ -156,7 +156,7 @@ class SchedulerOracle:
         return dict(output.num_scheduled_tokens)
 
     def _outputs(self, id: str) -> bool:
-        """Tell whether all tokens of a request are computed, so that it outputs a new one."""
+        """Return whether all tokens of a request are computed, so that it outputs a new one."""
         request = self.scheduler.requests[id]
         return bool(request.num_computed_tokens >= request.num_tokens)
 

@@ -67,11 +67,11 @@ def no_tool_parser() -> RequestError:
 
 def options(engine: Engine) -> list[str]:
     """Return the options of `vllm serve` for the parsers that `args` does not name already."""
-    found, line = parsers(engine), list[str]()
-    if found.tool is not None and _in_args(engine, _TOOL) is None:
-        line += ["--enable-auto-tool-choice", _TOOL, found.tool]
-    if found.reasoning is not None and _in_args(engine, _REASONING) is None:
-        line += [_REASONING, found.reasoning]
+    names, line = parsers(engine), list[str]()
+    if names.tool is not None and _in_args(engine, _TOOL) is None:
+        line += ["--enable-auto-tool-choice", _TOOL, names.tool]
+    if names.reasoning is not None and _in_args(engine, _REASONING) is None:
+        line += [_REASONING, names.reasoning]
     return line
 
 
@@ -93,8 +93,8 @@ def known_to_vllm(kind: Kind) -> frozenset[str] | None:
 
 
 def _of(configured: str | None, in_args: str | None, known: str | None) -> str | None:
-    found = in_args or configured or known
-    return None if found == "none" else found
+    name = in_args or configured or known
+    return None if name == "none" else name
 
 
 def _in_args(engine: Engine, option: str) -> str | None:

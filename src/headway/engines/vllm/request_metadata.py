@@ -47,7 +47,7 @@ class RequestMetadata:
     urgency: float = 0.0
 
 
-def foreign(xargs: Mapping[str, Any]) -> dict[str, Any]:
+def client_xargs(xargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a client's `vllm_xargs` without entries of Headway's names, which only the gateway writes."""
     return {name: value for name, value in xargs.items() if not name.lower().startswith(_PREFIX)}
 
@@ -81,13 +81,13 @@ def as_header(metadata: Mapping[str, str | float]) -> dict[str, str]:
 
 
 def from_header(text: str) -> dict[str, Any]:
-    """Return the metadata in a header, empty when it is not one: a client may send anything."""
+    """Return the metadata in a header, empty when it is malformed: a client may send anything."""
     try:
-        found = json.loads(text)
+        metadata = json.loads(text)
     except ValueError:
         return {}
-    known = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in known if name.startswith(_PREFIX)}
+    items = metadata.items() if isinstance(metadata, dict) else ()
+    return {name: value for name, value in items if name.startswith(_PREFIX)}
 
 
 def read_metadata(request: Any) -> RequestMetadata:

@@ -23,33 +23,33 @@ class Access:
         operator = config.server.operator_key
         self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
 
-    def _given(self, request: Request) -> bytes | None:
-        """Return the digest of the key that a request carries; two different ones are none.
+    def _key_digest(self, request: Request) -> bytes | None:
+        """Return the digest of the key that a request carries; None without one, or with two different ones.
 
         RequestError for a header that comes twice: proxies and servers differ in which of the two counts.
         """
         for name in ("authorization", "x-api-key"):
             if len(request.headers.getlist(name)) > 1:
                 raise RequestError(f"The header {name} comes more than once.", "Send it once.", param=name)
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else None
         other = request.headers.get("x-api-key")  # as clients of Anthropic's API send it
         if bearer is not None and other is not None and bearer != other:
             return None
-        given = other if bearer is None else bearer
-        return None if given is None else self._digest(given)
+        key = other if bearer is None else bearer
+        return None if key is None else self._digest(key)
 
     def _digest(self, key: str) -> bytes:
         """Return the digest by which keys are compared.
 
-        The salt is this process's own, so how long a look-up takes tells nothing about a key.
+        The salt is this process's own, so how long a look-up takes reveals nothing about a key.
         """
         return hmac.digest(self._salt, key.encode(), "sha256")
 
     def is_operator(self, request: Request) -> bool:
-        """Tell whether a request carries the operator's key."""
-        given = self._given(request)
-        return self._operator is not None and given is not None and compare_digest(given, self._operator)
+        """Return whether a request carries the operator's key."""
+        digest = self._key_digest(request)
+        return self._operator is not None and digest is not None and compare_digest(digest, self._operator)
 
     def check_operator(self, request: Request, otherwise: str = "") -> None:
         """Refuse what only operators may do: 401 without their key, 403 when there is none.
@@ -79,7 +79,7 @@ class Access:
             self._refuse_foreign_pages(request)
 
     def tells_status(self, request: Request) -> bool:
-        """Tell whether a request may know this part's state."""
+        """Return whether a request may know this part's state."""
         try:
             self.check_status(request)
         except RequestError:

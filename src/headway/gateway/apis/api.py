@@ -16,14 +16,14 @@ from headway.gateway.apis.chat_stream import ChatStream
 from headway.gateway.errors import error_response
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import HEADERS, Kind, ParsedRequest
-from headway.gateway.requests.streaming import LateResponse, ResponseStream
+from headway.gateway.requests.streaming import DeferredResponse, ResponseStream
 
 log = logging.getLogger("headway.gateway")
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """OpenAI's API, which engines have, too; subclasses translate those that they have not.
+    """OpenAI's API, which engines serve, too; subclasses translate APIs that they do not.
 
     kind: the engines' endpoint that answers. docs: of its route.
     """
@@ -36,26 +36,26 @@ class Api:
         return raw
 
     def echo(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what the answer says of a body."""
+        """Return what the answer repeats of a body."""
         return {}
 
     def writer(self, parsed: ParsedRequest) -> ChatStream | None:
         """Return what writes the answer, None = the engine's is passed on."""
         return None
 
-    def queued(self, parsed: ParsedRequest, told: Mapping[str, Any]) -> Response:
-        """Return the answer to a background request; told: in the shape of the Responses API."""
-        return JSONResponse(told, 202)
+    def queued(self, parsed: ParsedRequest, body: Mapping[str, Any]) -> Response:
+        """Return the answer to a background request; body: in the shape of the Responses API."""
+        return JSONResponse(body, 202)
 
     def error(self, error: HeadwayError) -> JSONResponse:
         """Return an error in this API's shape."""
         return error_response(error)
 
 
-class TranslatedResponse(LateResponse):
+class TranslatedResponse(DeferredResponse):
     """An ASGI response that translates what a chat's response sends.
 
-    An answer or an error is held until it is whole, a stream goes on as it comes.
+    An answer or an error is collected first; a stream is passed on as it comes.
     """
 
     def __init__(self, inner: ResponseStream, writer: ChatStream) -> None:
@@ -68,7 +68,7 @@ class TranslatedResponse(LateResponse):
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected."""
 
-        async def sending(message: Message) -> None:
+        async def send_translated(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await self._begin(message, send)
             elif self._streams:
@@ -78,7 +78,7 @@ class TranslatedResponse(LateResponse):
                 if not message.get("more_body"):
                     await self._end(send)
 
-        await self._inner.serve(scope, receive, sending)
+        await self._inner.serve(scope, receive, send_translated)
 
     async def _begin(self, start: Message, send: Send) -> None:
         headers = [*start["headers"], *self._writer.headers]
@@ -111,7 +111,7 @@ class TranslatedResponse(LateResponse):
 def api_docs(
     name: str, schema: Mapping[str, Any], errors: Mapping[int | str, Any], description: str | None = None
 ) -> dict[str, Any]:
-    """Return the documentation of the route of an API. errors: and other answers than a finished one."""
+    """Return the documentation of the route of an API. errors: and other responses than a finished answer."""
     answer = {"description": "The answer; with `stream`, its events.", "content": {"text/event-stream": {}}}
     return {
         "name": name,

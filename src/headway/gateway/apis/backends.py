@@ -23,7 +23,7 @@ from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.runs import check_begins
 from headway.gateway.apis.state import AppState, tenant_of
 from headway.gateway.gateway import Gateway
-from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.run_identity import UNIT, RunFields, stage_of
 from headway.stages import Resource, Stage
 
@@ -51,12 +51,12 @@ def add_backend_endpoints(app: FastAPI, state: AppState) -> None:
     )  # fmt: skip
     async def run(name: str, request: Request) -> Response:
         """Execute a unit on a backend, and return its output and whether the backend was warm."""
-        key = state.counted(request)
+        key = state.count_request(request)
         tenant = tenant_of(key)
         if key is not None:
             _check_open(key, open_units[tenant])
         backend = _find(gateway, name)
-        body = checked(BackendBody, await state.json(request))
+        body = parse_as(BackendBody, await state.json(request))
         stage = stage_of(request.headers, body)
         if stage is not None and UNIT not in request.headers and body.unit is None:
             stage = replace(stage, unit=name)
@@ -87,7 +87,7 @@ class _Unit:
         self._stage = stage if stage is not None and stage.run else None
 
     async def execute(self, backend: Backend, input: Any) -> Ran:
-        """Execute the unit, and tell the planner what it cost when the backend was cold."""
+        """Execute the unit, and report to the planner what it cost when the backend was cold."""
         self._begin()
         try:
             ran = await backend.run(self._tenant, input)
@@ -124,17 +124,17 @@ def _check_open(key: Key, units: int) -> None:
 
 def _find(gateway: Gateway, name: str) -> Backend:
     """Return a backend of the configuration; 404 for any other."""
-    found = gateway.backends.get(name)
-    if found is None:
+    backend = gateway.backends.get(name)
+    if backend is None:
         known = ", ".join(gateway.backends)
         hint = f"Use one of {known}." if known else "Add a table [backends.NAME] to the configuration."
         raise RequestError(f"There is no backend {name[:64]!r}.", hint, status=404, code="backend_not_found")
-    return found
+    return backend
 
 
 async def _while_connected(request: Request, execution: Coroutine[Any, Any, Ran]) -> Ran | None:
     """Execute while the client waits for it; None = it has left, and the execution was given up."""
-    work, gone = asyncio.create_task(execution), asyncio.create_task(_left(request))
+    work, gone = asyncio.create_task(execution), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         return await work if work.done() else None
@@ -142,6 +142,6 @@ async def _while_connected(request: Request, execution: Coroutine[Any, Any, Ran]
         await tasks.cancel(work, gone)
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

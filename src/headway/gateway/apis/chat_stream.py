@@ -68,7 +68,7 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
 
 
 def complete(arguments: Sequence[str]) -> bool:
-    """Tell whether the parts of a tool call's arguments are all of them: a whole JSON object."""
+    """Return whether the parts of a tool call's arguments are complete: a whole JSON object."""
     if not arguments or not arguments[-1].endswith("}"):  # as most parts do not, and joining all takes time
         return False
     try:

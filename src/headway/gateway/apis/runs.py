@@ -13,7 +13,7 @@ from headway.errors import RequestError
 from headway.events import RunEnded, UnitBegan, UnitEnded
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState, tenant_of
-from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.run_identity import APP, SESSION, Name, app_of, check_name
 from headway.policy.apps.account import MOST_OUTSIDE, EndedRun
 from headway.policy.apps.graph import LLM
@@ -57,11 +57,11 @@ def _reports(app: FastAPI, state: AppState) -> None:
     )
     async def end(id: str, request: Request) -> Response:
         """End a run: at once, or with its last request in progress. Ending it again changes nothing."""
-        tenant = tenant_of(state.counted(request))
-        key = _key(tenant, request, id, checked(EndBody, await state.json(request, b"{}")).app)
-        _known(state, key)
+        tenant = tenant_of(state.count_request(request))
+        key = _key(tenant, request, id, parse_as(EndBody, await state.json(request, b"{}")).app)
+        _find_run(state, key)
         dispatcher.notify(RunEnded(*key))
-        return JSONResponse(_described(state, key))
+        return JSONResponse(_describe(state, key))
 
     @app.post(
         "/v1/runs/{id:path}/units",
@@ -70,8 +70,8 @@ def _reports(app: FastAPI, state: AppState) -> None:
     )
     async def unit(id: str, request: Request) -> Response:
         """Report that a unit outside the LLM has started, which may begin the run, or that it has ended."""
-        tenant = tenant_of(state.counted(request))
-        body = checked(UnitBody, await state.json(request, b"{}"))
+        tenant = tenant_of(state.count_request(request))
+        body = parse_as(UnitBody, await state.json(request, b"{}"))
         key = _key(tenant, request, id, body.app)
         stage = Stage(key[1], key[2], body.unit)
         if body.state == "started":
@@ -79,9 +79,9 @@ def _reports(app: FastAPI, state: AppState) -> None:
             check_begins(dispatcher.runs.live(key))
             dispatcher.notify(UnitBegan(key[0], stage, body.backend))
         else:
-            _check_ended(_known(state, key), body)
+            _check_ended(_find_run(state, key), body)
             dispatcher.notify(UnitEnded(key[0], stage))
-        return JSONResponse(_described(state, key))
+        return JSONResponse(_describe(state, key))
 
 
 def _states(app: FastAPI, state: AppState) -> None:
@@ -107,8 +107,8 @@ def _states(app: FastAPI, state: AppState) -> None:
     async def show(id: str, request: Request) -> Response:
         """Return a run: its units so far, what they took, what is expected to come, its deadline."""
         key = _key(state.tenant(request), request, id, request.query_params.get("app"))
-        _known(state, key)
-        return JSONResponse(_described(state, key))
+        _find_run(state, key)
+        return JSONResponse(_describe(state, key))
 
 
 # ---- what a call is about
@@ -121,11 +121,11 @@ def _key(tenant: str, request: Request, id: str, app: str | None) -> Key:
     return tenant, app_of(request.headers) or app or SESSION, id
 
 
-def _known(state: AppState, key: Key) -> Run | EndedRun:
+def _find_run(state: AppState, key: Key) -> Run | EndedRun:
     """Return a run that is live or remembered; 404 for any other."""
     runs = state.gateway.dispatcher.runs
-    found = runs.live(key) or runs.ended(key)
-    if found is None:
+    run = runs.live(key) or runs.ended(key)
+    if run is None:
         raise RequestError(
             f"There is no run {key[2][:64]!r} of the application {key[1][:64]!r}.",
             f"Name its application (app, or the header {APP}); a run begins with its first request, and is "
@@ -133,7 +133,7 @@ def _known(state: AppState, key: Key) -> Run | EndedRun:
             status=404,
             code="run_not_found",
         )
-    return found
+    return run
 
 
 def _check_backend(body: UnitBody) -> None:
@@ -170,14 +170,14 @@ def _check_ended(run: Run | EndedRun, body: UnitBody) -> None:
 # ---- descriptions of runs
 
 
-def _described(state: AppState, key: Key) -> dict[str, Any]:
+def _describe(state: AppState, key: Key) -> dict[str, Any]:
     dispatcher, now = state.gateway.dispatcher, clock.now()
     run, ended = dispatcher.runs.live(key), dispatcher.runs.ended(key)
-    told: dict[str, Any] = {"id": key[2], "object": "headway.run", "app": key[1]}
+    body: dict[str, Any] = {"id": key[2], "object": "headway.run", "app": key[1]}
     if run is None:
         assert ended is not None
-        promised = _promised(ended.began, ended.target)
-        return told | promised | {"status": "ended", "outcome": ended.outcome, "seconds": ended.seconds}
+        deadline = _deadline_fields(ended.began, ended.target)
+        return body | deadline | {"status": "ended", "outcome": ended.outcome, "seconds": ended.seconds}
     visits: list[dict[str, Any]] = [
         {
             "unit": visit.unit,
@@ -194,8 +194,8 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
     status = "ending" if run.final else "live"
     took = {name: sum(visit[name] for visit in visits) for name in ("prompt_tokens", "output_tokens", "seconds")}
     return (
-        told
-        | _promised(run.began, run.target)
+        body
+        | _deadline_fields(run.began, run.target)
         | {
             "status": status,
             "outcome": None,
@@ -208,7 +208,7 @@ def _described(state: AppState, key: Key) -> dict[str, Any]:
     )
 
 
-def _promised(began: float, target: float | None) -> dict[str, Any]:
+def _deadline_fields(began: float, target: float | None) -> dict[str, Any]:
     created = clock.shown(began)
     due = None if target is None else created + target
     return {"created_at": int(created), "slo_run_ms": None if target is None else target * 1000, "due_at": due}

@@ -21,7 +21,7 @@ from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
 from headway.gateway.offload import INLINE, offload
-from headway.gateway.parsing.idempotency import keyed
+from headway.gateway.parsing.idempotency import with_key
 from headway.gateway.parsing.models import ServedModels
 from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
@@ -49,9 +49,9 @@ class AppState(Access):
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
-        found = {self._digest(text): key for text, key in revealed(keys).items()}
+        by_digest = {self._digest(text): key for text, key in revealed(keys).items()}
         self.config = replace(self.config, keys=keys)
-        self._keys, self._classes = found, classes
+        self._keys, self._classes = by_digest, classes
         self._fit()
 
     def _fit(self) -> None:
@@ -72,8 +72,8 @@ class AppState(Access):
         if not self._keys:
             self._refuse_foreign_pages(request)
             return None
-        given = self._given(request)
-        key = None if given is None else self._keys.get(given)
+        digest = self._key_digest(request)
+        key = None if digest is None else self._keys.get(digest)
         if key is not None:
             request.scope[TENANT] = key.tenant  # for the access log
         else:
@@ -85,7 +85,7 @@ class AppState(Access):
             )
         return key
 
-    def counted(self, request: Request) -> Key | None:
+    def count_request(self, request: Request) -> Key | None:
         """Return the key of a request that costs work, and count it in its minute; errors as `key`, and 429."""
         key = self.key(request)
         if key is not None:
@@ -159,7 +159,7 @@ class AppState(Access):
         def parse() -> ParsedRequest:
             raw = read_json(data)
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
-            return keyed(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
+            return with_key(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
 
         parsed = await self._work(data, parse)
         if (more := len(parsed.upstream.content) - len(data)) > 0:
@@ -170,9 +170,9 @@ class AppState(Access):
 
     def _learn_prefix(self, parsed: ParsedRequest) -> None:
         """Take note of a prompt of a run; the KV of an adapter is its own, and cannot be pinned."""
-        prefixes, ids, asked = self.gateway.prefixes, parsed.prompt_ids, parsed.request
-        if prefixes is not None and ids is not None and asked.adapter is None and parsed.kind not in POOLING:
-            prefixes.learn(asked, ids)
+        prefixes, ids, request = self.gateway.prefixes, parsed.prompt_ids, parsed.request
+        if prefixes is not None and ids is not None and request.adapter is None and parsed.kind not in POOLING:
+            prefixes.learn(request, ids)
 
 
 def tenant_of(key: Key | None) -> str:
@@ -189,7 +189,7 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 def refuse_compressed(request: Request) -> None:
-    """Refuse a compressed body, whose size nobody knows before it is unpacked: RequestError (415)."""
+    """Refuse a compressed body, whose size is not known before it is unpacked: RequestError (415)."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise RequestError(

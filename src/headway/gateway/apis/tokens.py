@@ -39,34 +39,34 @@ def add_token_endpoints(app: FastAPI, state: AppState) -> None:
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=body_docs(_TOKENIZE))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, or of the messages of a chat."""
-        state.counted(request)
+        state.count_request(request)
         return await state.work(request, partial(_tokens, state))
 
     @app.post("/detokenize", responses=_ERRORS, openapi_extra=body_docs(_DETOKENIZE))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
-        state.counted(request)
+        state.count_request(request)
         return await state.work(request, partial(_text, state))
 
 
 def _tokens(state: AppState, data: bytes) -> Response:
     """Return the answer with the tokens of a prompt, as the vocabulary writes them, too, if that was asked for."""
-    asked = read_json(data)
-    kind: Kind = "chat" if "messages" in asked else "completions"
-    prompt = state.parser.prompt(kind, asked)
-    served, ids = state.models.find(asked.get("model")), prompt.ids
+    body = read_json(data)
+    kind: Kind = "chat" if "messages" in body else "completions"
+    prompt = state.parser.prompt(kind, body)
+    served, ids = state.models.find(body.get("model")), prompt.ids
     if ids is None:
         raise RequestError(
             "Only the engine knows the tokens of such a prompt.", "Send one text, or messages of text.", param="prompt"
         )
     answer = {"count": prompt.tokens, "max_model_len": served.context, "tokens": list(ids)}
-    return JSONResponse(answer | ({"token_strs": served.counter.words(ids)} if asked.get("return_token_strs") else {}))
+    return JSONResponse(answer | ({"token_strs": served.counter.words(ids)} if body.get("return_token_strs") else {}))
 
 
 def _text(state: AppState, data: bytes) -> Response:
     """Return the answer with the text of tokens."""
-    asked = read_json(data)
-    ids, counter = asked.get("tokens"), state.models.find(asked.get("model")).counter
+    body = read_json(data)
+    ids, counter = body.get("tokens"), state.models.find(body.get("model")).counter
     if not isinstance(ids, list) or len(ids) > _MOST_IDS or not all(type(one) is int for one in ids):
         raise RequestError(
             "tokens is not a list of token ids.", f"Send a list of up to {_MOST_IDS:,} integers.", param="tokens"

@@ -15,7 +15,7 @@ from headway.types import Request
 class AdapterWarmer(Warmer):
     """Loads adapters on every engine that has them.
 
-    A warm adapter stays until others are used more recently: vLLM has nothing that takes a pin back.
+    A warm adapter stays until others are used more recently: vLLM cannot unpin one.
     """
 
     def __init__(self, engines: Mapping[str, EngineView]) -> None:
@@ -24,7 +24,7 @@ class AdapterWarmer(Warmer):
 
     def key(self, command: Prewarm) -> Hashable | None:
         name = command.resource.name
-        return name if self._able(name) else None
+        return name if self._engines_with(name) else None
 
     def used(self, request: Request) -> None:
         """Note that an adapter has been used."""
@@ -34,7 +34,7 @@ class AdapterWarmer(Warmer):
     async def warm(self, command: Prewarm) -> Held | None:
         """Load an adapter where it is not in memory. EngineError when an engine cannot."""
         name = command.resource.name
-        resident = await asyncio.gather(*(engine.load_adapter(name) for engine in self._able(name)))
+        resident = await asyncio.gather(*(engine.load_adapter(name) for engine in self._engines_with(name)))
         if not resident:
             return None
         used = self._held[name] = asyncio.Event()
@@ -44,5 +44,5 @@ class AdapterWarmer(Warmer):
 
         return Held(used, release, fresh=not all(resident))
 
-    def _able(self, name: str) -> list[EngineView]:
+    def _engines_with(self, name: str) -> list[EngineView]:
         return [e for e in self._engines.values() if e.up.is_set() and name in e.config.adapters]

@@ -19,7 +19,7 @@ from headway.events import Event
 from headway.gateway.tasks import Loop
 from headway.types import Command, Progress, Rerank, Swap, Warm
 
-Tell = Callable[[Event], None]
+Notify = Callable[[Event], None]
 Progressed = Callable[[str, Mapping[str, Progress], float], None]
 _POLL = 1.0  # seconds between two looks at what engines have learned
 log = logging.getLogger("headway.gateway")
@@ -28,11 +28,11 @@ log = logging.getLogger("headway.gateway")
 class Agents:
     """The engines of this process.
 
-    tell: receives what they learn. progressed: receives their answers to `inquire`.
+    notify: receives what they learn. progressed: receives their answers to `inquire`.
     """
 
-    def __init__(self, engines: Mapping[str, VllmEngine], tell: Tell, progressed: Progressed) -> None:
-        self.engines, self._tell, self._progressed = engines, tell, progressed
+    def __init__(self, engines: Mapping[str, VllmEngine], notify: Notify, progressed: Progressed) -> None:
+        self.engines, self._notify, self._progressed = engines, notify, progressed
         self._ranks = {id: RankUpdates(engine) for id, engine in engines.items()}
         self._inquiries = {id: _Inquiry(engine) for id, engine in engines.items()}
 
@@ -47,7 +47,7 @@ class Agents:
             await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
     def loops(self, *, follow_latency: bool) -> list[Loop]:
-        """Return what runs as long as the engines do. follow_latency: tell every second what they learn."""
+        """Return what runs as long as the engines do. follow_latency: report every second what they learn."""
         loops: list[Loop] = [ranks.run for ranks in self._ranks.values()]
         loops += (partial(self._ask, inquiry) for inquiry in self._inquiries.values())
         return [*loops, self._follow_latency] if follow_latency else loops
@@ -67,20 +67,20 @@ class Agents:
         self._inquiries[instance].put(ids)
 
     async def _follow_latency(self) -> None:
-        """Tell what the engines have learned, every second until cancelled.
+        """Report what the engines have learned, every second until cancelled.
 
-        An engine that does not answer, or without Headway's scheduler, tells nothing.
+        An engine that does not answer, or without Headway's scheduler, reports nothing.
         """
         while True:
             up = [engine for engine in self.engines.values() if engine.up.is_set()]
-            told = await asyncio.gather(*(engine.learned() for engine in up), return_exceptions=True)
-            for engine, learned in zip(up, told, strict=True):
+            answers = await asyncio.gather(*(engine.learned() for engine in up), return_exceptions=True)
+            for engine, learned in zip(up, answers, strict=True):
                 if isinstance(learned, EngineError):
                     log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
                 elif isinstance(learned, BaseException):
                     log.error("engine %s could not be asked for what it has learned", engine.id, exc_info=learned)
                 elif learned is not None and engine.up.is_set() and engine.loading is None:
-                    self._tell(learned)
+                    self._notify(learned)
             await asyncio.sleep(_POLL)
 
     async def _ask(self, inquiry: _Inquiry) -> None:

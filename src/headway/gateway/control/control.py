@@ -1,6 +1,6 @@
 """The controller's side: events in, commands out, and timers.
 
-The gateway's side (`dispatcher.py`) and the engines' (`agents.py`) tell it events and carry out its commands.
+The gateway's side (`dispatcher.py`) and the engines' (`agents.py`) report events to it and carry out its commands.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Dispatcher:
         return replace(request, slo=within(request.slo, target, began, request.arrival))
 
     def _end_runs(self, ended: Sequence[EndedRun]) -> None:
-        """Count runs that have ended, and tell the controller."""
+        """Count runs that have ended, and notify the controller."""
         for run in ended:
             self._metrics.runs.ended(run)
             self.control.notify(RunEnded(*run.key))

@@ -43,20 +43,20 @@ class GraphFiles:
         return self.folder / f"{plain}-{digest}.json"
 
     def paths(self) -> list[Path]:
-        """Return the files, those that were written last at the end."""
+        """Return the files, the one that was written last at the end."""
         return sorted(self.folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name))
 
     def load(self) -> dict[GraphKey, Graph]:
         """Return all graphs, those that were written last at the end; damaged files are set aside."""
-        found: dict[GraphKey, Graph] = {}
+        graphs: dict[GraphKey, Graph] = {}
         for path in self.paths():
             try:
                 tenant, graph = read(path)
             except ConfigError as error:
                 self._set_aside(path, error)
             else:
-                found[tenant, graph.app] = graph
-        return found
+                graphs[tenant, graph.app] = graph
+        return graphs
 
     def save(self, tenant: str, graph: Graph) -> None:
         """Write a graph; ConfigError when the directory cannot be written to."""
@@ -106,7 +106,7 @@ def read(path: Path) -> tuple[str, Graph]:
 
 
 @asynccontextmanager
-async def kept_graphs(knowledge: Knowledge | None, folder: Path | None) -> AsyncIterator[None]:
+async def keep_graphs(knowledge: Knowledge | None, folder: Path | None) -> AsyncIterator[None]:
     """Load the graphs of a directory, and keep it up to date until the block ends.
 
     knowledge: the planner's, None = it has none. folder: None = graphs are not kept.

@@ -32,7 +32,7 @@ class Planning:
         self._short = 0.0
 
     def note(self, *events: Event) -> None:
-        """Tell the controller events, in their order, and execute the commands that follow."""
+        """Report events to the controller, in order, and execute the commands that follow."""
         now = clock.now()
         noted = [self._controller.note(event, now) for event in events]
         if any(noted):

@@ -58,26 +58,26 @@ class PrefixBook:
         """Take note of a prompt. ids: its tokens."""
         (tenant, app, run), unit = place_of(request)
         key = tenant, f"{app}/{unit}"
-        known = self._units.pop(key, None)
-        if known is None or known.model != request.model:
-            known = _Unit(request.model)
-        self._units[key] = known
-        known.prompts.pop(run, None)
-        known.prompts[run] = np.array(ids[:_TOKENS], np.int32)
-        if len(known.prompts) > _RUNS:
-            known.prompts.popitem(last=False)
+        entry = self._units.pop(key, None)
+        if entry is None or entry.model != request.model:
+            entry = _Unit(request.model)
+        self._units[key] = entry
+        entry.prompts.pop(run, None)
+        entry.prompts[run] = np.array(ids[:_TOKENS], np.int32)
+        if len(entry.prompts) > _RUNS:
+            entry.prompts.popitem(last=False)
         if len(self._units) > _UNITS:
             self._units.popitem(last=False)
 
     def model(self, tenant: str, name: str) -> str | None:
         """Return the model that a unit's requests are for, None = it is not known."""
-        known = self._units.get((tenant, name))
-        return None if known is None else known.model
+        entry = self._units.get((tenant, name))
+        return None if entry is None else entry.model
 
     def common(self, tenant: str, name: str) -> Ints:
         """Return the longest beginning that the latest prompts share; none before two runs have had one."""
-        known = self._units.get((tenant, name))
-        prompts = [] if known is None else list(known.prompts.values())
+        entry = self._units.get((tenant, name))
+        prompts = [] if entry is None else list(entry.prompts.values())
         if len(prompts) < 2:
             return np.empty(0, np.int32)
         shared = prompts[0]
@@ -102,7 +102,7 @@ class PrefixWarmer(Warmer):
         """Return tenant and unit; None = its prompts are not known, or no engine caches prefixes."""
         key = command.tenant, command.resource.name
         model = self._book.model(*key)
-        return key if model is not None and self._able(model) else None
+        return key if model is not None and self._engines_for(model) else None
 
     def used(self, request: Request) -> None:
         """Release the prefix of the request's unit: the request now holds its blocks."""
@@ -121,16 +121,16 @@ class PrefixWarmer(Warmer):
         chain, seconds = f"prewarm {key[0]}/{key[1]}", max(command.until - clock.now(), _LEAST_S)
         pins = [
             _Pin(engine, chain, model, tokens[: tokens.size - tokens.size % block].tolist())
-            for engine in self._able(model)
+            for engine in self._engines_for(model)
             if tokens.size >= _BLOCKS * (block := engine.instance.block_size)
         ]
-        warmed = await _all(pins, seconds)
+        warmed = await _warm_all(pins, seconds)
         if not any(fresh is not None for fresh in warmed):
             return None
         used = self._held[key] = asyncio.Event()
         return Held(used, partial(self._release, key, pins), fresh=True in warmed)
 
-    def _able(self, model: str) -> list[EngineView]:
+    def _engines_for(self, model: str) -> list[EngineView]:
         return [
             engine
             for engine in self._engines.values()
@@ -187,10 +187,10 @@ class _Pin:
             "vllm_xargs": write_metadata(request, Forecast(np.ones(1)), math.inf),
         }
         async with self.engine.open(PATHS["completions"], [json.dumps(body).encode()]) as response:
-            said = await response.content.read(2**16)  # all of an answer with one token
+            answer = await response.content.read(2**16)  # all of one with one token
             if response.status != 200:
                 raise EngineError(
-                    f"The engine {self.engine.id} did not compute a prefix: {said[:300]!r}.",
+                    f"The engine {self.engine.id} did not compute a prefix: {answer[:300]!r}.",
                     f"Look into the log of {self.engine.id}.",
                 )
 
@@ -202,7 +202,7 @@ class _Pin:
             log.debug("engine %s keeps its pin of %s: %s", self.engine.id, self.chain, error)
 
 
-async def _all(pins: Sequence[_Pin], seconds: float) -> list[bool | None]:
+async def _warm_all(pins: Sequence[_Pin], seconds: float) -> list[bool | None]:
     """Warm on all engines at once; if none could, or this is cancelled, nothing stays pinned."""
     try:
         warmed = await asyncio.gather(*(pin.warm(seconds) for pin in pins), return_exceptions=True)

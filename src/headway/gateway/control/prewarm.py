@@ -1,6 +1,6 @@
 """Carries out a planner's warm-ups (`Prewarm`) beside the requests.
 
-Each warm-up is a task of its own: it makes its resource ready, tells the planner how long that took
+Each warm-up is a task of its own: it makes its resource ready, reports to the planner how long that took
 (`Prewarmed`), and keeps it until a unit has used it or is not expected any more. What goes wrong is logged
 and counted, and no request notices.
 """
@@ -46,7 +46,7 @@ class Warmer(Protocol):
 class Warmups:
     """The warm-ups under way and what they keep warm; `close` lets go of everything.
 
-    warmers: by kind of resource; what has none is skipped. report: tells the planner.
+    warmers: by kind of resource; what has none is skipped. report: notifies the planner.
     """
 
     def __init__(self, report: Callable[[Prewarmed], None], metrics: PrewarmMetrics) -> None:

@@ -31,7 +31,7 @@ def controller_of(config: Config, planner: Planner, lengths: Lengths) -> Control
 
 
 def be_ready(planner: Planner, config: Config) -> None:
-    """Tell a planner how readily each class warms ahead."""
+    """Set how readily a planner warms ahead for each class."""
     if planner.prewarming is not None:
         readiness = {name: tier.prewarm for name, tier in config.classes.items()}
         planner.prewarming.options = PrewarmOptions(readiness)
@@ -40,7 +40,7 @@ def be_ready(planner: Planner, config: Config) -> None:
 def engines_of(
     config: Config,
     log_dir: Path | None,
-    tell: Listener,
+    listener: Listener,
     metrics: Metrics,
     only: frozenset[str] | None = None,
     on_pace: Callable[[str, Pace], None] | None = None,
@@ -56,7 +56,7 @@ def engines_of(
             engine,
             config.recipe,
             log_dir or config.logs_dir,
-            tell,
+            listener,
             metrics.swapped,
             host=config.wire.host,
             on_pace=on_pace,
@@ -67,5 +67,5 @@ def engines_of(
 
 
 def drops(config: Config) -> bool:
-    """Tell whether some class refuses what cannot be on time."""
+    """Return whether some class refuses what cannot be on time."""
     return any(tier.drop for tier in config.classes.values())

@@ -13,12 +13,12 @@ from headway.engines.vllm.process.pace import PROMPT, Pace
 
 HEADROOM = 2.0  # a class may take this many times what an engine takes that has little to do
 SPARE = 1.25  # a target that such an engine meets by less than this factor is missed as soon as there is more
-_PLAIN = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # times a power of ten
+_ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # times a power of ten
 log = logging.getLogger("headway.gateway")
 
 
 def measures(config: Config) -> bool:
-    """Tell whether a measurement of the engines says anything about the classes."""
+    """Return whether a measurement of the engines says anything about the classes."""
     return any(tier.ttft_ms is not None or tier.tpot_ms is not None for tier in config.classes.values())
 
 
@@ -42,12 +42,12 @@ class Paces:
     def fit(self, classes: Mapping[str, Tier]) -> dict[str, Tier]:
         """Return the classes, with those that are `measured` as the engines can serve them."""
         pace = self.slowest
-        return {name: tier if pace is None else fitted(tier, pace) for name, tier in classes.items()}
+        return {name: tier if pace is None else fit_tier(tier, pace) for name, tier in classes.items()}
 
-    def told(self, classes: Mapping[str, Tier]) -> list[str]:
+    def descriptions(self, classes: Mapping[str, Tier]) -> list[str]:
         """Return a line for each class that is `measured`, and for its targets if they cannot be met."""
         pace = self.slowest
-        return [] if pace is None else [_told(name, tier, pace) for name, tier in classes.items() if tier.measured]
+        return [] if pace is None else [_line(name, tier, pace) for name, tier in classes.items() if tier.measured]
 
     def warnings(self, classes: Mapping[str, Tier]) -> Iterator[str]:
         """Yield a line for each class whose targets, stated as they are, no engine here can meet."""
@@ -55,19 +55,19 @@ class Paces:
             return
         for name, tier in classes.items():
             if not tier.measured and (missed := list(_missed(tier, pace, 1.0))):
-                best = fitted(replace(tier, measured=True), pace)
+                best = fit_tier(replace(tier, measured=True), pace)
                 yield f"class {name}: {'; '.join(missed)}; the engines here can keep: {describe(best)}"
 
 
-def fitted(tier: Tier, pace: Pace) -> Tier:
+def fit_tier(tier: Tier, pace: Pace) -> Tier:
     """Return a class with the targets that an engine of this pace can meet, none tighter than stated."""
     if not tier.measured:
         return tier
     ttft, tpot = tier.ttft_ms, tier.tpot_ms
     if ttft is not None and SPARE * 1000 * pace.ttft > ttft:
-        ttft = plain(HEADROOM * 1000 * pace.ttft)
+        ttft = round_up(HEADROOM * 1000 * pace.ttft)
     if tpot is not None and SPARE * 1000 * pace.together > tpot:
-        tpot = plain(HEADROOM * 1000 * pace.together)
+        tpot = round_up(HEADROOM * 1000 * pace.together)
     return replace(tier, ttft_ms=ttft, tpot_ms=tpot)
 
 
@@ -86,8 +86,8 @@ def _verdict(took: float, stated: float) -> str:
     return f"{_ms(stated)} {'cannot be met here' if took > stated else 'leaves too little room'}"
 
 
-def _told(name: str, tier: Tier, pace: Pace) -> str:
-    promise = f"{name}: {describe(fitted(tier, pace))}"
+def _line(name: str, tier: Tier, pace: Pace) -> str:
+    promise = f"{name}: {describe(fit_tier(tier, pace))}"
     if missed := list(_missed(tier, pace, SPARE)):
         return f"{promise} (measured: {'; '.join(missed)})"
     first, each = _ms(1000 * pace.ttft), _ms(1000 * pace.together)
@@ -98,10 +98,10 @@ def _streams(pace: Pace) -> str:
     return "one stream" if pace.streams == 1 else f"{pace.streams} streams at once"
 
 
-def plain(number: float) -> float:
-    """Return the least number of `_PLAIN` times a power of ten that is no smaller."""
+def round_up(number: float) -> float:
+    """Return the least number of `_ROUND` times a power of ten that is no smaller."""
     power = 10.0 ** math.floor(math.log10(number))
-    return next(round(step * power, 6) for step in _PLAIN if step * power >= number * (1 - 1e-9))
+    return next(round(step * power, 6) for step in _ROUND if step * power >= number * (1 - 1e-9))
 
 
 def describe(tier: Tier) -> str:

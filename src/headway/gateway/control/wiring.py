@@ -32,10 +32,10 @@ class LocalGateway:
     metrics: Metrics
 
     @classmethod
-    def of(cls, config: Config, controller: Controller, metrics: Metrics, engines: Engines) -> LocalGateway:
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, make_engines: Engines) -> LocalGateway:
         """Connect a controller with engines and requests in flight.
 
-        engines: makes the engines, given the listener for what happens to them.
+        make_engines: returns the engines, given the listener for what happens to them.
         """
 
         def execute(commands: Sequence[Command]) -> None:
@@ -50,16 +50,16 @@ class LocalGateway:
         def inquire(instance: str, ids: Sequence[str]) -> None:
             agents.inquire(instance, ids)
 
-        made = engines(notify)
+        engines = make_engines(notify)
         control = Control(
             controller,
             execute,
             inquire,
             drops=drops(config),
-            swaps=any(engine.models.swaps for engine in made.values()),
+            swaps=any(engine.models.swaps for engine in engines.values()),
         )
-        agents = Agents(made, notify, control.progressed)
-        dispatcher = Dispatcher(control, made, RunAccount(config.apps.run_timeout_s), metrics)
+        agents = Agents(engines, notify, control.progressed)
+        dispatcher = Dispatcher(control, engines, RunAccount(config.apps.run_timeout_s), metrics)
         return cls(control, agents, dispatcher, metrics)
 
     @asynccontextmanager

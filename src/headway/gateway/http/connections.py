@@ -89,7 +89,7 @@ class Connections:
     requests that take long. A limit of time ends what exceeds it at two looks in a row: in between the event
     loop has read what had come already, however busy it is.
 
-    ended: told of each connection that a limit ended.
+    ended: called for each connection that a limit ended.
     address: of the gateway, as the latest connection has it.
     """
 
@@ -119,7 +119,7 @@ class Connections:
         self._answered.discard(closed)
 
     def admit(self, one: Connection) -> bool:
-        """Tell whether a request on a connection may be served."""
+        """Return whether a request on a connection may be served."""
         if one not in self._serving and len(self._serving) >= self.limits.most:
             return False
         self._serving.add(one)

@@ -1,7 +1,7 @@
 """When Python's garbage collector scans the gateway's long-lived objects.
 
 A full collection looks at every object of every open request: half a second with a few thousand streams, in
-which nobody is served. It finds next to nothing, for what a request leaves behind is freed by its reference
+which no request is served. It finds next to nothing, for what a request leaves behind is freed by its reference
 counts, or found young. So full collections come when few requests are open, and otherwise seldom.
 """
 
@@ -35,5 +35,5 @@ async def collect(open_requests: Callable[[], int]) -> None:
 
 
 def due(open_requests: int, since: float) -> bool:
-    """Tell whether a full collection is due, `since` seconds after the last one."""
+    """Return whether a full collection is due, `since` seconds after the last one."""
     return open_requests <= _CALM or since >= _LATEST_S

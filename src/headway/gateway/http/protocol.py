@@ -28,10 +28,10 @@ _VERSIONS = ("1.0", "1.1")
 _ROUTING = ("asgi", "state")  # of a request's scope, besides its headers
 
 
-def limited(connections: Connections) -> type[HttpToolsProtocol]:
+def protocol_class(connections: Connections) -> type[HttpToolsProtocol]:
     """Return a protocol class whose connections keep these limits."""
-    own = {"clients": connections, "limits": connections.limits, "__slots__": ()}
-    return type("LimitedHttp", (LimitedHttp,), own)
+    attributes = {"clients": connections, "limits": connections.limits, "__slots__": ()}
+    return type("LimitedHttp", (LimitedHttp,), attributes)
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -128,7 +128,7 @@ class LimitedHttp(HttpToolsProtocol):
         if method == b"CONNECT":  # asks for another protocol by itself
             raise httptools.HttpParserError("a tunnel")
         kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
-        stays = [
+        options = [
             token.strip()
             for name, value in self.headers
             if name == b"connection"
@@ -136,8 +136,8 @@ class LimitedHttp(HttpToolsProtocol):
             if token.strip().lower() != b"upgrade"
         ]
         lines = [b"%s %s HTTP/%s" % (method, self.url, version), *(b"%s: %s" % pair for pair in kept)]
-        if stays:
-            lines.append(b"connection: " + b", ".join(stays))
+        if options:
+            lines.append(b"connection: " + b", ".join(options))
         self._upgrades, self.parser = False, httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
@@ -146,7 +146,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.clients.discard(self)
         running = self._running
         if running is not None and running is not self.cycle and not running.response_complete:
-            running.disconnected = True  # uvicorn tells the latest request alone
+            running.disconnected = True  # uvicorn notifies the latest request alone
             running.message_event.set()
         super().connection_lost(exc)
         if self._watcher is not None and running is not None and not running.response_complete:
@@ -154,7 +154,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._watcher = None
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it when the client leaves before it has the answer to the request that is being answered.
+        """Notify it when the client leaves before it has the answer to the request that is being answered.
 
         An ASGI application learns it from `receive`; to wait there takes a task for every stream. What
         routing alone reads is not kept for as long as the answer takes.
@@ -234,7 +234,7 @@ class LimitedHttp(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             cycle.transport = cast(asyncio.Transport, WithoutChunks(cycle))
         if not self.clients.admit(self):
-            app = _status_alone(app)
+            app = _probes_only(app)
         turns = self.clients.turns_of(self, cycle.scope["path"] in PROBES)
         super()._start_asgi_task(cycle, partial(_until_stopped, cycle, app, turns))
 
@@ -288,7 +288,7 @@ class LimitedHttp(HttpToolsProtocol):
         return "body" if self._in_body else "head"
 
     def _unread(self, now: float) -> bool:
-        """Tell whether the client has taken nothing for too long of what nothing is added to."""
+        """Return whether the client has read nothing for too long of a buffer that does not grow."""
         unsent = self.transport.get_write_buffer_size()
         if not unsent or not (self.flow.write_paused or self._idle or self.transport.is_closing()):
             self._unsent = 0
@@ -335,7 +335,7 @@ class HeadWithBody:
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Tell whether the transport closes, or has closed."""
+        """Return whether the transport closes, or has closed."""
         return self._transport.is_closing()
 
 
@@ -367,11 +367,11 @@ class WithoutChunks:
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Tell whether the transport closes, or has closed."""
+        """Return whether the transport closes, or has closed."""
         return self._transport.is_closing()
 
 
-def _status_alone(app: ASGIApp) -> ASGIApp:
+def _probes_only(app: ASGIApp) -> ASGIApp:
     """Return what answers questions about the gateway's health, and refuses all other requests."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

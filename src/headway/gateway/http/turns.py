@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Turns:
-    """Lets a limited number of tasks go on per iteration of the event loop, in the order of their asking.
+    """Lets a limited number of tasks go on per iteration of the event loop, in the order in which they ask.
 
     A request passes through several iterations. A step of an engine may begin or end all of its streams at
     once, which takes a quarter of a millisecond for each, and thousands of clients may ask in the same

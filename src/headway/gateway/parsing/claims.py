@@ -13,7 +13,7 @@ def check_claims(key: Key, request: Request, priority: int | None) -> None:
     priority: that the request asks for itself, None = it has its class's.
     """
     if key.classes is not None and request.tier not in key.classes:
-        raise _refused(
+        raise _refusal(
             f"This API key may not use the class {request.tier!r}",
             f"Set service_tier to one of {', '.join(key.classes)}",
             "keys.classes",
@@ -22,13 +22,13 @@ def check_claims(key: Key, request: Request, priority: int | None) -> None:
     for name, seconds in _targets(request):
         least = getattr(key, f"{name}_ms")
         if seconds is not None and least is not None and seconds * 1000 < least:
-            raise _refused(
+            raise _refusal(
                 f"This API key may not ask for a {name} of {seconds * 1000:g} ms, by its SLO or its class",
                 f"Ask for {least:g} ms or more",
                 f"keys.{name}_ms",
             )
     if key.priority is not None and priority is not None and priority < key.priority:
-        raise _refused(
+        raise _refusal(
             f"This API key may not ask for the priority {priority}",
             f"Use {key.priority} or a higher number",
             "keys.priority",
@@ -43,7 +43,7 @@ def _targets(request: Request) -> list[tuple[str, float | None]]:
     return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", run)]
 
 
-def _refused(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:
+def _refusal(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:
     return RequestError(
         f"{what} ({setting}).",
         f"{hint}, or ask the operator for more.",

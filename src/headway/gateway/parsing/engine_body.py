@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.engines.vllm.request_metadata import foreign
+from headway.engines.vllm.request_metadata import client_xargs
 from headway.errors import RequestError
 
 # As short as JSON can be: it is held until its engine has answered, counted as it came.
@@ -30,7 +30,7 @@ class EngineBody:
 
         RequestError for numbers beyond all floats (1e400), which JSON can write and the engine cannot read.
         """
-        xargs = foreign(fields.get("vllm_xargs") or {})
+        xargs = client_xargs(fields.get("vllm_xargs") or {})
         rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
         return cls(_json(rest), _json(xargs) if xargs else b"{}")
 
@@ -39,7 +39,7 @@ class EngineBody:
 
         The content is not copied: it may be large, and is held as long as its engine has not answered.
         """
-        extra = _joined(self.xargs, json.dumps(metadata).encode()) if metadata else self.xargs
+        extra = _merge(self.xargs, json.dumps(metadata).encode()) if metadata else self.xargs
         comma = b"" if self.content == b"{}" else b", "
         return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
 
@@ -57,7 +57,7 @@ def _json(fields: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def _joined(first: bytes, second: bytes) -> bytes:
+def _merge(first: bytes, second: bytes) -> bytes:
     """Return one JSON object with the members of two."""
     if b"{}" in (first, second):
         return second if first == b"{}" else first

@@ -20,15 +20,15 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 _UNION = re.compile(r"str$|list\[|constrained-|function-")
 
 
-def checked(model: type[Model], raw: Mapping[str, Any]) -> Model:
+def parse_as(model: type[Model], raw: Mapping[str, Any]) -> Model:
     """Return a body as a model; RequestError names the field and what it must be."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(str(part) for part in first["loc"] if not _UNION.match(str(part)))
-        given = "" if first["type"] == "missing" else f" (it is {_SHORT.repr(first.get('input'))})"
-        text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{given}."
+        value = "" if first["type"] == "missing" else f" (it is {_SHORT.repr(first.get('input'))})"
+        text = f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}{value}."
         raise RequestError(text, f"Correct {path!r} in the body.", param=path) from error
 
 
@@ -48,7 +48,7 @@ def milliseconds(name: str, text: str) -> float:
 
 
 def list_in(value: Any, where: str) -> list[Any]:
-    """Return a field that is a list. RequestError (400) for another. where: it stands, such as messages.0."""
+    """Return a field that is a list. RequestError (400) for anything else. where: its place, such as messages.0."""
     if not isinstance(value, list):
         raise RequestError(f"{where} is not a list.", "Send a list of objects.", param=where.split(".")[0])
     return value

@@ -30,16 +30,16 @@ _HINT = "Send a smaller grammar, or raise grammars.{} in the server's configurat
 
 def check_grammars(raw: Mapping[str, Any], limits: Grammars) -> None:
     """Refuse a request whose structured output is larger than the configuration allows."""
-    found = {name: value for name, value in raw.items() if name in _FIELDS or name.startswith("guided_")}
+    fields = {name: value for name, value in raw.items() if name in _FIELDS or name.startswith("guided_")}
     if raw.get("tool_choice") not in (None, "auto", "none"):  # the arguments are held to the tools' schemas
-        found["tools"] = raw.get("tools")
+        fields["tools"] = raw.get("tools")
     regex, repeats = 0, 0.0
-    for name, value in found.items():
+    for name, value in fields.items():
         for key, one, depth in _nodes(name, value, limits.max_kib * 1024):
             if depth > limits.max_depth:
                 raise _too_large(name, f"more than {limits.max_depth} objects within each other", "max_depth")
             if key in _REGEX and isinstance(one, str):
-                regex += written_out(one)
+                regex += expanded_length(one)
             elif key in _GRAMMAR and isinstance(one, str):
                 repeats += sum(max(_count(most), _count(least)) for least, most in _REPEATS.findall(one))
             elif key in _BOUNDS and isinstance(one, int | float):
@@ -67,7 +67,7 @@ def _nodes(name: str, value: Any, longest: int) -> Iterator[tuple[str, Any, int]
     while waiting:
         key, one, depth = waiting.pop()
         if key in _AS_TEXT and isinstance(one, str) and len(one) <= longest:
-            one = _parsed(one)
+            one = _parse(one)
         yield key, one, depth
         if isinstance(one, dict):
             waiting += [(inner, child, depth + 1) for inner, child in one.items()]
@@ -77,14 +77,14 @@ def _nodes(name: str, value: Any, longest: int) -> Iterator[tuple[str, Any, int]
             waiting += [("", child, depth + 1) for child in one]
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text  # the engine says what is wrong with it
 
 
-def written_out(regex: str) -> int:
+def expanded_length(regex: str) -> int:
     """Return the characters of a regular expression, a class as one, with its repetitions written out.
 
     Dialects differ, so this is no parser: what it does not understand counts as characters.

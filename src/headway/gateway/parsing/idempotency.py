@@ -22,8 +22,8 @@ _LONGEST = 255  # characters of a key
 _FIELD = "body_digest"  # in the job's request, beside the core's view
 
 
-def keyed(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: bytes) -> ParsedRequest:
-    """Return a background request under the id of its key; others, and one without a key, as they are.
+def with_key(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: bytes) -> ParsedRequest:
+    """Return a background request under the id of its key; others, and one without a key, unchanged.
 
     path, data: as the client sent them. RequestError (400) for a key that is empty or too long.
     """
@@ -35,13 +35,13 @@ def keyed(parsed: ParsedRequest, headers: Mapping[str, str], path: str, data: by
 
 
 def batch_id(tenant: str, headers: Mapping[str, str]) -> str | None:
-    """Return the id of a batch that comes with a key, None without one; raises as `keyed` does."""
+    """Return the id of a batch that comes with a key, None without one; raises as `with_key` does."""
     key = _key(tenant, headers)
     return None if key is None else f"batch_{key[:24]}"
 
 
 def with_digest(request: str, digest: str | None) -> str:
-    """Return the JSON object of a job's request with the digest of what it was sent as."""
+    """Return the JSON object of a job's request with the digest of its path and body."""
     return request if digest is None else f'{request[:-1]},"{_FIELD}":"{digest}"}}'
 
 

@@ -32,7 +32,7 @@ def check_aliases(config: Config) -> None:
         raise together(errors)
 
 
-def meant(aliases: Mapping[str, str], served: Container[str], name: str) -> str:
+def resolve_alias(aliases: Mapping[str, str], served: Container[str], name: str) -> str:
     """Return the model or adapter that a name stands for: itself, if it is served or nothing else fits.
 
     A whole name goes before patterns, of which the first one that fits counts.
@@ -89,10 +89,10 @@ class Served:
 
     @property
     def context(self) -> int:
-        """Tokens that all engines have room for, as far as they tell."""
+        """Tokens that all engines have room for, as far as they report it."""
         instances = [view.instance for view in self.engines]
-        told = [one for one in instances if "max_model_len" not in one.assumed]
-        return min(one.max_model_len for one in told or instances)
+        reported = [one for one in instances if "max_model_len" not in one.assumed]
+        return min(one.max_model_len for one in reported or instances)
 
     @property
     def max_running(self) -> int:
@@ -110,19 +110,19 @@ class ServedModels:
         self._aliases, self._engines, self._counters = config.aliases, engines, counters
         self._adapters = base_models(config.engines)
         self.engines = {name: engine for engine in config.engines for name in engine.served}
-        self._known = {*self.engines, *self._adapters}
+        self._served = {*self.engines, *self._adapters}
         self.names = (*self.engines, *self._adapters, *filter(_PATTERN.isdisjoint, config.aliases))
         self._started = int(time.time())
 
-    def meant(self, name: Any) -> Any:
+    def own_name(self, name: Any) -> Any:
         """Return the own name of the model that a body names; where there is one model, it may name none."""
         if name is None:  # as vLLM allows
             return next(iter(self.engines)) if len(self.engines) == 1 else ""
-        return meant(self._aliases, self._known, name) if isinstance(name, str) else name
+        return resolve_alias(self._aliases, self._served, name) if isinstance(name, str) else name
 
     def find(self, name: Any) -> Served:
-        """Return who serves a model, an adapter or an alias. RequestError (404) when nobody does."""
-        own = str(self.meant(name))
+        """Return a model, an adapter or an alias as it is served. RequestError (404) when it is not."""
+        own = str(self.own_name(name))
         adapter = own if own in self._adapters else None
         model = self._adapters.get(own, own)
         if model not in self.engines:
@@ -143,7 +143,7 @@ class ServedModels:
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what OpenAI's API says of a model, an adapter or an alias; errors as `find`."""
-        served, own = self.find(name), self.meant(name)
+        served, own = self.find(name), self.own_name(name)
         parent = served.model if name == served.adapter else own
         base = {} if parent == name else {"parent": parent}
         return {

@@ -34,9 +34,9 @@ class Parser:
     ) -> ParsedRequest:
         """Parse a request; RequestError names the field or header that is wrong.
 
-        raw: its body as JSON. key: what its claims are held against, None = nothing.
+        raw: its body as JSON. key: whose limits its claims must keep, None = no limits.
         """
-        raw, body = self._validated(kind, raw)
+        raw, body = self._validate(kind, raw)
         served = self._models.find(body.model)
         _check_engines(served, kind, raw, body)
         prompt = served.counter.read(body, served.context)
@@ -61,13 +61,13 @@ class Parser:
 
     def prompt(self, kind: Kind, raw: Fields) -> Prompt:
         """Return the tokens of a body's prompt; errors as `parse`."""
-        _, body = self._validated(kind, raw)
+        _, body = self._validate(kind, raw)
         served = self._models.find(body.model)
         return served.counter.read(body, served.context)
 
-    def _validated(self, kind: Kind, raw: Fields) -> tuple[Fields, ChatBody | CompletionBody]:
+    def _validate(self, kind: Kind, raw: Fields) -> tuple[Fields, ChatBody | CompletionBody]:
         """Check the fields of a body, and return it with its model's own name."""
-        raw = {**raw, "model": self._models.meant(raw.get("model"))}
+        raw = {**raw, "model": self._models.own_name(raw.get("model"))}
         check_grammars(raw, self.config.grammars)
         return raw, validate(kind, raw, self._models.longest)
 

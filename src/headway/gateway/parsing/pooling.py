@@ -38,7 +38,7 @@ _JSON = ("float", "base64")  # encodings that leave the answer JSON
 
 
 def as_completion(kind: PoolingKind, raw: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the body of a completion of one token over the same texts; RequestError for one that is not.
+    """Return the body of a completion of one token over the same texts; RequestError for a bad one.
 
     most: elements of a list.
     """

@@ -20,7 +20,7 @@ from headway.config import Config, Tier
 from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
 from headway.gateway.parsing.engine_body import EngineBody
-from headway.gateway.parsing.fields import Ms, checked, milliseconds
+from headway.gateway.parsing.fields import Ms, milliseconds, parse_as
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
 from headway.gateway.parsing.text import text_of
@@ -54,7 +54,7 @@ HEADERS: dict[str, str] = {
 }
 # OpenAI's names, unless a class has them; where there is no class for one, vLLM ignores it, and so do we.
 _OPENAI_TIERS = {"auto": "default", "default": "default", "scale": "default", "priority": "chat", "flex": "batch"}
-_OURS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
+_HEADWAY_FIELDS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
 
 
 class Body(BaseModel):
@@ -214,7 +214,7 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
     """
     most = max(longest, _FEWEST)
     if kind in POOLING:
-        return checked(PoolingBody, as_completion(kind, raw, most))
+        return parse_as(PoolingBody, as_completion(kind, raw, most))
     for name, limit in (*dict.fromkeys(("prompt", "messages", "tools"), most).items(), *_MOST.items()):
         value = raw.get(name)
         if isinstance(value, list) and len(value) > limit:
@@ -223,10 +223,10 @@ def validate(kind: Kind, raw: Mapping[str, Any], longest: int) -> ChatBody | Com
             )
     refuse_in(raw, chat=kind == "chat")
     if kind == "chat":
-        return checked(ChatBody, raw)
+        return parse_as(ChatBody, raw)
     if raw.get("echo") and raw.get("max_tokens") == 0:
         raw = {**raw, "max_tokens": 1}  # as vLLM does, which makes the token and leaves it out
-    return checked(CompletionBody, raw)
+    return parse_as(CompletionBody, raw)
 
 
 def interpret(
@@ -241,7 +241,7 @@ def interpret(
     """
     _check_names(headers, body)
     name, tier = _tier(body, headers, config)
-    lengths = [_kept(body, tokens, max_model_len) for tokens in lengths]
+    lengths = [_truncated(body, tokens, max_model_len) for tokens in lengths]
     longest, places = max(lengths), len(lengths) * body.choices
     request = Request(
         id=f"hw-{uuid.uuid4().hex[:20]}",
@@ -276,9 +276,9 @@ _SLO_WORD = re.compile(r"(^|[-_])slo([-_]|$)")
 
 
 def _check_names(headers: Mapping[str, str], body: Body) -> None:
-    """Refuse names that look like an SLO and are none: without one nothing is promised."""
-    for known, given in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
-        for name in given:
+    """Refuse unknown names that look like an SLO: ignored, they would promise nothing."""
+    for known, names in ((_SLO_HEADERS, headers), (_SLO_FIELDS, body.model_extra or {})):
+        for name in names:
             if "slo" in (low := name.lower()) and _SLO_WORD.search(low) and low not in known:
                 near = get_close_matches(low, known, n=1, cutoff=0.0)[0]
                 raise RequestError(
@@ -300,7 +300,7 @@ def _engine_fields(
     raw: dict[str, Any], body: ChatBody | CompletionBody, priority: int, wants_usage: bool
 ) -> dict[str, Any]:
     """Return the body for the engine, without what is Headway's own."""
-    upstream = {key: value for key, value in raw.items() if key not in _OURS}
+    upstream = {key: value for key, value in raw.items() if key not in _HEADWAY_FIELDS}
     upstream["priority"] = priority
     if isinstance(body, CompletionBody) and not isinstance(body, PoolingBody) and body.max_tokens is None:
         upstream["max_tokens"] = _COMPLETION_TOKENS  # as it is planned, whatever the engine's default
@@ -368,7 +368,7 @@ def _priority(body: Body, headers: Mapping[str, str], tier: Tier) -> int:
     return value
 
 
-def _kept(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
+def _truncated(body: ChatBody | CompletionBody, prompt_tokens: int, max_model_len: int) -> int:
     """Return the tokens that the engine keeps of a prompt, which it cuts where its client asks for that."""
     if body.keeps is None:
         return prompt_tokens

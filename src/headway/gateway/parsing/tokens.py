@@ -19,7 +19,7 @@ _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that dr
 Encode = Callable[[str, bool], Sized]
 Content = str | list[str | dict[str, Any]] | None  # of a message
 # Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
-_OWN_WAY = frozenset(
+_ALTERING_FIELDS = frozenset(
     (
         "add_generation_prompt",
         "add_special_tokens",
@@ -32,8 +32,8 @@ _OWN_WAY = frozenset(
     )
 )
 # Fields that a chat's template reads, and arguments of `apply_chat_template` that no request may set.
-_TOLD = ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort")
-_NOT_TOLD = frozenset(
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort")
+_RESERVED = frozenset(
     (
         "chat_template",
         "conversation",
@@ -89,7 +89,7 @@ class TokenCounter:
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.
 
-        Of one that the engine cuts and that cannot fit, a lower bound. How long it takes depends on the whole
+        Of a prompt that cannot fit and is cut by the engine, a lower bound. How long it takes depends on the whole
         body: on tools and the number of messages, too.
         """
         if isinstance(body, ChatBody):
@@ -99,13 +99,13 @@ class TokenCounter:
         else:
             for one in prompts:
                 if isinstance(one, str):
-                    self._beyond(body, one, most)  # before any of them is tokenized
+                    self._lower_bound(body, one, most)  # before any of them is tokenized
             return Prompt([_count(self._read_text(body, one, most)) for one in prompts])
-        alike = body.keeps is None and _OWN_WAY.isdisjoint(body.model_extra or ())
+        alike = body.keeps is None and _ALTERING_FIELDS.isdisjoint(body.model_extra or ())
         return Prompt([_count(encoding)], encoding if alike and not isinstance(encoding, int) else None)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included. RequestError for an id that there is not."""
+        """Return the text of tokens, special ones included. RequestError for an unknown id."""
         self._check(ids)
         return str(self._tokenizer.decode(list(ids)))
 
@@ -121,7 +121,7 @@ class TokenCounter:
             raise RequestError(f"There is no token {bad}.", f"Send ids from 0 to {size - 1}.", param="tokens")
 
     def _read_text(self, body: CompletionBody, prompt: str | list[int], most: int) -> Sized | int:
-        return self._encoded(body, prompt, True, most) if isinstance(prompt, str) else prompt
+        return self._encode_text(body, prompt, True, most) if isinstance(prompt, str) else prompt
 
     def _read_chat(self, body: ChatBody, most: int) -> Sized | int:
         messages = [{**m.model_dump(), "content": _text(m.content)} for m in body.messages]
@@ -132,14 +132,14 @@ class TokenCounter:
             )
         except Exception:  # a template may raise anything; the engine's own error reaches the client
             text, exact = "\n".join(message["content"] for message in messages), False
-        encoding = self._encoded(body, text, False, most)  # the template has added the special tokens
+        encoding = self._encode_text(body, text, False, most)  # the template has added the special tokens
         return encoding if exact else _count(encoding)
 
-    def _encoded(self, body: ChatBody | CompletionBody, text: str, special: bool, most: int) -> Sized | int:
-        """Return a text's tokens, with or without the special ones around it, or `_beyond`."""
-        return self._beyond(body, text, most) or self._encode(text, special)
+    def _encode_text(self, body: ChatBody | CompletionBody, text: str, special: bool, most: int) -> Sized | int:
+        """Return a text's tokens, with or without the special ones around it, or `_lower_bound`."""
+        return self._lower_bound(body, text, most) or self._encode(text, special)
 
-    def _beyond(self, body: ChatBody | CompletionBody, text: str, most: int) -> int:
+    def _lower_bound(self, body: ChatBody | CompletionBody, text: str, most: int) -> int:
         """Return a lower bound of the tokens of a text whose bytes are more than `most` can hold, else 0.
 
         RequestError for it unless the engine cuts it: to tokenize it may take a second.
@@ -204,14 +204,14 @@ def _is_text(content: Content) -> bool:
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    """Return what a body tells the template, merged as by vLLM: fields of their own before template kwargs."""
+    """Return the template's arguments, merged as by vLLM: fields of the body override its template kwargs."""
     extra = body.model_extra or {}
-    given = extra.get("chat_template_kwargs")
-    told = {name: value for name, value in given.items() if name not in _NOT_TOLD} if isinstance(given, dict) else {}
-    own = {name: extra[name] for name in _TOLD if extra.get(name) is not None}
+    sent = extra.get("chat_template_kwargs")
+    kwargs = {name: value for name, value in sent.items() if name not in _RESERVED} if isinstance(sent, dict) else {}
+    own = {name: extra[name] for name in _TEMPLATE_FIELDS if extra.get(name) is not None}
     if "reasoning_effort" in own:
-        told.setdefault("enable_thinking", own["reasoning_effort"] != "none")
-    return {"add_generation_prompt": True, **told, **own}
+        kwargs.setdefault("enable_thinking", own["reasoning_effort"] != "none")
+    return {"add_generation_prompt": True, **kwargs, **own}
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,12 +52,12 @@ def refuse(raw: Mapping[str, Any], fields: Fields) -> None:
 
 
 def refusal(name: str, hint: str) -> RequestError:
-    """Return the error of a field that cannot be obeyed."""
+    """Return the error of an unsupported field."""
     return RequestError(f"{name} cannot be used here.", hint, param=name, code="unsupported_parameter")
 
 
 def refuse_in(raw: Mapping[str, Any], *, chat: bool) -> None:
-    """Raise RequestError for a chat or completion that asks for what no engine here can do, or nothing counts."""
+    """Raise RequestError for a chat or completion that asks for what no engine here can do, or cannot be counted."""
     refuse(raw, CHAT if chat else COMPLETIONS)
     if chat and raw.get("modalities") not in (None, [], ["text"]):
         raise refusal("modalities", _TEXT)

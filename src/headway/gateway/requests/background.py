@@ -76,7 +76,7 @@ class BackgroundWork:
             await self._path.fail(in_flight, f"internal: {error!r}")
 
     def __contains__(self, id: str) -> bool:
-        """Tell whether a request runs here."""
+        """Return whether a request runs here."""
         return id in self._running
 
     def ids(self) -> list[str]:

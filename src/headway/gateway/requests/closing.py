@@ -26,7 +26,7 @@ class Closings:
         self._some = asyncio.Event()
 
     def __contains__(self, id: str) -> bool:
-        """Tell whether the end of a request waits to be stored."""
+        """Return whether the end of a request waits to be stored."""
         return id in self._waiting
 
     def __len__(self) -> int:

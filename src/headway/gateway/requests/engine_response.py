@@ -11,13 +11,13 @@ from functools import partial
 
 import aiohttp
 
-from headway.engines.vllm.process.answers import begins_answer, read_answer, told_error
+from headway.engines.vllm.process.answers import begins_answer, client_error, read_answer
 from headway.engines.vllm.process.connection import BROKEN, EngineGone, MalformedAnswer, OpenRequest, engine_error
 from headway.gateway.budget import AnswerBudget, AnswerMemory
 from headway.gateway.offload import offload
 
 CHUNK = 2**14  # bytes of a response that are read at a time
-_END, _LINE = b"\n\n", 8  # the end of an event, and bytes of a line that tell data from comments
+_END, _LINE = b"\n\n", 8  # the end of an event, and bytes of a line that distinguish data from comments
 ERROR_EVENT = b'data: {"error"'  # how vLLM's stream says that its engine core has died
 
 
@@ -84,7 +84,7 @@ class EngineResponse:
             await self._check()
         elif _is_stream(self._response):
             self.head = await self._first_event()
-            self.silence = 0.0  # the wait for the first token is none
+            self.silence = 0.0  # the wait for the first token does not count
         else:
             raise MalformedAnswer(self.engine, "it is not the stream that was asked for")
 
@@ -112,7 +112,7 @@ class EngineResponse:
         if answer.failed != (self.status != 200):
             raise MalformedAnswer(self.engine, f"its status {self.status} does not fit its body")
         if answer.failed:
-            self.head = await offload(len(self.head), lambda: told_error(self.head))
+            self.head = await offload(len(self.head), lambda: client_error(self.head))
         self.output_tokens, self.prompt_tokens = answer.output_tokens or 0, answer.prompt_tokens
 
     async def read(self) -> bytes:
@@ -132,7 +132,7 @@ class EngineResponse:
                 self.silence = waited
 
     def _has_data(self, chunk: bytes) -> bool:
-        """Tell whether a part of a stream has data of an event, or a part of it."""
+        """Return whether a part of a stream has data of an event, or a part of it."""
         lines = (self._line + chunk).split(b"\n")
         self._line = lines.pop()[:_LINE]
         return any(map(_is_data, lines)) or _is_data(self._line)
@@ -140,12 +140,12 @@ class EngineResponse:
     @property
     def retry_after(self) -> str | None:
         """Seconds after which the engine wants to be asked again; None = it does not say."""
-        told = self._response.headers.get("retry-after", "")
-        return told if re.fullmatch("[0-9]{1,6}", told) else None
+        seconds = self._response.headers.get("retry-after", "")
+        return seconds if re.fullmatch("[0-9]{1,6}", seconds) else None
 
     @property
     def at_end(self) -> bool:
-        """Tell whether all of it has been read."""
+        """Return whether all of it has been read."""
         return self._response.content.at_eof()
 
     def _watch_end(self) -> None:
@@ -184,7 +184,7 @@ class EngineResponse:
 
 
 def _is_stream(response: aiohttp.ClientResponse) -> bool:
-    """Tell whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
+    """Return whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
     kind, _, _ = response.headers.get("content-type", "").partition(";")
     return kind.strip().lower() == "text/event-stream"
 

@@ -146,13 +146,13 @@ class RequestPath:
         return replace(parsed, earlier=job)
 
     async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
-        """Store a request durably and queue it. From here on it is owed an end."""
+        """Store a request durably and queue it. From here on it must end."""
         in_flight = await self.store(parsed, held)
         self._dispatcher.add(in_flight)
         return in_flight
 
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
-        """Store a request durably; it keeps what its body holds of the memory."""
+        """Store a request durably; it keeps the memory that its body holds."""
         in_flight = InFlightRequest(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
@@ -161,7 +161,7 @@ class RequestPath:
         now, tokens = clock.now(), parsed.request.prompt_tokens
         self.usage.count(parsed.request.tenant, now, tokens=tokens)
         try:
-            await self._lengths.read(in_flight.request, parsed.text)  # while nothing is owed
+            await self._lengths.read(in_flight.request, parsed.text)  # before it must end
             await self._put(in_flight, parsed.digest)
         except BaseException:
             self.usage.count(parsed.request.tenant, now, tokens=-tokens)
@@ -187,7 +187,7 @@ class RequestPath:
 
         An engine that dies before its response begins costs an attempt and the request queues again, up to
         server.max_attempts; then EngineKilled. One that begins to load another model costs none. HeadwayError
-        when it is refused before its first token, EngineError when its engine answers too late or nonsense.
+        when it is refused before its first token, EngineError when its engine answers too late or with nonsense.
         """
         while True:
             engine = await in_flight.engine_future
@@ -275,7 +275,7 @@ class RequestPath:
         return upstream.parts(metadata), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
-        job = await self._patiently(lambda: self.broker.get(id))
+        job = await self._retry_broker(lambda: self.broker.get(id))
         if job is None or not job.body:
             raise EngineError(f"The body of {id} is not in the queue any more.", "Send the request again.")
         return await offload(len(job.body), lambda: EngineBody.of(json.loads(job.body)))
@@ -285,9 +285,9 @@ class RequestPath:
         in_flight.attempts += 1
         if not in_flight.background:
             return in_flight.attempts
-        return await self._patiently(lambda: self.broker.attempt(in_flight.id))
+        return await self._retry_broker(lambda: self.broker.attempt(in_flight.id))
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_broker(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the broker's answer, asking again while it is out, as that loses none of its jobs.
 
         Until cancelled, as it is when another gateway has taken the request over meanwhile.

@@ -20,7 +20,7 @@ from headway.gateway.requests.closing import Closings
 from headway.store.queue.port import Broker, Job
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
-_ASKED = 20_000  # ids of one question: the answer to more would hold up the lease's next renewal
+_IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
 _SWEEP = 600.0  # seconds between deletions of old jobs
 log = logging.getLogger("headway.gateway")
 
@@ -65,8 +65,8 @@ class Recovery:
         One call asks about the oldest; those of a backlog that are left are asked about by the next calls.
         """
         self._unasked = self._unasked or self._background.ids()
-        gone = await self._broker.gone(self._unasked[:_ASKED])
-        del self._unasked[:_ASKED]
+        gone = await self._broker.gone(self._unasked[:_IDS_PER_CALL])
+        del self._unasked[:_IDS_PER_CALL]
         for id, ended in gone.items():
             if id in self._closings or id not in self._background:
                 continue  # it has ended here
@@ -77,7 +77,7 @@ class Recovery:
                 await self._background.drop(id)
 
     async def _recover_or_give_back(self, job: Job) -> None:
-        """Recover a job; if that fails in any way, give it back, so that no gateway holds it forgotten."""
+        """Recover a job; if that fails in any way, give it back, so that no gateway keeps it idle."""
         try:
             await self._recover(job)
         except Exception:
@@ -87,7 +87,7 @@ class Recovery:
     async def _recover(self, job: Job) -> None:
         """Run a job, or store its end: once taken, no other gateway does.
 
-        One that was free for a moment and is here again runs on, or its end waits to be stored.
+        One that was free for a moment and comes back here still runs, or its end waits to be stored.
         """
         if job.id in self._background or job.id in self._closings:
             return

@@ -31,34 +31,34 @@ from headway.gateway.requests.engine_response import CHUNK, EngineResponse
 from headway.gateway.requests.path import RequestPath
 
 log = logging.getLogger("headway.gateway")
-_LATE, HEAD = "headway.late", "headway.head"  # in the scope of a request
+_DEFERRED, HEAD = "headway.deferred", "headway.head"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": waiting\n\n"
 # Proxies pass events on as they come; nginx would collect them.
 _UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-_LONGEST_EVENT = 4 * 2**20  # bytes; the first one may tell the log probabilities of a whole prompt
+_LONGEST_EVENT = 4 * 2**20  # bytes; the first one may hold the log probabilities of a whole prompt
 _DRAINED, _DRAIN_S = 2**16, 1.0  # bytes and seconds of what may follow [DONE]
 
 
-class LateResponse(Response):
-    """A response that `Unwound` serves once routing is over, without its memory and its calls per chunk."""
+class DeferredResponse(Response):
+    """A response that `DeferredMiddleware` serves once routing is over, without its memory and its calls per chunk."""
 
     def __init__(self) -> None:
         """Leave out what Starlette prepares: status and headers are not known yet."""
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Leave it to `Unwound`."""
-        scope[_LATE] = self
+        """Leave it to `DeferredMiddleware`."""
+        scope[_DEFERRED] = self
 
     @abstractmethod
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the response is complete or the client has disconnected."""
 
 
-class Unwound:
-    """ASGI middleware around all others: serves a `LateResponse` after they have returned.
+class DeferredMiddleware:
+    """ASGI middleware around all others: serves a `DeferredResponse` after they have returned.
 
     A HEAD is served as the GET that it asks about; uvicorn leaves out the body.
     """
@@ -74,20 +74,20 @@ class Unwound:
         await self._app(routed, receive, send)
         if TENANT in routed:
             scope[TENANT] = routed[TENANT]
-        late: LateResponse | None = routed.get(_LATE)
+        deferred: DeferredResponse | None = routed.get(_DEFERRED)
         del routed
-        if late is not None:
-            await late.serve(scope, receive, send)
+        if deferred is not None:
+            await deferred.serve(scope, receive, send)
 
 
-class ResponseStream(LateResponse):
+class ResponseStream(DeferredResponse):
     """The response to one accepted request."""
 
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
         self._path, self._in_flight, self._reader = path, in_flight, EventReader(wants_usage)
         self._started = self._complete = False
-        self._left = False  # the client has disconnected before the end
+        self._client_gone = False  # the client has disconnected before the end
         self._sent = math.inf  # instant (the loop's) of the latest bytes for the client, inf = no more will come
         self._task: asyncio.Task[object] | None = None
 
@@ -103,7 +103,7 @@ class ResponseStream(LateResponse):
         try:
             await self._serve(scope, receive, send)
         except asyncio.CancelledError:
-            if self._left and this.uncancel() == 0:
+            if self._client_gone and this.uncancel() == 0:
                 await self._fail("client_gone: disconnected", "cancelled")
             else:
                 await self._fail("gateway_stopped")
@@ -115,11 +115,11 @@ class ResponseStream(LateResponse):
     def client_left(self) -> None:
         """End the work on a request whose client has disconnected, unless it has the whole response."""
         if self._task is not None and not (self._complete or self._in_flight.ended):
-            self._left = self._task.cancel()
+            self._client_gone = self._task.cancel()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._commenting(scope, send):
+            with self._keepalive(scope, send):
                 response = await self._path.open(self._in_flight)
                 try:
                     if response.streams:
@@ -138,14 +138,14 @@ class ResponseStream(LateResponse):
             await self._send_error(wrapped, scope, receive, send)
 
     @contextmanager
-    def _commenting(self, scope: Scope, send: Send) -> Iterator[None]:
+    def _keepalive(self, scope: Scope, send: Send) -> Iterator[None]:
         """Send comments while a stream is silent in the block; until the first one is due this costs a timer."""
         every, loop, begun = (self._path.limits.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]())
         if not (every and self._in_flight.streams):
             yield
             return
         self._sent = loop.time()
-        timer = loop.call_later(every, lambda: begun.append(loop.create_task(self._comment(every, scope, send))))
+        timer = loop.call_later(every, lambda: begun.append(loop.create_task(self._send_comments(every, scope, send))))
         try:
             yield
         finally:
@@ -153,7 +153,7 @@ class ResponseStream(LateResponse):
             for comments in begun:
                 comments.cancel()
 
-    async def _comment(self, every: float, scope: Scope, send: Send) -> None:
+    async def _send_comments(self, every: float, scope: Scope, send: Send) -> None:
         now = asyncio.get_running_loop().time
         while self._sent < math.inf:
             if (left := self._sent + every - now()) > 0:
@@ -182,7 +182,7 @@ class ResponseStream(LateResponse):
         kind = b"text/event-stream; charset=utf-8" if streams else b"application/json"
         headers = [(b"content-type", kind), (b"x-request-id", self._in_flight.id.encode())]
         headers += _UNBUFFERED if streams else []
-        headers += [(name, value.encode()) for name, value in self._in_flight.promise()]
+        headers += [(name, value.encode()) for name, value in self._in_flight.promise_headers()]
         if self._in_flight.waited is not None:
             headers.append((b"x-headway-waited-for", self._in_flight.waited.encode()))
         if response is not None and response.retry_after is not None:
@@ -223,7 +223,7 @@ class ResponseStream(LateResponse):
         chunk, now = response.head, asyncio.get_running_loop().time
         await self._path.turns.take()
         while chunk:
-            data = await self._fed(reader, chunk)
+            data = await self._feed(reader, chunk)
             self._in_flight.prompt_tokens = reader.prompt_tokens
             if data and not self._started:
                 await self._start(response, scope, send)
@@ -237,23 +237,23 @@ class ResponseStream(LateResponse):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if reader.fault is not None:
                 raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
-            response.memory.hold(reader.kept, _LONGEST_EVENT)
+            response.memory.hold(reader.buffered, _LONGEST_EVENT)
             chunk = b"" if reader.closed else await response.read()
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
         await self._end(b"" if reader.closed else _DONE, send)
         await self._fail("engine_failed: it said so in the stream")
 
-    async def _fed(self, reader: EventReader, chunk: bytes) -> bytes:
+    async def _feed(self, reader: EventReader, chunk: bytes) -> bytes:
         """Return what of a chunk may be passed on.
 
         Of streams that bring much, one at a time has its turn, so that all others' requests come in between.
         """
-        if len(chunk) < CHUNK and reader.kept <= INLINE:
+        if len(chunk) < CHUNK and reader.buffered <= INLINE:
             return reader.feed(chunk)
         async with self._path.large_chunk:
             await asyncio.sleep(0)
-            return await offload(reader.kept, partial(reader.feed, chunk))
+            return await offload(reader.buffered, partial(reader.feed, chunk))
 
     async def _end(self, last: bytes, send: Send) -> None:
         """Send the end of the response, before the broker stores it, so that no client waits for the disk.
@@ -269,10 +269,10 @@ class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
 
     __slots__ = (
-        "_counted",
         "_events",
-        "_told",
+        "_reported_tokens",
         "_unfinished",
+        "_usage_tokens",
         "_wants_usage",
         "broken",
         "closed",
@@ -283,8 +283,8 @@ class EventReader:
     def __init__(self, wants_usage: bool) -> None:
         self._wants_usage = wants_usage
         self._unfinished = bytearray()
-        self._counted: int | None = None  # the engine's own count, None before its usage event
-        self._events = self._told = 0  # events, and the engine's count beside one of them
+        self._usage_tokens: int | None = None  # the engine's own count, None before its usage event
+        self._events = self._reported_tokens = 0  # events, and the engine's count beside one of them
         self.prompt_tokens = 0  # as the engine counts them
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
@@ -292,14 +292,14 @@ class EventReader:
 
     @property
     def tokens(self) -> int:
-        return max(self._events, self._told) if self._counted is None else self._counted
+        return max(self._events, self._reported_tokens) if self._usage_tokens is None else self._usage_tokens
 
     @property
     def complete(self) -> bool:
         return self.closed and not self.broken
 
     @property
-    def kept(self) -> int:
+    def buffered(self) -> int:
         """Return the bytes of the event that is not finished."""
         return len(self._unfinished)
 
@@ -308,14 +308,14 @@ class EventReader:
 
         What follows [DONE] is dropped, and what follows an event that is not one of OpenAI's API (`fault`).
         """
-        kept = self._unfinished
-        searched = max(len(kept) - 1, 0)  # an end may begin with the last byte that was kept
-        kept += chunk
-        end = kept.rfind(_END, searched) + 2
+        buffer = self._unfinished
+        searched = max(len(buffer) - 1, 0)  # an end may begin with the last byte that was kept
+        buffer += chunk
+        end = buffer.rfind(_END, searched) + 2
         if end < 2:
             return b""
-        whole = bytes(kept[:end])
-        del kept[:end]
+        whole = bytes(buffer[:end])
+        del buffer[:end]
         passed = list[bytes]()
         for event in whole.split(_END)[:-1]:
             if self.closed:
@@ -338,10 +338,10 @@ class EventReader:
         self.broken = self.broken or answer.failed
         self.prompt_tokens = max(self.prompt_tokens, answer.prompt_tokens)
         if answer.usage_only and answer.output_tokens is not None:
-            self._counted = answer.output_tokens
+            self._usage_tokens = answer.output_tokens
             return event if self._wants_usage else b""
         self._events += not answer.failed
-        self._told = max(self._told, answer.output_tokens or 0)
+        self._reported_tokens = max(self._reported_tokens, answer.output_tokens or 0)
         return event
 
 

@@ -1,4 +1,4 @@
-"""The end of each request, told once to everything that observes it."""
+"""The end of each request, reported once to all observers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Ended:
 
     @property
     def here(self) -> bool:
-        """Tell whether this gateway accepted the request and ended it."""
+        """Return whether this gateway accepted the request and ended it."""
         return self.outcome not in ("abandoned", "not_stored")
 
     @property
     def ttft(self) -> float:
         """Seconds from its arrival to what its client saw first: a token of a stream, or the whole answer."""
         first = self.in_flight.first_token
-        seen = first if self.in_flight.streams and first is not None else self.at
-        return seen - self.in_flight.request.arrival
+        instant = first if self.in_flight.streams and first is not None else self.at
+        return instant - self.in_flight.request.arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,22 @@ class Observer:
 
 
 class Observers(Observer):
-    """Tells several observers, in their order."""
+    """Notifies several observers, in order."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
 
     def ended(self, end: Ended) -> None:
-        """Tell them of an end."""
+        """Notify them of an end."""
         for observer in self._observers:
             observer.ended(end)
 
     def refused(self, refusal: Refused) -> None:
-        """Tell them of a refusal."""
+        """Notify them of a refusal."""
         for observer in self._observers:
             observer.refused(refusal)
 
     def streamed(self, request: Request, silence: float) -> None:
-        """Tell them of a stream that is over."""
+        """Notify them of a stream that is over."""
         for observer in self._observers:
             observer.streamed(request, silence)

@@ -58,7 +58,7 @@ class View:
         return WINDOWS[self.window][0]
 
     def shows(self, pair: Pair) -> bool:
-        """Tell whether requests of a pair belong to it."""
+        """Return whether requests of a pair belong to it."""
         return self.tier in (None, pair.tier) and self.tenant in (None, pair.tenant)
 
 
@@ -92,7 +92,7 @@ class _Ring:
         """Return the counts of rows.
 
         Buckets that were over before the history began are left out. The newest is part of the one before it
-        until it is old enough to tell a rate.
+        until it is old enough for a rate.
         """
         first = max(self.newest - self.size + 1, int(began // self.step))
         buckets = np.arange(first, self.newest + 1)
@@ -126,7 +126,7 @@ class History:
             await asyncio.sleep(step - clock.now() % step)
             self.note(clock.now())
 
-    # ---- what the request path tells
+    # ---- what the request path reports
 
     def pair(self, tier: str, tenant: str) -> Pair:
         """Return the pair that a request of a class and a tenant counts for."""
@@ -172,7 +172,7 @@ class History:
                 ring.add(row, counts)
             ring.advance(now, len(self._rows))
 
-    # ---- what the dashboard asks
+    # ---- what the dashboard asks for
 
     @property
     def tenants(self) -> list[str]:

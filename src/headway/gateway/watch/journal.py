@@ -47,7 +47,7 @@ _PENDING = 20_000  # rows that wait for a disk
 _KINDS_OF_REFUSALS = 1_000  # that are counted apart within `_EVERY_S`; further ones have no tenant
 _AT_ONCE = MIB // 2  # bytes of a transaction, more or less
 _NAME = 200  # characters of a name that are kept
-_RARELY_S = 30.0  # between two questions to an engine that has no iterations to tell
+_RARELY_S = 30.0  # between two questions to an engine that reports no iterations
 _ITERATIONS, _STAYS = 4096, 2048  # rows that one answer of an engine has at most
 _WORD = re.compile(r"[a-z_]{1,40}")
 log = logging.getLogger("headway.gateway")
@@ -74,7 +74,7 @@ class JournalKeeper(Observer):
         self.lost = Count("headway_journal_lost", "Rows that the journal lost.", registry=registry)
         self._bytes = Gauge("headway_journal_bytes", "Bytes of the journal's files.", registry=registry)
 
-    # ---- what the request path tells
+    # ---- what the request path reports
 
     def ended(self, end: Ended) -> None:
         """Note a request that ended here."""
@@ -190,7 +190,7 @@ class JournalKeeper(Observer):
         """Write all rows, on the journal's thread; at the first error the rest waits for the next time."""
         writer = self._writer
         assert writer is not None, "rows are taken only if there is a folder"
-        while rows := self._some():
+        while rows := self._next_rows():
             try:
                 writer.write(rows)
             except (sqlite3.Error, OSError) as error:
@@ -201,11 +201,11 @@ class JournalKeeper(Observer):
                 return
             self._written.inc(len(rows))
             if self._failing:
-                log.info("the journal is written again; headway_journal_lost tells how many rows were lost")
+                log.info("the journal is written again; headway_journal_lost counts the rows that were lost")
             self._failing = False
         self._bytes.set(writer.size)
 
-    def _some(self) -> list[Row]:
+    def _next_rows(self) -> list[Row]:
         """Take the rows of one transaction."""
         rows, size = list[Row](), 0
         while self._rows and size < _AT_ONCE:
@@ -246,7 +246,7 @@ class JournalKeeper(Observer):
                 await asyncio.sleep(_EVERY_S)
                 continue
             except EngineError as error:
-                log.debug("engine %s tells no iterations: %s", engine.id, error)
+                log.debug("engine %s reports no iterations: %s", engine.id, error)
                 state = {}
             if described != engine.models.current:
                 described = engine.models.current
@@ -262,7 +262,7 @@ class JournalKeeper(Observer):
         try:
             rows, stays = _iterations(state["iterations"]), _stays(state["requests"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            log.debug("engine %s tells no iterations that can be read: %r", engine, error)
+            log.debug("engine %s reports iterations that cannot be read: %r", engine, error)
             return last, False
         if rows:
             shifted = [[row[0] + self._offset, *row[1:]] for row in rows]
@@ -285,18 +285,18 @@ class JournalKeeper(Observer):
 
 
 def _iterations(rows: Iterable[Sequence[Any]]) -> list[list[float]]:
-    """Return rows of an engine's log as `ITERATION` columns; ValueError for what are none."""
-    found = [[float(row[0]), float(row[1]), *map(float, row[3:9])] for row in rows]
-    if not all(len(row) == 8 and all(map(math.isfinite, row)) for row in found):
+    """Return rows of an engine's log as `ITERATION` columns; ValueError for anything else."""
+    parsed = [[float(row[0]), float(row[1]), *map(float, row[3:9])] for row in rows]
+    if not all(len(row) == 8 and all(map(math.isfinite, row)) for row in parsed):
         raise ValueError("not a log of iterations")
-    return found
+    return parsed
 
 
 def _stays(
     rows: Iterable[Sequence[Any]],
 ) -> list[tuple[str, float, float, float, float | None, list[tuple[float, float, str]]]]:
-    """Return an engine's requests; ValueError for what are none."""
-    found = [
+    """Return an engine's requests; ValueError for anything else."""
+    parsed = [
         (
             str(row[0]),
             float(row[1]),
@@ -307,15 +307,15 @@ def _stays(
         )
         for row in rows
     ]
-    if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in found):
+    if not all(math.isfinite(row[1] + row[2] + row[3] + (row[4] or 0.0)) for row in parsed):
         raise ValueError("not a log of requests")
-    return found
+    return parsed
 
 
 def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:
-    """Return what an engine is; what only Headway's scheduler tells is None without it."""
+    """Return what an engine is; what only Headway's scheduler reports is None without it."""
 
-    def told(name: str) -> int | None:
+    def positive(name: str) -> int | None:
         value = state.get(name)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -325,9 +325,9 @@ def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: 
         at,
         engine.models.current,
         recipe,
-        told("max_running") or instance.max_running,
+        positive("max_running") or instance.max_running,
         instance.max_model_len,
-        told("token_budget"),
-        told("blocks_total"),
-        told("block_size"),
+        positive("token_budget"),
+        positive("blocks_total"),
+        positive("block_size"),
     )

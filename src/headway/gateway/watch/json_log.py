@@ -24,8 +24,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        told = getattr(record, "request", None)
-        line |= told if told is not None else {"message": record.getMessage()}
+        request = getattr(record, "request", None)
+        line |= request if request is not None else {"message": record.getMessage()}
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         if record.stack_info:
@@ -45,7 +45,7 @@ def begin(level: int) -> None:
 
 
 def is_on() -> bool:
-    """Tell whether this process logs as JSON."""
+    """Return whether this process logs as JSON."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 

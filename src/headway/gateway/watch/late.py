@@ -87,7 +87,7 @@ class LateRequests(Observer):
     def latest(self, view: View, now: float) -> list[LateRequest]:
         """Return the requests of a view that were late by most, in descending order."""
         since = now - view.seconds
-        found = [
+        entries = [
             entry
             for _, heaps in self._buckets[view.window]
             for pair, heap in heaps.items()
@@ -95,7 +95,7 @@ class LateRequests(Observer):
             for entry in heap
             if entry[2].ended >= since
         ]
-        return [late for _, _, late in heapq.nlargest(_SHOWN, found)]
+        return [late for _, _, late in heapq.nlargest(_SHOWN, entries)]
 
     def _bucket(self, window: str, now: float) -> Heaps:
         buckets = self._buckets[window]
@@ -115,8 +115,8 @@ def spans(one: InFlightRequest, end: float) -> tuple[tuple[str, float], ...]:
 
 def _missed(one: InFlightRequest, end: float, output_tokens: int) -> tuple[str, float, float] | None:
     """Return the target that a request missed by most, its seconds and how much later it was."""
-    late = [found for found in _targets(one, end, output_tokens) if found[2] > 0]
-    return max(late, key=lambda found: found[2], default=None)
+    late = [target for target in _targets(one, end, output_tokens) if target[2] > 0]
+    return max(late, key=lambda target: target[2], default=None)
 
 
 def _targets(one: InFlightRequest, end: float, output_tokens: int) -> Iterator[tuple[str, float, float]]:

@@ -16,8 +16,8 @@ from headway.gateway.http.connections import PROBES, TENANT
 from headway.gateway.watch import json_log
 
 ACCESS = "headway.access"
-# What the gateway tells clients in headers, and the access log tells operators.
-_TOLD = {b"x-request-id": "id", b"x-headway-class": "class", b"x-headway-dropped-reason": "reason"}
+# Response headers that the access log repeats, with their names there.
+_REPEATED = {b"x-request-id": "id", b"x-headway-class": "class", b"x-headway-dropped-reason": "reason"}
 _LONGEST = 2000  # characters of a path
 log = logging.getLogger(ACCESS)
 
@@ -49,19 +49,19 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began, status, size = time.perf_counter(), 0, 0
-        told: dict[str, str] = {}
+        logged: dict[str, str] = {}
 
-        async def sending(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal status, size
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told.update({_TOLD[k]: v.decode("latin-1") for k, v in message["headers"] if k in _TOLD})
+                logged.update({_REPEATED[k]: v.decode("latin-1") for k, v in message["headers"] if k in _REPEATED})
             else:
                 size += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, send_and_note)
         finally:
             client = scope.get("client")
             _write(
@@ -73,7 +73,7 @@ class AccessLog:
                     "bytes": size,
                     "ms": round(1000 * (time.perf_counter() - began), 1),
                     "tenant": scope.get(TENANT, ""),
-                    **told,
+                    **logged,
                 }
             )
 

@@ -68,18 +68,18 @@ class Metrics(Observer):
         self._failures = Counter("headway_loop_failures", "Errors of background tasks.", ["loop"], registry=r)
         self._ended = Counter("headway_connections_ended", "Connections that a limit ended.", ["limit"], registry=r)
         self.queued = Gauge("headway_queue_length", "Requests accepted and not sent to an engine.", registry=r)
-        told = "Requests sent to engines, whether these compute them already or not."
-        self.running = Gauge("headway_inside_engines", told, registry=r)
+        help = "Requests sent to engines, whether these compute them already or not."
+        self.running = Gauge("headway_inside_engines", help, registry=r)
         self._add_engines(r)
         self.logs = Gauge("headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r)
         self._add_swaps(r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._answers: dict[tuple[str, str, str], _Answers] = {}
-        self._counted = _Counted()
-        r.register(self._counted)
-        self._planned = _Planned()
-        r.register(self._planned)
+        self._totals = _EngineTotals()
+        r.register(self._totals)
+        self._plan = _PlanGauges()
+        r.register(self._plan)
 
     def _add_counts(self, r: CollectorRegistry, each: list[str]) -> None:
         """Add what counts requests by tenant. Histograms do not: they have a dozen series for each label."""
@@ -92,10 +92,10 @@ class Metrics(Observer):
 
     def _add_engines(self, r: CollectorRegistry) -> None:
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
-        told = "1 when this page has the instance's own metrics: it was up and answered in time."
-        self.scraped = Gauge("headway_engine_scraped", told, ["instance"], registry=r)
-        told = "Requests inside an instance, of all its clients, by state; missing where it does not tell."
-        self._inside = Gauge("headway_engine_requests", told, ["instance", "state"], registry=r)
+        help = "1 when this page has the instance's own metrics: it was up and answered in time."
+        self.scraped = Gauge("headway_engine_scraped", help, ["instance"], registry=r)
+        help = "Requests inside an instance, of all its clients, by state; missing where it does not report them."
+        self._inside = Gauge("headway_engine_requests", help, ["instance", "state"], registry=r)
         self.evictions = Gauge("headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r)
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
@@ -143,8 +143,8 @@ class Metrics(Observer):
             "headway_engine_model", "1 for the model that an instance serves.", ["instance", "model"], registry=r
         )
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
-        told = "Batches that have not ended, by state."
-        self._batches = Gauge("headway_batches", told, ["state"], registry=r)
+        help = "Batches that have not ended, by state."
+        self._batches = Gauge("headway_batches", help, ["state"], registry=r)
         self._lines = Gauge("headway_batch_lines", "Lines of open batches that have not ended.", registry=r)
 
     def targets(self, classes: Mapping[str, Tier]) -> None:
@@ -156,16 +156,16 @@ class Metrics(Observer):
                 if seconds is not None:
                     self._targets.labels(name, target).set(seconds)
 
-    def counted(self, instance: str, counters: Mapping[str, float]) -> None:
-        """Store totals of an instance: its restarts, or what its scheduler has counted since it started."""
-        self._counted.engines[instance] = self._counted.engines.get(instance, {}) | {
+    def set_totals(self, instance: str, counters: Mapping[str, float]) -> None:
+        """Set totals of an instance: its restarts, or what its scheduler has counted since it started."""
+        self._totals.engines[instance] = self._totals.engines.get(instance, {}) | {
             name: value
             for name, value in counters.items()
             if name.isidentifier() and isinstance(value, int | float)  # an engine by URL may send anything
         }
 
     def inside(self, instance: str, inside: Inside | None) -> None:
-        """Set what is inside an instance, None = it does not tell."""
+        """Set what is inside an instance, None = not reported."""
         self._inside.remove_by_labels({"instance": instance})
         for state, count in {} if inside is None else asdict(inside).items():
             self._inside.labels(instance, state).set(count)
@@ -191,12 +191,12 @@ class Metrics(Observer):
         for model, count in queued.items():
             self._queued_by_model.labels(model).set(count)
 
-    def planned(self, gauges: Mapping[str, float]) -> None:
-        """Store what the planner sees at the moment (`Planner.gauges`)."""
-        self._planned.gauges = gauges
+    def set_plan(self, gauges: Mapping[str, float]) -> None:
+        """Set what the planner sees at the moment (`Planner.gauges`)."""
+        self._plan.gauges = gauges
 
     def batches(self, batches: Sequence[Batch]) -> None:
-        """Set what the batches are that have not ended, in the gateway that runs them."""
+        """Set the batches that have not ended, in the gateway that runs them."""
         self._batches.clear()
         for state, count in Counts(batch.state for batch in batches).items():
             self._batches.labels(state).set(count)
@@ -233,7 +233,7 @@ class Metrics(Observer):
 
     def _finished(self, end: Ended) -> None:
         request, ttft, output_tokens = end.in_flight.request, end.ttft, end.output_tokens
-        by, e2e = self._each(request), end.at - request.arrival
+        by, e2e = self._labels(request), end.at - request.arrival
         tpot = request.tpot(ttft, e2e, output_tokens)
         answers = self._answers.get(by) or self._answers_of(by)
         answers.ended.inc()
@@ -249,13 +249,13 @@ class Metrics(Observer):
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
         self._gap.labels(request.model, request.tier).observe(silence)
 
-    def _each(self, request: Request) -> tuple[str, str, str]:
+    def _labels(self, request: Request) -> tuple[str, str, str]:
         """Return the labels of what counts requests: model, class, tenant."""
         return request.model, request.tier, self._label(request.tenant)
 
     def _answers_of(self, by: tuple[str, str, str]) -> _Answers:
         model, tier, tenant = by
-        made = self._answers[by] = _Answers(
+        answers = self._answers[by] = _Answers(
             self._ends.labels(*by, "finished"),
             self._ttft.labels(model, tier),
             self._tpot.labels(model, tier),
@@ -264,11 +264,11 @@ class Metrics(Observer):
             self._tokens.labels(model, "output", tenant),
             self.history.pair(tier, tenant),
         )
-        return made
+        return answers
 
     def _failed(self, request: Request, outcome: str) -> None:
         """Count a request without a complete response; a client that left does not count against the SLO."""
-        self._ends.labels(*self._each(request), outcome).inc()
+        self._ends.labels(*self._labels(request), outcome).inc()
         if outcome != "cancelled":
             pair = self.history.pair(request.tier, request.tenant)
             self.history.failed(pair)
@@ -281,7 +281,7 @@ class Metrics(Observer):
         kept = self._by_class.setdefault(by, [0, 0])
         kept[0], kept[1] = kept[0] + met, kept[1] + 1
         self.history.judged(pair, met)
-        each = self._each(request)
+        each = self._labels(request)
         self._owed.labels(*each).inc()
         self._met.labels(*each).inc(met)
         self._attainment.labels(*by).set(kept[0] / kept[1])
@@ -294,7 +294,7 @@ class Metrics(Observer):
         return page + generate_latest(merged)
 
 
-class _Counted(Collector):
+class _EngineTotals(Collector):
     """Totals of instances and their schedulers, as `headway_engine_NAME_total` with an `instance` label."""
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class _Counted(Collector):
         return list(families.values())
 
 
-class _Planned(Collector):
+class _PlanGauges(Collector):
     """What the planner sees, as `headway_plan_NAME`."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class Usage(Observer):
         self._used = {tenant: known.get(tenant) or {what: _Window() for what in _LIMITS} for tenant in limited}
 
     def count(self, tenant: str, now: float, *, requests: int = 0, tokens: int = 0) -> None:
-        """Count requests or tokens; fewer than none takes back what was counted at that instant."""
+        """Count requests or tokens; a negative number takes back what was counted at that instant."""
         if tenant in self._used:
             self._used[tenant]["requests"].add(requests, now)
             self._used[tenant]["tokens"].add(tokens, now)
@@ -59,7 +59,7 @@ class Usage(Observer):
                 continue
             window = used[what]
             if window.sum(now) >= most:
-                raise _refused(what, setting, most, window.until(most, now))
+                raise _refusal(what, setting, most, window.until(most, now))
 
 
 class _Window:
@@ -97,12 +97,12 @@ class _Window:
         return 0.0
 
     def _drop(self, now: float) -> None:
-        """A slot counts until its last instant is a minute ago."""
+        """Drop the slots whose last instant is a minute ago."""
         while self._slots and self._slots[0][0] + 1 + _WINDOW <= now:
             self._sum -= self._slots.popleft()[1]
 
 
-def _refused(what: str, setting: str, most: int, seconds: float) -> RequestError:
+def _refusal(what: str, setting: str, most: int, seconds: float) -> RequestError:
     wait = f"{max(math.ceil(seconds), 1)}"
     return RequestError(
         f"This tenant has used its {most:,} {what} of this minute (keys.{setting}).",

@@ -2,7 +2,7 @@
 
     {"name": name}
         load an adapter into the engine's memory before a request needs it, and make it the most recently
-        used one; the answer's `resident` tells whether it was there already
+        used one; the answer's `resident` says whether it was there already
 
 The engine registers its adapters when it starts (`--lora-modules`) and keeps as many in memory as
 `--max-cpu-loras` says, least recently used ones leaving first. Nothing is pinned: vLLM can pin an adapter,
@@ -41,6 +41,6 @@ def attach(app: FastAPI) -> None:
             resident = await load(state.engine_client, state.openai_serving_models, name)
         except (KeyError, TypeError, ValueError) as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
-        except Exception as error:  # whatever the worker raised: the gateway is told
+        except Exception as error:  # whatever the worker raised: the gateway gets it
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
         return JSONResponse({"resident": resident})

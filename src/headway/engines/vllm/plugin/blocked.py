@@ -93,7 +93,7 @@ class Blocked:
         ]
 
     def adapters_fit(self) -> bool:
-        """Tell whether the running requests, paused ones too, may all be in one batch."""
+        """Return whether the running requests, paused ones too, may all be in one batch."""
         config = self._scheduler.lora_config
         return config is None or len({*map(adapter_of, self._scheduler.running)} - {0}) <= config.max_loras
 

@@ -23,7 +23,7 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
-tells whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`). Its
+is whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`). Its
 `latency` is null until the engine has learned its own; then theta (`policy/forecast/latency/online.py`), and
 the tokens of the longest prefix that was found in the cache lately.
 """
@@ -44,7 +44,7 @@ from headway.engines.vllm.plugin import adapters, models
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.orphan import end_with_parent
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
-from headway.engines.vllm.plugin.pooling import MetadataHeader, carry
+from headway.engines.vllm.plugin.pooling import MetadataHeader, carry_metadata
 from headway.engines.vllm.request_metadata import finite
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
@@ -59,8 +59,8 @@ class PendingUrgency:
     An entry stays until its request leaves: with `n` > 1 several engine requests have one id.
     """
 
-    def __init__(self, kept: int = _PENDING) -> None:
-        self._kept = kept
+    def __init__(self, limit: int = _PENDING) -> None:
+        self._limit = limit
         self._values: dict[str, float] = {}  # oldest first
 
     def __contains__(self, id: str) -> bool:
@@ -70,7 +70,7 @@ class PendingUrgency:
         """Keep the urgency of a request that has not arrived."""
         self.drop(id)
         self._values[id] = urgency
-        if len(self._values) > self._kept:
+        if len(self._values) > self._limit:
             del self._values[next(iter(self._values))]
 
     def of(self, id: str, default: float) -> float:
@@ -159,7 +159,7 @@ class ControlMixin(PinsMixin):
             "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
             **self.kv_policy.state(),
             "latency": self._latency(),
-            "jobs": [self._job(name) for name in self._listed(message)],
+            "jobs": [self._job(name) for name in self._requested_ids(message)],
             "log": [list(entry) for entry in list(self.step_log)[-log:]] if log else [],
         }
 
@@ -196,7 +196,7 @@ class ControlMixin(PinsMixin):
             return None
         return {"theta": self.latency.theta.tolist(), "cached": self._prefix_cache.longest}
 
-    def _listed(self, message: dict[str, Any]) -> list[str]:
+    def _requested_ids(self, message: dict[str, Any]) -> list[str]:
         """Return the engine's ids of the requests that the message asks for, by row."""
         if not message.get("jobs", True):
             return []
@@ -264,4 +264,4 @@ class ControlPlugin:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Note the keys; the engine core is reached through the app's state."""
         keep_keys(state, args)
-        carry(engine_client)
+        carry_metadata(engine_client)

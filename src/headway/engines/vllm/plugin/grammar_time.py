@@ -2,7 +2,7 @@
 
 The mask of the tokens that a grammar allows is computed between iterations, while all other requests wait. A
 short grammar may be so ambiguous that each mask takes seconds, as "(([a-z ]*)*)*x" does in xgrammar, and its
-size does not tell.
+size does not show it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class GrammarTimeMixin:
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         began, began_cpu = self.timer(), self.cpu_timer()
-        found = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        if found is not None and self.timer() - began > SLOW_S:
-            self._charge(found.structured_output_request_ids, self.cpu_timer() - began_cpu)
-        return found
+        output = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        if output is not None and self.timer() - began > SLOW_S:
+            self._charge(output.structured_output_request_ids, self.cpu_timer() - began_cpu)
+        return output
 
     def _charge(self, ids: list[str], took: float) -> None:
         """Count the time of slow masks; of several requests each mask is computed once more, alone."""

@@ -30,18 +30,18 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""
-        if scope["type"] != "lifespan" and not self._may(scope):
-            refused = JSONResponse({"error": "Unauthorized"}, 401)
-            await refused(scope, receive, send)
+        if scope["type"] != "lifespan" and not self._is_allowed(scope):
+            response = JSONResponse({"error": "Unauthorized"}, 401)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _may(self, scope: Scope) -> bool:
+    def _is_allowed(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._secret is not None:
-            return path == "/health" or _given(scope, [self._secret])
+            return path == "/health" or _has_secret(scope, [self._secret])
         keys = getattr(scope["app"].state, "headway_keys", [])
-        return not keys or not path.startswith("/headway/") or _given(scope, keys)
+        return not keys or not path.startswith("/headway/") or _has_secret(scope, keys)
 
 
 def keep_keys(state: Any, args: Any) -> None:
@@ -49,10 +49,10 @@ def keep_keys(state: Any, args: Any) -> None:
     state.headway_keys = [key for key in (args.api_key or [os.environ.get(_KEY)]) if key]
 
 
-def _given(scope: Scope, secrets: Iterable[str]) -> bool:
-    """Tell whether a request carries one of the secrets."""
+def _has_secret(scope: Scope, secrets: Iterable[str]) -> bool:
+    """Return whether a request carries one of the secrets."""
     header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, given = header.partition(b" ")
-    # All are compared, so that the time taken does not tell which one is near.
-    fits = [compare_digest(given.strip(), secret.encode()) for secret in secrets]
-    return scheme.lower() == b"bearer" and any(fits)
+    scheme, _, token = header.partition(b" ")
+    # All are compared, so that the time taken does not reveal which one is near.
+    matches = [compare_digest(token.strip(), secret.encode()) for secret in secrets]
+    return scheme.lower() == b"bearer" and any(matches)

@@ -306,7 +306,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
         self._evict(request)
 
     def _is_own_order(self) -> bool:
-        """Tell whether stock decides by itself: the packer wants its order, and nothing says otherwise."""
+        """Return whether stock decides by itself: the packer wants its order, and nothing says otherwise."""
         if self.held or not self.packer.own_order or not isinstance(self.kv_policy, StockKv):
             return False  # two-ended blocks grant what the packer's step names
         return bool(not self.jobs.urgency[self.jobs.live].any() and self._blocked.adapters_fit())

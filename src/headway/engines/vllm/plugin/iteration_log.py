@@ -49,9 +49,9 @@ class IterationLog:
         with its KV, "e" = it had lost its KV).
     """
 
-    def __init__(self, kept: int = _KEPT) -> None:
-        self.iterations: deque[Row] = deque(maxlen=kept)
-        self.requests: deque[RequestRow] = deque(maxlen=kept)
+    def __init__(self, max_rows: int = _KEPT) -> None:
+        self.iterations: deque[Row] = deque(maxlen=max_rows)
+        self.requests: deque[RequestRow] = deque(maxlen=max_rows)
         self._stays: dict[str, _Stay] = {}
         self._stopped: set[str] = set()
         self._open: Row | None = None

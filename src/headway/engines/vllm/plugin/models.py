@@ -54,6 +54,6 @@ def attach(app: FastAPI) -> None:
     async def model(raw: Request) -> JSONResponse:
         try:
             await execute(raw.app.state, await raw.json())
-        except Exception as error:  # whatever the worker raised: the gateway is told and restarts the engine
+        except Exception as error:  # whatever the worker raised: the gateway gets it and restarts the engine
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
         return JSONResponse({})

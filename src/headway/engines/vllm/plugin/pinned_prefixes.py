@@ -38,7 +38,7 @@ class PinnedPrefixes:
 
     @property
     def possible(self) -> bool:
-        """Tell whether this scheduler has prefixes that can be pinned."""
+        """Return whether this scheduler has prefixes that can be pinned."""
         manager = self._scheduler.kv_cache_manager
         return bool(manager.enable_caching) and manager.num_kv_cache_groups == 1
 
@@ -56,10 +56,10 @@ class PinnedPrefixes:
         pool, size = scheduler.kv_cache_manager.block_pool, int(scheduler.block_size)
         blocks: list[Any] = []
         for hash in self._hashes(tokens):
-            found = pool.get_cached_block(hash, [0])
-            if not found:
+            cached = pool.get_cached_block(hash, [0])
+            if not cached:
                 break
-            blocks.append(found[0])
+            blocks.append(cached[0])
         pinned = {block.block_id for held in self._held.values() for block in held}
         most = pool.num_gpu_blocks - 1 - -(-int(scheduler.max_model_len) // size) - len(pinned)
         self._held[chain] = blocks[: max(most, 0)]

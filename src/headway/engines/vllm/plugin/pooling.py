@@ -34,15 +34,15 @@ class MetadataHeader:
             _METADATA.reset(token)
 
 
-def carry(engine_client: Any) -> None:
+def carry_metadata(engine_client: Any) -> None:
     """Let the engine client put the metadata of each request into its pooling parameters."""
     encode: Callable[..., Any] = engine_client.encode
 
     def encode_with_metadata(*args: Any, **kwargs: Any) -> Any:
-        found = _METADATA.get()
+        metadata = _METADATA.get()
         params = kwargs.get("pooling_params")
-        if found and params is not None:
-            params.extra_kwargs = {**(params.extra_kwargs or {}), **found}
+        if metadata and params is not None:
+            params.extra_kwargs = {**(params.extra_kwargs or {}), **metadata}
         return encode(*args, **kwargs)
 
     engine_client.encode = encode_with_metadata

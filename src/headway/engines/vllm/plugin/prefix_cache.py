@@ -30,7 +30,7 @@ class PrefixCache:
         self._shared = np.zeros(0, np.int64)  # by row, of running ones
         self._named: list[str] = []  # those that the packer wanted in the last step
         self._recount = False  # the running requests may share other blocks than before
-        self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
+        self._cached_tokens: deque[int] = deque(maxlen=_RECENT)  # of each request when it came
 
     @property
     def longest(self) -> int:
@@ -40,7 +40,7 @@ class PrefixCache:
         """
         if self._manager.enable_caching and not self._on:
             return UNLIMITED
-        return max(self._found, default=0)
+        return max(self._cached_tokens, default=0)
 
     def enter(self, request: Any, row: int) -> None:
         """Look a request up that has come or has lost its KV."""
@@ -51,7 +51,7 @@ class PrefixCache:
             self._shared[row] = 0
             self._look_up(request, row)
             if not request.num_preemptions:  # else it would find what it has computed itself
-                self._found.append(int(self._tokens[row]))
+                self._cached_tokens.append(int(self._tokens[row]))
 
     def leave(self, row: int) -> None:
         """Forget a request; those that shared its blocks may have them alone now."""
@@ -67,8 +67,8 @@ class PrefixCache:
             self._count(rows)
         size = self._tokens.size
         waiting = jobs.live[:size] & ~jobs.running[:size] & (jobs.saved[:size] == 0)
-        for column, found in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
-            np.copyto(column[:size], found, where=waiting)
+        for column, values in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
+            np.copyto(column[:size], values, where=waiting)
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 
@@ -105,7 +105,7 @@ class PrefixCache:
             setattr(self, name, np.concatenate([old, np.zeros(self._scheduler.jobs.data.size - old.size, np.int64)]))
 
     def _look_up(self, request: Any, row: int) -> bool:
-        """Look a request up; tell whether another part of it is cached than before."""
+        """Look a request up; return whether another part of it is cached than before."""
         before, manager = int(self._tokens[row]), self._manager
         self._tokens[row] = self._blocks[row] = 0
         if not request.num_computed_tokens and manager.prefix_cache_lookup_enabled(request):
@@ -115,7 +115,7 @@ class PrefixCache:
         return bool(before != self._tokens[row])
 
     def _shares(self, name: str) -> bool:
-        """Tell whether a request has come in with blocks of others; those are the first of its list."""
+        """Return whether a request has come in with blocks of others; those are the first of its list."""
         blocks = self._lists.get(name)
         return bool(blocks and blocks[0].ref_cnt > 1)
 

@@ -158,7 +158,7 @@ def _halves(cache: Any) -> tuple[Any, Any]:
 
 
 def reads_from_the_right(size: int, heads: int, dim: int, dtype: Any) -> bool:
-    """Tell whether this machine's attention reads right-aligned blocks correctly, by trying it.
+    """Return whether this machine's attention reads right-aligned blocks correctly, by trying it.
 
     The same tokens are attended to in blocks of their own and in a block shared with other tokens.
     """

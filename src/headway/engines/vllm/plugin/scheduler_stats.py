@@ -94,13 +94,13 @@ class StatsMixin:
         self._scheduled = 0.0
         self._allocate = allocate = manager.allocate_slots
 
-        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            found = allocate(request, *args, **kwargs)
-            if found is None and request.status == RequestStatus.RUNNING:
+        def allocate_and_count(request: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = allocate(request, *args, **kwargs)
+            if blocks is None and request.status == RequestStatus.RUNNING:
                 self.stats.short(request.request_id)
-            return found
+            return blocks
 
-        self._counted = manager.allocate_slots = counted
+        self._counting = manager.allocate_slots = allocate_and_count
         self._counts = True
         # Tokens per request beyond those that it misses: part of a block, drafts, what a drafter looks ahead.
         self._spare = stock.block_size + 2 * stock.num_spec_tokens + stock.num_lookahead_tokens
@@ -111,10 +111,10 @@ class StatsMixin:
         self.stats.begin(self.finished_req_ids)
         self._scheduled = self.timer()
         # Another plugin may have wrapped the method meanwhile: then it stays as it is.
-        ours = self.kv_cache_manager.allocate_slots in (self._counted, self._allocate)
+        ours = self.kv_cache_manager.allocate_slots in (self._counting, self._allocate)
         if ours and self._may_run_short() != self._counts:
             self._counts = not self._counts
-            self.kv_cache_manager.allocate_slots = self._counted if self._counts else self._allocate
+            self.kv_cache_manager.allocate_slots = self._counting if self._counts else self._allocate
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.stats.ran(output.num_scheduled_tokens, lambda id: self.requests[id].num_computed_tokens)
         return output
@@ -126,7 +126,7 @@ class StatsMixin:
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _may_run_short(self) -> bool:
-        """Tell whether a running request may get no block in this step; to count those takes its time."""
+        """Return whether a running request may get no block in this step; to count those takes its time."""
         if not self._is_plain:
             return True
         needed = self._missing_tokens() + len(self.running) * self._spare

@@ -55,15 +55,15 @@ class TokenCapsMixin:
     ) -> Any:
         stock: Any = super()
         capped = self._capped(request, num_computed_tokens, num_new_tokens)
-        found = stock._try_schedule_encoder_inputs(request, num_computed_tokens, capped, *args, **kwargs)
-        whole = not self._cuts_input(request, num_computed_tokens, found[1])
-        if (found[1] and whole) or capped == num_new_tokens:
-            return found
+        inputs = stock._try_schedule_encoder_inputs(request, num_computed_tokens, capped, *args, **kwargs)
+        whole = not self._cuts_input(request, num_computed_tokens, inputs[1])
+        if (inputs[1] and whole) or capped == num_new_tokens:
+            return inputs
         self.token_caps.pop(request.request_id)  # an input that must not be cut is longer than the cap
         return stock._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **kwargs)
 
     def _cuts_input(self, request: Any, computed: int, tokens: int) -> bool:
-        """Tell whether a chunk ends within an input that must not be cut; stock 0.32 sees it only partly."""
+        """Return whether a chunk ends within an input that must not be cut; stock 0.32 sees it only partly."""
         if not self.scheduler_config.disable_chunked_mm_input:
             return False
         places = (feature.mm_position for feature in request.mm_features)

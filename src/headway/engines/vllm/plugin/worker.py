@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from headway.engines.vllm.fatal_fields import fatal_fields
 
 
-def keeping_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+def preserve_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
     """Return a model runner's `sample_tokens` that draws what is thrown away without its request's seed.
 
     Of a chunk that does not end its prompt, vLLM draws a token, too, and throws it away. It then sets the
@@ -39,7 +39,7 @@ def keeping_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
 if "seed" in fatal_fields(__version__, current_platform.device_type, ["bare workers"]):
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    CPUModelRunner.sample_tokens = keeping_seeds(CPUModelRunner.sample_tokens)
+    CPUModelRunner.sample_tokens = preserve_seeds(CPUModelRunner.sample_tokens)
 
 
 class WorkerExtension:

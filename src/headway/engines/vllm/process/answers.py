@@ -29,7 +29,7 @@ _LITERAL = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+-]*+')  # of
 _LONGEST_NUMBER = 1000  # bytes
 _LONGEST_ERROR = 2000  # bytes that a client gets as they are
 # What an engine's error says -> the error that clients get instead: vLLM names its own options, no mend.
-OWN_WORDS = {
+REPLACED_ERRORS = {
     b"is not a multimodal model": RequestError(
         "This model reads only text.",
         "Leave out images, audio and video, or name a model that takes them.",
@@ -99,52 +99,52 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
     if data.count(b"{") > _OBJECTS + len(data) // _BYTES_PER_OBJECT:
         raise ValueError("it has too many objects")
     try:
-        found = _SHAPE.decode(data)
+        shape = _SHAPE.decode(data)
     except DecodeError as error:
         raise ValueError(f"it is not as in OpenAI's API: {error}") from None
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     _check_text(data)
     _check_numbers(data)
-    if found.error is not None:
+    if shape.error is not None:
         return Answer(failed=True)
-    usage = found.usage or _NO_USAGE
+    usage = shape.usage or _NO_USAGE
     if pooled:
-        if found.data is None and found.results is None:
+        if shape.data is None and shape.results is None:
             raise ValueError("it has no list of data or results")
         return Answer(1, prompt_tokens=usage.prompt_tokens or 0)
-    if found.choices is None:
+    if shape.choices is None:
         raise ValueError("it has no list of choices")
-    if found.usage is None:
+    if shape.usage is None:
         return _PLAIN
-    return Answer(usage.completion_tokens, usage_only=not found.choices, prompt_tokens=usage.prompt_tokens or 0)
+    return Answer(usage.completion_tokens, usage_only=not shape.choices, prompt_tokens=usage.prompt_tokens or 0)
 
 
 def event_data(event: bytes) -> bytes:
-    """Return the data of a server-sent event, empty when it has none; ValueError when it is none."""
+    """Return the data of a server-sent event, empty when it has none; ValueError for a malformed one."""
     if event.startswith(b"data: ") and event.find(b"\n", 6) == len(event) - 2:
         return event[6:-2]
-    found = list[bytes]()
+    parts = list[bytes]()
     for line in event.splitlines():
         name, _, value = line.partition(b":")
         if name == b"data":
-            found.append(value.removeprefix(b" "))
+            parts.append(value.removeprefix(b" "))
         elif name not in (b"", b"event", b"id", b"retry"):
             raise ValueError("one of its lines does not belong to an event")
-    return b"\n".join(found)
+    return b"\n".join(parts)
 
 
 def begins_answer(event: bytes) -> bool:
-    """Tell whether an event of a stream has content, an end, an error or a fault; a role or usage alone is none."""
+    """Return whether an event of a stream has content, an end, an error or a fault; a role or usage does not count."""
     try:
         data = event_data(event)
         if not data.strip():
             return False
         read_answer(data)
-        found = _BEGIN.decode(data)
+        begin = _BEGIN.decode(data)
     except (ValueError, DecodeError):  # [DONE], too
         return True
-    return found.error is not None or any(map(_has_content, found.choices or ()))
+    return begin.error is not None or any(map(_has_content, begin.choices or ()))
 
 
 def _has_content(choice: _Choice) -> bool:
@@ -152,21 +152,21 @@ def _has_content(choice: _Choice) -> bool:
     return any(name != "role" and bytes(part) not in _NOTHING for name, part in parts)
 
 
-def told_error(data: bytes) -> bytes:
-    """Return a client's error for an engine's error, as `read_answer` has read it.
+def client_error(data: bytes) -> bytes:
+    """Return the error that a client gets for an engine's, which `read_answer` has read.
 
-    Of long texts the beginnings are left.
+    Long texts are cut.
     """
-    for said, error in OWN_WORDS.items():
-        if said in data:
+    for phrase, error in REPLACED_ERRORS.items():
+        if phrase in data:
             return json.dumps(error.body()).encode()
     if len(data) <= _LONGEST_ERROR:
         return data
-    told = json.loads(data)
-    told["error"] = {
-        name: shortened(value) if isinstance(value, str) else value for name, value in told["error"].items()
+    body = json.loads(data)
+    body["error"] = {
+        name: shortened(value) if isinstance(value, str) else value for name, value in body["error"].items()
     }
-    return json.dumps(told).encode()
+    return json.dumps(body).encode()
 
 
 def _check_text(data: bytes) -> None:

@@ -34,7 +34,7 @@ from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
 
 log = logging.getLogger("headway.engine")
-_SILENT = 10.0  # seconds of waiting without a word
+_LOG_EVERY = 10.0  # seconds between log messages while it waits
 _POLL = 0.25  # seconds between checks of a child
 _LINE = 200  # characters of a line of a child's log
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class VllmEngine(EngineView):
         self._log = log_dir / f"{id}.log"
         self._wake = asyncio.Event()  # a swap was ordered
         self._announced: Instance | None = None
-        self._has_scheduler = False  # Headway's is inside
+        self._has_scheduler = False  # Headway's scheduler is inside
         self._served = False  # it has been up, so its arguments are good
         self._task: asyncio.Task[None] | None = None
         self._side_tasks: set[asyncio.Task[None]] = set()
@@ -132,14 +132,14 @@ class VllmEngine(EngineView):
             warm, began = await asyncio.to_thread(self.models.is_warm, model), time.monotonic()
             await self._start(model)
             self.models.started(warm, time.monotonic() - began)
-        await self._healthy()
+        await self._wait_until_healthy()
         await self._measure()
         await self._serve(InstanceUp)
 
     async def _measure(self) -> None:
         """Measure the pace at the first start; while others use the engine, too, it would mean nothing."""
-        tell, self._on_pace = self._on_pace, None
-        if tell is None or self.config.url is not None or self.config.runner == "pooling":
+        notify, self._on_pace = self._on_pace, None
+        if notify is None or self.config.url is not None or self.config.runner == "pooling":
             return
         config, began = self.config, time.monotonic()
         try:
@@ -148,7 +148,7 @@ class VllmEngine(EngineView):
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:
             log.info("engine %s: measured in %.1f s: %s", self.id, time.monotonic() - began, pace)
-            tell(self.id, pace)
+            notify(self.id, pace)
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
         """Announce that the instance takes work from now on."""
@@ -159,21 +159,21 @@ class VllmEngine(EngineView):
         self.up.set()
         self._served = True
         self._announced = self.models.announce(instance)
-        log.info("engine %s is up: %s", self.id, _in_words(self._announced))
+        log.info("engine %s is up: %s", self.id, _summary(self._announced))
         self._on_event(event(self._announced))
         if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
-            self._beside(self._follow_models())
+            self._start_side_task(self._follow_models())
 
-    async def _healthy(self) -> None:
+    async def _wait_until_healthy(self) -> None:
         """Wait until the instance answers; EngineError when it dies or takes too long."""
-        began = said = time.monotonic()
+        began = last = time.monotonic()
         deadline = began + self.config.start_timeout_s
         while not await self.lives():
             self._children.check()
-            if time.monotonic() > said + _SILENT:
-                said = time.monotonic()
+            if time.monotonic() > last + _LOG_EVERY:
+                last = time.monotonic()
                 log.info(
-                    "engine %s: no answer at %s yet, after %d s%s", self.id, self.url, said - began, self._last_words()
+                    "engine %s: no answer at %s yet, after %d s%s", self.id, self.url, last - began, self._last_words()
                 )
             if time.monotonic() > deadline:
                 waited = f"within {self.config.start_timeout_s:g} s"
@@ -184,7 +184,7 @@ class VllmEngine(EngineView):
             await asyncio.sleep(_POLL)
 
     def _last_words(self) -> str:
-        """Return the last line of the child's log: what it does while nothing else tells."""
+        """Return the last line of the child's log: what it does while nothing else shows it."""
         lines = self.child.tail().splitlines() if self.child else []
         last = next((line.strip() for line in reversed(lines) if line.strip()), None)
         return "" if last is None else f"; its log ends with: {last[:_LINE]}"
@@ -198,7 +198,7 @@ class VllmEngine(EngineView):
         pulse = asyncio.create_task(until_lost(self, self.config.health_timeout_s, core))
         try:
             while self.up.is_set():
-                if await _within(self._wake, _POLL):
+                if await _wait_within(self._wake, _POLL):
                     self._wake.clear()
                     return True
                 self._children.check()
@@ -218,7 +218,7 @@ class VllmEngine(EngineView):
         self._down()
         self.sever()
         if self.child is not None:
-            await _uninterrupted(partial(self._children.end_current, grace=0.0))
+            await _run_to_end(partial(self._children.end_current, grace=0.0))
         raise EngineError(
             f"The engine {self.id} {why}.",
             _ATTACHED if self.config.url else f"It is started again. Look into {self._log}.",
@@ -242,10 +242,10 @@ class VllmEngine(EngineView):
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
-        told = await read_limits(self, state, self.config.health_timeout_s)
-        for problem, fix in limit_warnings(self.config, told):
+        limits = await read_limits(self, state, self.config.health_timeout_s)
+        for problem, fix in limit_warnings(self.config, limits):
             log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
-        self.instance = instance_of(self.id, self.models.current, self.config, told)
+        self.instance = instance_of(self.id, self.models.current, self.config, limits)
         return self.instance
 
     async def _state(self) -> dict[str, Any] | None:
@@ -262,7 +262,7 @@ class VllmEngine(EngineView):
     def begin_swap(self, model: str) -> None:
         """Order a swap: `takes` is False from now on; ends with `Swapped`, or `InstanceUp` when it failed.
 
-        The caller sees to it that what has not sent a byte leaves the instance. Streams that have begun end
+        The caller takes back the requests whose answers have not begun. Streams that have begun end
         first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
         """
         if self.loading is not None:
@@ -305,7 +305,7 @@ class VllmEngine(EngineView):
     async def _drained(self) -> bool:
         """Wait until no request is open; False when that takes too long. EngineError when the child exits."""
         deadline = time.monotonic() + self.config.drain_timeout_s
-        while not await _within(self.idle, _POLL):
+        while not await _wait_within(self.idle, _POLL):
             self._children.check()
             if time.monotonic() > deadline:
                 return False
@@ -318,35 +318,35 @@ class VllmEngine(EngineView):
         before, self.models.current = self.models.current, model
         if way == "in_place":
             message = {"op": "load", "path": self.models.path(model), "name": model}
-            await self.tell_model(message, self.config.start_timeout_s)
+            await self.control_model(message, self.config.start_timeout_s)
             return
         self.up.clear()
         if way == "sleep":
-            await self.tell_model({"op": "sleep"}, self.config.start_timeout_s)
+            await self.control_model({"op": "sleep"}, self.config.start_timeout_s)
             size = self.models.size(before)
-            await _uninterrupted(partial(self._children.add_sleeping, before, size, self._held))
+            await _run_to_end(partial(self._children.add_sleeping, before, size, self._held))
         await self._start(model)
 
     async def _start(self, model: str) -> None:
         """Start a child with a model, or wake the one that sleeps with it; end the one that runs."""
         self.models.current = model
         self.up.clear()
-        woken = await _uninterrupted(partial(self._children.take_sleeping, model, self._held))
+        woken = await _run_to_end(partial(self._children.take_sleeping, model, self._held))
         if not woken:
             log.info("engine %s starts; its log is %s", self.id, self._log)
-            await _uninterrupted(partial(self._children.replace, self.models.config_of(model)))
+            await _run_to_end(partial(self._children.replace, self.models.config_of(model)))
         self.url = self._children.url
-        await self._healthy()
+        await self._wait_until_healthy()
         if woken:
             try:
-                await self.tell_model({"op": "wake"}, self.config.start_timeout_s)
+                await self.control_model({"op": "wake"}, self.config.start_timeout_s)
             except EngineError:
                 await asyncio.to_thread(self._children.end_current)  # it answers /health, half asleep
                 raise
 
     def begin_warm(self, model: str) -> None:
         """Bring a model's weights into host memory; ends with `Warmed`, unless a swap begins before."""
-        self._beside(self._warm(model))
+        self._start_side_task(self._warm(model))
 
     async def _warm(self, model: str) -> None:
         await asyncio.to_thread(self.models.hold, model)
@@ -361,7 +361,7 @@ class VllmEngine(EngineView):
             self._refresh()
 
     def _refresh(self, *, always: bool = False) -> None:
-        """Tell what the instance can load, and how fast, when that has changed."""
+        """Report what the instance can load, and how fast, when that has changed."""
         if self._announced is None or self.loading is not None:
             return
         instance = self.models.announce(self._announced)
@@ -369,7 +369,7 @@ class VllmEngine(EngineView):
             self._announced = instance
             self._on_event(Warmed(instance))
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_side_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the supervisor until it ends, the model changes or the instance goes down."""
         task = asyncio.create_task(work)
         self._side_tasks.add(task)
@@ -386,7 +386,7 @@ class VllmEngine(EngineView):
             task.cancel()
 
 
-def _in_words(instance: Instance) -> str:
+def _summary(instance: Instance) -> str:
     blocks = f"{instance.blocks_total:,} KV blocks of {instance.block_size} tokens"
     others = ", ".join(other.model for other in instance.loadable)
     return f"{instance.model}, {instance.max_running} requests at once, {blocks}" + (
@@ -394,7 +394,7 @@ def _in_words(instance: Instance) -> str:
     )
 
 
-async def _within(event: asyncio.Event, seconds: float) -> bool:
+async def _wait_within(event: asyncio.Event, seconds: float) -> bool:
     """Wait for an event; False when it has not come in time."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
@@ -403,7 +403,7 @@ async def _within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-async def _uninterrupted(work: Callable[[], T]) -> T:
+async def _run_to_end(work: Callable[[], T]) -> T:
     """Run `work` in a thread to its end even when cancelled, so that no child starts unsupervised."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:

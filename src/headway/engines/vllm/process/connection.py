@@ -43,11 +43,11 @@ class EngineGone(EngineError):
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(f"The engine {name} went away.", "Try again; it is being restarted.", status=503)
-        self.why = why  # for logs: it may tell addresses, which are not for clients
+        self.why = why  # for logs: it may hold addresses, which are not for clients
 
     @property
     def silent(self) -> bool:
-        """Tell whether it said nothing in time, rather than that it broke off."""
+        """Return whether it did not answer in time, rather than breaking off."""
         return isinstance(self.why, TimeoutError)
 
 
@@ -136,7 +136,7 @@ class EngineConnection:
     def sever(self) -> None:
         """Break all connections: what waits on one gets EngineGone, and the engine aborts its request.
 
-        What an engine that stood still says when it goes on reaches no request any more.
+        What a hung engine sends when it goes on reaches no request any more.
         """
         for one in list(self._sockets):
             with suppress(OSError):  # it is closed already
@@ -170,11 +170,11 @@ class EngineConnection:
         return answer.status, bytes(parts)
 
     async def lives(self) -> bool:
-        """Tell whether the instance can still work: vLLM's /health fails once its engine core is dead."""
+        """Return whether the instance can still work: vLLM's /health fails once its engine core is dead."""
         return bool(await self.health(3))
 
     async def health(self, seconds: float) -> bool | None:
-        """Tell whether /health reports no failure; None = no answer in time."""
+        """Return whether /health reports no failure; None = no answer in time."""
         try:
             status, _ = await self._ask("GET", "/health", seconds)
         except EngineError as error:
@@ -223,16 +223,16 @@ class EngineConnection:
                 kind="invalid_request_error",
             )
         raise EngineError(
-            f"The engine {self.id} answered {status} to a control message: {_shown(text[:200])}.",
+            f"The engine {self.id} answered {status} to a control message: {_decode(text[:200])}.",
             "Only engines with Headway's scheduler inside can be controlled.",
         )
 
-    async def tell_model(self, message: dict[str, Any], seconds: float) -> None:
+    async def control_model(self, message: dict[str, Any], seconds: float) -> None:
         """Send a message about models (`plugin/models.py`) and wait for its end; EngineError if it fails."""
         status, text = await self._ask("POST", "/headway/model", seconds, message)
         if status != 200:
             raise EngineError(
-                f"The engine {self.id} failed to {message['op']}: {_shown(text[:500])}.", "Its log has the trace."
+                f"The engine {self.id} failed to {message['op']}: {_decode(text[:500])}.", "Its log has the trace."
             )
 
     async def load_adapter(self, name: str) -> bool:
@@ -241,12 +241,12 @@ class EngineConnection:
         EngineError when it cannot be loaded.
         """
         status, text = await self._ask("POST", "/headway/adapter", 60, {"name": name})
-        said = _state(text)
-        if status != 200 or said is None or "resident" not in said:
+        answer = _state(text)
+        if status != 200 or answer is None or "resident" not in answer:
             raise EngineError(
-                f"The engine {self.id} did not load the adapter {name}: {_shown(text[:500])}.", "Look into its log."
+                f"The engine {self.id} did not load the adapter {name}: {_decode(text[:500])}.", "Look into its log."
             )
-        return bool(said["resident"])
+        return bool(answer["resident"])
 
     async def rerank(self, ranks: Mapping[str, float]) -> None:
         """Set `Jobs.urgency` of requests inside (`types.Rerank`); an engine that is gone has none.
@@ -290,19 +290,19 @@ class EngineConnection:
         return Learned(self.id, theta, cached)
 
     async def progress(self, ids: list[str]) -> dict[str, Progress]:
-        """Return how far the engine is with requests; those that it does not hold (yet, or any more) lack.
+        """Return how far the engine is with requests; those that it does not hold (yet, or any more) are missing.
 
-        Of several choices (`n`) that one counts which is furthest. EngineError as `learned`.
+        Of several choices (`n`) the furthest counts. EngineError as `learned`.
         """
-        state, found = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
+        state, by_id = await self.control({"op": "state", "ids": ids}), dict[str, Progress]()
         try:
             for job in state["jobs"]:
                 id, done = str(job["id"]), Progress(int(job["computed"]), int(job["output_tokens"]))
-                other = found.get(id, Progress(0, 0))
-                found[id] = Progress(max(done.computed, other.computed), max(done.output_tokens, other.output_tokens))
+                other = by_id.get(id, Progress(0, 0))
+                by_id[id] = Progress(max(done.computed, other.computed), max(done.output_tokens, other.output_tokens))
         except (KeyError, TypeError, ValueError) as error:
             raise self._malformed(error) from error
-        return {id: found[id] for id in ids if id in found}
+        return {id: by_id[id] for id in ids if id in by_id}
 
     def _malformed(self, what: object) -> EngineError:
         return EngineError(
@@ -312,10 +312,10 @@ class EngineConnection:
 
     async def metrics(self, seconds: float) -> str:
         """Return the instance's own Prometheus page, empty when it does not answer in time."""
-        return _shown(await self.get("/metrics", seconds))
+        return _decode(await self.get("/metrics", seconds))
 
     async def get(self, path: str, seconds: float) -> bytes:
-        """Return what is at a path, nothing when it is not there or does not come in time."""
+        """Return the body at a path, empty when it is not there or does not come in time."""
         try:
             status, body = await self._ask("GET", path, seconds)
         except EngineError:
@@ -384,7 +384,7 @@ async def _one_by_one(parts: Sequence[Part]) -> AsyncIterator[Part]:
         yield part
 
 
-def _shown(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     return text.decode(errors="replace")
 
 

@@ -31,8 +31,8 @@ def exit_error(name: str, code: int | None, log: str, *, tail: str, offline: boo
     """
     errors = list(_errors(log)) if code is not None and code > 0 else []  # else it was killed, whatever it wrote
     own = [error for error in errors if not _POINTER.search(error)]
-    said = f"Its last error: {own[-1]}\n" if own else ""
-    problem = f"The engine {name} ended with exit code {code}. {said}Its last lines:\n{tail}\n"
+    last_error = f"Its last error: {own[-1]}\n" if own else ""
+    problem = f"The engine {name} ended with exit code {code}. {last_error}Its last lines:\n{tail}\n"
     begun = len(own) < len(errors) or any(line.startswith(_CORE) for line in log.splitlines())
     if code == _USAGE or (offline and not begun and own and _WRONG.match(own[-1])):
         hint = f"Correct its settings in [[engines]], and start Headway again. Its log is {where}."

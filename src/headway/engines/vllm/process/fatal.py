@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.config import Engine
-from headway.engines.vllm.fatal_fields import fatal_fields, known
+from headway.engines.vllm.fatal_fields import fatal_fields, known_fields
 from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.process.connection import EngineConnection
 
@@ -26,7 +26,7 @@ async def read_fatal(
     seconds: time limit of each answer.
     """
     if state is not None:
-        return known(state.get("fatal", ()))
+        return known_fields(state.get("fatal", ()))
     if config.device is None:
         return ()
     version = await _version(engine, seconds)
@@ -41,7 +41,7 @@ async def read_fatal(
 
 async def _version(engine: EngineConnection, seconds: float) -> str | None:
     try:
-        found = read_strictly(await engine.get("/version", seconds))["version"]
+        version = read_strictly(await engine.get("/version", seconds))["version"]
     except (ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return version if isinstance(version, str) else None

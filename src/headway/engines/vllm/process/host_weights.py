@@ -78,7 +78,7 @@ class MappedFiles:
 
 
 def is_warm(files: Sequence[Path]) -> bool:
-    """Tell whether files are in host memory, whatever read them; False when they cannot be read."""
+    """Return whether files are in host memory, whatever read them; False when they cannot be read."""
     try:
         mapped = MappedFiles(files)
     except (OSError, ValueError):

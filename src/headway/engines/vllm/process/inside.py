@@ -22,16 +22,16 @@ class Inside:
 
 
 def inside_of(state: Mapping[str, Any], page: str) -> Inside | None:
-    """Return what is inside an instance; None when neither tells.
+    """Return what is inside an instance; None when neither reports it.
 
     state: of its scheduler, empty when that is not Headway's. page: its /metrics; stock vLLM pauses nothing.
     """
     running, paused, waiting = state.get("running"), state.get("paused", 0), state.get("waiting")
     if running is None:
-        found = dict[str, float]()
+        sums = dict[str, float]()
         for sample in samples(page, _RUNNING, _WAITING):  # one of each for every engine core
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        running, waiting = found.get(_RUNNING), found.get(_WAITING)
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        running, waiting = sums.get(_RUNNING), sums.get(_WAITING)
     if not (_is_count(running) and _is_count(paused) and _is_count(waiting)):
         return None
     return Inside(max(int(running) - int(paused), 0), int(paused), int(waiting))

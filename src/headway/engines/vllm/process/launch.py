@@ -88,7 +88,7 @@ def dtype(engine: Engine) -> str:
 
 
 def has_fast_bfloat16(cpuinfo: str) -> bool:
-    """Tell by /proc/cpuinfo whether the vector instructions are there that oneDNN computes bfloat16 with.
+    """Return whether /proc/cpuinfo has the vector instructions that oneDNN computes bfloat16 with.
 
     These are AVX-512 (with or without its own for bfloat16) and AMX. On other architectures than x86 it is
     assumed.
@@ -104,7 +104,7 @@ def spec(engine: Engine) -> EngineSpec:
         in engine.args,
         Obstacle("runs overlapped", "Set async_scheduling = false"): bool(engine.async_scheduling),
     }
-    why = next((obstacle for obstacle, there in hinders.items() if there), None)
+    why = next((obstacle for obstacle, present in hinders.items() if present), None)
     return EngineSpec(
         engine.batch_limit,
         engine.max_batched_tokens,

@@ -1,6 +1,6 @@
 """The limits of an instance as it reports them; those that it does not report are as configured.
 
-Headway's scheduler tells all of them but the context, which vLLM's /v1/models tells. Stock vLLM tells its KV
+Headway's scheduler reports all but the context, which is in vLLM's /v1/models. Stock vLLM reports its KV
 cache on /metrics, and nowhere its --max-num-seqs.
 """
 
@@ -41,34 +41,34 @@ async def read_limits(engine: EngineConnection, state: Mapping[str, Any] | None,
 
     state: of Headway's scheduler, None = it is not inside. seconds: for each answer.
     """
-    told = {"max_model_len": await _context(engine, seconds), **(state or await _cache(engine, seconds))}
+    reported = {"max_model_len": await _context(engine, seconds), **(state or await _cache(engine, seconds))}
     fields = (*_OPTIONS, "block_size", "blocks_total")
-    return {name: value for name in fields if type(value := told.get(name)) is int and 0 < value < _MOST}
+    return {name: value for name in fields if type(value := reported.get(name)) is int and 0 < value < _MOST}
 
 
-def instance_of(id: str, model: str, config: Engine, told: Mapping[str, int]) -> Instance:
+def instance_of(id: str, model: str, config: Engine, reported: Mapping[str, int]) -> Instance:
     """Return an instance with these limits; unknown KV is taken to be enough for all slots."""
-    limits = _configured_limits(config) | {"block_size": 16} | dict(told)
+    limits = _configured_limits(config) | {"block_size": 16} | dict(reported)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
-    return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - told.keys())))
+    return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - reported.keys())))
 
 
-def limit_warnings(config: Engine, told: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def limit_warnings(config: Engine, reported: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield where an instance and its configuration differ, and which limits are assumed because neither has them.
 
     Each as a pair: the problem, of which the instance is the subject, and the fix ("" if there is none).
     """
-    if "blocks_total" not in told:
+    if "blocks_total" not in reported:
         yield "does not report its KV cache size; enough for all requests that run at once is assumed.", ""
     for name, option in _OPTIONS.items():
-        stated, has = getattr(config, name), told.get(name)
-        if stated is None and has is None:
+        configured, actual = getattr(config, name), reported.get(name)
+        if configured is None and actual is None:
             problem = f"does not report its {option}; {_configured_limits(config)[name]} is assumed."
             yield problem, f"Set {name} in [[engines]] to what it has."
-        elif None not in (stated, has) and stated != has:
-            problem = f"has {option} {has}, which counts, but its {name} in [[engines]] is {stated}."
-            yield problem, f"Set it to {has}."
+        elif None not in (configured, actual) and configured != actual:
+            problem = f"has {option} {actual}, which counts, but its {name} in [[engines]] is {configured}."
+            yield problem, f"Set it to {actual}."
 
 
 def _configured_limits(config: Engine) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _configured_limits(config: Engine) -> dict[str, Any]:
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:
-    """Yield the samples of a Prometheus page that have one of these names; none if it is not one."""
+    """Yield the samples of a Prometheus page that have one of these names; none if it is no such page."""
     lines = [line for line in page.splitlines() if line.startswith(names) and len(line) < _LONGEST_LINE]
     try:
         for family in text_string_to_metric_families("\n".join(lines[:_MOST_LINES]) + "\n"):
@@ -99,5 +99,5 @@ async def _cache(engine: EngineConnection, seconds: float) -> dict[str, int]:
     page = await engine.metrics(seconds)
     labels = next((one.labels for one in samples(page, "vllm:cache_config_info")), {})
     size, blocks = (labels.get(name, "") for name in ("block_size", "num_gpu_blocks"))
-    told = {"block_size": int(size)} if size.isdecimal() else {}
-    return told | ({"blocks_total": int(blocks) - 1} if blocks.isdecimal() else {})
+    reported = {"block_size": int(size)} if size.isdecimal() else {}
+    return reported | ({"blocks_total": int(blocks) - 1} if blocks.isdecimal() else {})

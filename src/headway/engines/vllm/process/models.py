@@ -70,7 +70,7 @@ class EngineModels:
         self.times = LoadTimes()
         self._paths: dict[str, str] = {}
         self._in_place_of: dict[str, frozenset[str]] = {}
-        self._anew: Way = "sleep" if config.sleep_mode else "restart"
+        self._other_way: Way = "sleep" if config.sleep_mode else "restart"  # than in place
         self._limits: dict[str, int] = {}
         self._failures: dict[str, _Failures] = {}
         self._stop_reading = threading.Event()
@@ -92,7 +92,7 @@ class EngineModels:
     # ---- how a model comes in
 
     def survey(self) -> None:
-        """Look at the directories: which models can take each other's place in a running engine? (blocks)"""
+        """Find out by their directories which models can take each other's place in an engine. (blocks)"""
         alike = list[list[str]]()
         for model in self.names if self.swaps else ():
             others = (some for some in alike if difference(self.path(some[0]), self.path(model)) is None)
@@ -108,10 +108,10 @@ class EngineModels:
         if why is None:
             return "in_place"
         log.debug("%s is not loaded in the place of %s: %s", model, self.current, why)
-        return self._anew
+        return self._other_way
 
     def is_warm(self, model: str) -> bool:
-        """Tell whether a model's weights are in host memory, held or not. (blocks)"""
+        """Return whether a model's weights are in host memory, held or not. (blocks)"""
         return model in self.held.names or is_warm(weight_files(self.path(model)))
 
     def stop_reading(self) -> None:
@@ -183,7 +183,7 @@ class EngineModels:
         """Return what is known of a load. Its KV is not, before it was loaded: then the context counts."""
         alike = self._in_place_of.get(model, frozenset())
         limit = self._limits.get(self.current if self.current in alike else model, longest)
-        cold, warm = self._seconds(model, self._anew)
+        cold, warm = self._seconds(model, self._other_way)
         in_place_cold, in_place_warm = self._seconds(model, "in_place")
         return Loadable(
             model, cold, warm, limit, in_place_of=alike, in_place_cold_s=in_place_cold, in_place_warm_s=in_place_warm

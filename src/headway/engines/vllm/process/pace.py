@@ -105,8 +105,8 @@ class _Probe:
         times = list[float]()
         async with self.engine.open("/v1/completions", [json.dumps(body).encode()]) as response:
             if response.status != 200:
-                said = await response.content.read(300)
-                raise EngineError(f"The engine {self.engine.id} refused a probe: {said!r}.", "See its log.")
+                answer = await response.content.read(300)
+                raise EngineError(f"The engine {self.engine.id} refused a probe: {answer!r}.", "See its log.")
             try:
                 async for line in response.content:
                     if line.startswith(b"data: {"):

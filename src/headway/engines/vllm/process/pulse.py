@@ -20,28 +20,28 @@ async def until_lost(engine: EngineConnection, health_s: float, core_s: float | 
     """Ask an instance until it gives no sign of life any more; return what it failed to do.
 
     health_s: the longest silence of its API server.
-    core_s: the longest silence of its core, None = it has no scheduler of Headway's that could be asked.
+    core_s: the longest silence of its core, None = it runs without Headway's scheduler.
     """
-    asking = [asyncio.create_task(_server(engine, health_s))]
+    checks = [asyncio.create_task(_server(engine, health_s))]
     if core_s is not None:
-        asking.append(asyncio.create_task(_core(engine, core_s)))
+        checks.append(asyncio.create_task(_core(engine, core_s)))
     try:
-        ended, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(checks, return_when=asyncio.FIRST_COMPLETED)
         return ended.pop().result()
     finally:
-        for task in asking:
+        for task in checks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*checks, return_exceptions=True)
 
 
 async def _server(engine: EngineConnection, silence: float) -> str:
     misses = 0
     while misses < _MISSES:
-        well = await engine.health(silence)
-        if well is None:
+        healthy = await engine.health(silence)
+        if healthy is None:
             return f"did not answer /health within {silence:g} s"
-        misses = 0 if well else misses + 1
-        await asyncio.sleep(_PAUSE if well else _PAUSE_AFTER_MISS)
+        misses = 0 if healthy else misses + 1
+        await asyncio.sleep(_PAUSE if healthy else _PAUSE_AFTER_MISS)
     return "does not answer any more"
 
 
@@ -53,6 +53,6 @@ async def _core(engine: EngineConnection, silence: float) -> str:
         except EngineGone as error:
             if error.silent:
                 return f"has hung: its core ended no iteration within {silence:g} s"
-            # Its API server is gone, or it closed this connection: /health tells.
+            # Its API server is gone, or it closed this connection: /health shows which.
         except EngineError:
             continue  # it has answered

@@ -20,7 +20,7 @@ class KnownModels:
 
     @property
     def swaps(self) -> bool:
-        """Tell whether there are several models."""
+        """Return whether there are several models."""
         return len(self.names) > 1
 
     def unavailable(self, model: str) -> EngineError | None:

@@ -33,10 +33,10 @@ def check_settings(where: str, engine: Engine) -> None:
 
     where: the engine's table in the configuration.
     """
-    found = parsers(engine)
+    names = parsers(engine)
     check_all(
-        partial(_check_parser, where, engine, "tool", found.tool),
-        partial(_check_parser, where, engine, "reasoning", found.reasoning),
+        partial(_check_parser, where, engine, "tool", names.tool),
+        partial(_check_parser, where, engine, "reasoning", names.reasoning),
         *(partial(_check_context, where, engine, model) for model in engine.served.values()),
     )
 
@@ -55,7 +55,7 @@ def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> N
 
 
 def cores_of(cores: str | None) -> set[int]:
-    """Return the CPU cores of a list such as "0-3,8", None = all that this process may use; ValueError for no list."""
+    """Return the CPU cores of a list such as "0-3,8", None = all that this process may use; ValueError if malformed."""
     if cores is None:
         return set(os.sched_getaffinity(0))
     ranges = [part.strip().partition("-") for part in cores.split(",")]
@@ -97,7 +97,7 @@ def _check_context(where: str, engine: Engine, model: str) -> None:
 
 
 def _context(config: dict[str, Any]) -> int | None:
-    """Return the longest context that vLLM grants, None = that takes more than the config's plain limits."""
+    """Return the longest context that vLLM grants, None = it does not follow from the plain limits alone."""
     text = config.get("text_config") or config
     if text.get("rope_scaling") or "factor" in json.dumps(text.get("rope_parameters")):
         return None

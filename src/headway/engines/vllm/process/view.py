@@ -20,7 +20,7 @@ class Models(Protocol):
 
     @property
     def swaps(self) -> bool:
-        """Tell whether there are several models."""
+        """Return whether there are several models."""
         ...
 
     def unavailable(self, model: str) -> EngineError | None:
@@ -36,7 +36,7 @@ class EngineView(EngineConnection, ABC):
     fatal: fields of requests that crash it (`fatal_fields.py`), as far as is known.
     instance: what it is, as it said when it was last up; as configured until then.
     ahead: seconds by which the clock of its machine is ahead of this one's.
-    restarts: how often it was started again. failure: why it is down, None = it is not, or begins to run.
+    restarts: how often it was started again. failure: why it is down, None = it is up or starting.
     tries: failures since it last came up. given_up: it is not started again.
     """
 
@@ -56,7 +56,7 @@ class EngineView(EngineConnection, ABC):
         self.tries, self.given_up = 0, False
 
     def takes(self, model: str) -> bool:
-        """Tell whether a request for this model may be sent now; not from the order of a swap to its end."""
+        """Return whether a request for this model may be sent now; not from the order of a swap to its end."""
         return self.loading is None and model == self.models.current
 
     @abstractmethod

@@ -60,11 +60,11 @@ class MessagesApi(Api):
         return chat_of(raw)
 
     def writer(self, parsed: ParsedRequest) -> MessageEvents:
-        asked = parsed.request
-        return MessageEvents(asked.id, asked.adapter or asked.model, asked.prompt_tokens)
+        request = parsed.request
+        return MessageEvents(request.id, request.adapter or request.model, request.prompt_tokens)
 
     def error(self, error: HeadwayError) -> JSONResponse:
-        return JSONResponse(error_body(error.status, error.told), error.status, headers=error.headers)
+        return JSONResponse(error_body(error.status, error.client_message), error.status, headers=error.headers)
 
 
 def add_message_endpoints(app: FastAPI, state: AppState) -> None:
@@ -73,7 +73,7 @@ def add_message_endpoints(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS, openapi_extra=body_docs(_SCHEMA))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a message's prompt."""
-        state.counted(request)
+        state.count_request(request)
 
         def count(data: bytes) -> Response:
             prompt = state.parser.prompt("chat", chat_of({"max_tokens": 1, **read_json(data)}))

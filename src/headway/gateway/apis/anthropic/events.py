@@ -61,16 +61,16 @@ class MessageEvents(ChatStream):
         self.headers = ((b"request-id", id.encode()),)
 
     def whole(self, status: int, data: bytes) -> bytes:
-        told = json.loads(data)
+        body = json.loads(data)
         if status == 200:
-            return json.dumps(message_of(told, self._head["id"])).encode()
-        error = told.get("error", told)  # vLLM's older shape has its fields at the top
+            return json.dumps(message_of(body, self._head["id"])).encode()
+        error = body.get("error", body)  # vLLM's older shape has its fields at the top
         return json.dumps(error_body(status, str(error.get("message", error)))).encode()
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         code = error.get("code")  # vLLM's is the status; Headway's is a word
         status = code if isinstance(code, int) else _STATUS.get(str(error.get("type")), 500)
-        yield _sent("error", error_body(status, str(error.get("message"))))
+        yield _sse("error", error_body(status, str(error.get("message"))))
 
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
@@ -87,7 +87,7 @@ class MessageEvents(ChatStream):
     def _begin(self) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
-            yield _sent("message_start", {"message": self._head})
+            yield _sse("message_start", {"message": self._head})
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         if thought := thought_of(delta):
@@ -115,10 +115,10 @@ class MessageEvents(ChatStream):
             (kind, number), block = next(iter(self._blocks.items()))
             if not block.begun:
                 block.begun, self._index = True, self._index + 1
-                yield _sent("content_block_start", {"index": self._index, "content_block": block.begin})
+                yield _sse("content_block_start", {"index": self._index, "content_block": block.begin})
             if more := "".join(block.parts[block.sent :]):
                 name, place = _DELTAS[kind]
-                yield _sent("content_block_delta", {"index": self._index, "delta": {"type": name, place: more}})
+                yield _sse("content_block_delta", {"index": self._index, "delta": {"type": name, place: more}})
                 block.sent = len(block.parts)
             over = len(self._blocks) > 1 and (kind != "tool_use" or complete(block.parts))
             if not (end or over):
@@ -126,16 +126,16 @@ class MessageEvents(ChatStream):
             del self._blocks[kind, number]
             if kind == "tool_use":
                 self._ended.add(number)
-            yield _sent("content_block_stop", {"index": self._index})
+            yield _sse("content_block_stop", {"index": self._index})
 
     def _finish(self) -> Iterator[bytes]:
         yield from self._begin()
         yield from self._flow(end=True)
         reason, word = self._reason
-        told = {"delta": {"stop_reason": reason, "stop_sequence": word}}
-        yield _sent("message_delta", told | {"usage": self._usage})
-        yield _sent("message_stop", {})
+        fields = {"delta": {"stop_reason": reason, "stop_sequence": word}}
+        yield _sse("message_delta", fields | {"usage": self._usage})
+        yield _sse("message_stop", {})
 
 
-def _sent(kind: str, body: Mapping[str, Any]) -> bytes:
+def _sse(kind: str, body: Mapping[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **body})}\n\n".encode()

@@ -1,6 +1,6 @@
 """Requests and answers of Anthropic's Messages API as chat completions, and back.
 
-A pure translation: what is checked here is what a chat has no place for; all else is checked as in a chat.
+A pure translation: only what a chat has no field for is checked here; all else is checked as in a chat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.gateway.parsing.unsupported import MESSAGES, refuse
 # finish_reason of a chat -> stop_reason of a message
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _SAME = ("model", "max_tokens", "temperature", "top_k", "top_p", "stream")
-_TAKEN = {
+_TRANSLATED = {
     *_SAME,
     "messages",
     "system",
@@ -33,7 +33,7 @@ _TAKEN = {
     "output_format",
     "betas",
 }
-_ONLY = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
+_ALLOWED = {"n": (None, 1), "background": (None, False)}  # fields of chats that a message has no place for
 _BILLING = "x-anthropic-billing-header"  # a block with a hash of the request, which no cached prefix survives
 _KINDS = {
     400: "invalid_request_error",
@@ -55,15 +55,15 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     RequestError for what the engine has no place for.
     """
     refuse(raw, MESSAGES)
-    for name, may in _ONLY.items():
-        if raw.get(name) not in may:
+    for name, allowed in _ALLOWED.items():
+        if raw.get(name) not in allowed:
             raise RequestError(f"{name} is not supported.", "Leave it out.", param=name)
     if raw.get("max_tokens") is None:
         raise RequestError("max_tokens is missing.", "Send the maximum number of answer tokens.", param="max_tokens")
     chat = {name: raw[name] for name in _SAME if name in raw}
-    chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
-    said = list(_messages(raw.get("messages")))
-    chat["messages"] = [*_system(raw.get("system"), said), *said]
+    chat |= {name: value for name, value in raw.items() if name not in _TRANSLATED}
+    messages = list(_messages(raw.get("messages")))
+    chat["messages"] = [*_system(raw.get("system"), messages), *messages]
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
     if raw.get("tools"):
@@ -84,14 +84,14 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     """Return the message of a chat's answer. id: of the request."""
     choice = answer["choices"][0]
-    usage, told = answer.get("usage") or {}, choice["message"]
+    usage, message = answer.get("usage") or {}, choice["message"]
     content: list[dict[str, Any]] = []
-    thought = thought_of(told)
+    thought = thought_of(message)
     if thought:
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if told.get("content"):
-        content.append({"type": "text", "text": told["content"]})
-    content += [_use(call) for call in told.get("tool_calls") or ()]
+    if message.get("content"):
+        content.append({"type": "text", "text": message["content"]})
+    content += [_tool_use(call) for call in message.get("tool_calls") or ()]
     reason, word = stop_of(choice, any(block["type"] == "tool_use" for block in content))
     return {
         "id": id,
@@ -127,20 +127,20 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 # ---- requests
 
 
-def _system(system: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the system prompt, with what system messages say within `said`, which are taken out of it.
+def _system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the system prompt, with the texts of the system messages, which are taken out of `messages`.
 
     Many templates have a place for one system message alone, the first.
     """
     if isinstance(system, list):
-        system = [block for block in system if not _bills(block)]
+        system = [block for block in system if not _is_billing(block)]
     texts = [_text(system, "system")] if system else []
-    texts += [message["content"] for message in said if message["role"] == "system"]
-    said[:] = [message for message in said if message["role"] != "system"]
+    texts += [message["content"] for message in messages if message["role"] == "system"]
+    messages[:] = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
 
 
-def _bills(block: Any) -> bool:
+def _is_billing(block: Any) -> bool:
     return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
 
 
@@ -151,8 +151,8 @@ def _thinking(raw: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]
         raise RequestError(f"thinking is {kind!r}.", "Use enabled, adaptive or disabled.", param="thinking")
     if kind is None:
         return {}
-    given = object_in(chat.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled", **given}}
+    kwargs = object_in(chat.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled", **kwargs}}
 
 
 def _output(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,21 +172,21 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    chat: list[dict[str, Any]] = []
     for number, message in enumerate(list_in(messages, "messages")):
         where = f"messages.{number}"
         role, content = object_in(message, where).get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(f"{where} has the role {role!r}.", "Use user, assistant and system.", param="messages")
         if isinstance(content, str):
-            found.append({"role": role, "content": content})
+            chat.append({"role": role, "content": content})
         elif role == "system":
-            found.append({"role": role, "content": _text(content, where)})
+            chat.append({"role": role, "content": _text(content, where)})
         elif role == "assistant":
-            found.append(_assistant(list_in(content, where), where))
+            chat.append(_assistant(list_in(content, where), where))
         else:
-            found += _user(list_in(content, where), where)
-    return found
+            chat += _user(list_in(content, where), where)
+    return chat
 
 
 def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
@@ -195,13 +195,13 @@ def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
     for block in blocks:
         kind = object_in(block, where).get("type")
         if kind == "tool_result":
-            told = _text(block.get("content") or "", where)
-            told = f"Error: {told}" if block.get("is_error") else told
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": told}
+            result = _text(block.get("content") or "", where)
+            result = f"Error: {result}" if block.get("is_error") else result
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
         elif kind == "text":
-            texts.append(_word(block, "text", where))
+            texts.append(_string(block, "text", where))
         else:
-            raise _no_place(kind, where)
+            raise _unsupported_block(kind, where)
     if texts:
         yield {"role": "user", "content": "\n".join(texts)}
 
@@ -211,17 +211,17 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     for block in blocks:
         kind = object_in(block, where).get("type")
         if kind == "text":
-            texts.append(_word(block, "text", where))
+            texts.append(_string(block, "text", where))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind not in ("thinking", "redacted_thinking"):  # templates leave out earlier thoughts, too
-            raise _no_place(kind, where)
+            raise _unsupported_block(kind, where)
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts else None}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _no_place(kind: Any, where: str) -> RequestError:
+def _unsupported_block(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} has a block of type {kind!r}.",
         "Send text, tool_use and tool_result blocks.",
@@ -237,8 +237,8 @@ def _text(content: Any, where: str) -> str:
     blocks = [object_in(block, where) for block in list_in(content, where)]
     for block in blocks:
         if block.get("type") != "text":
-            raise _no_place(block.get("type"), where)
-    return "\n".join(_word(block, "text", where) for block in blocks)
+            raise _unsupported_block(block.get("type"), where)
+    return "\n".join(_string(block, "text", where) for block in blocks)
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -268,16 +268,16 @@ def _choice(choice: Any) -> dict[str, Any]:
     return fields
 
 
-def _use(call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
-        given = json.loads(function.get("arguments") or "{}")
+        arguments = json.loads(function.get("arguments") or "{}")
     except ValueError:  # the model has written no JSON; its client sees what it wrote
-        given = {"arguments": function["arguments"]}
-    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+        arguments = {"arguments": function["arguments"]}
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def _word(block: Mapping[str, Any], name: str, where: str) -> str:
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise RequestError(f"{where} has a block without {name}.", "Send it as a string.", param="messages")

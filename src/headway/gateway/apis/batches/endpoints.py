@@ -19,7 +19,7 @@ from headway.gateway.apis.api import body_docs, error_docs, header_docs
 from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
 from headway.gateway.apis.state import AppState, refuse_compressed, tenant_of
 from headway.gateway.offload import offload
-from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.idempotency import HEADER, batch_id, reused
 from headway.store.batches.port import PIECE, BatchStore, pieces
 from headway.store.batches.records import Batch, StoredFile, no_file
@@ -80,7 +80,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/files", responses=error_docs(400, 401, 403, 408, 413, 415, 429, 503), openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests, one a line, for batches."""
-        tenant, store = tenant_of(state.counted(request)), _store(state)
+        tenant, store = tenant_of(state.count_request(request)), _store(state)
         refuse_compressed(request)
         declared = request.headers.get("content-length", "0")
         size = int(declared) if declared.isdigit() and len(declared) < 19 else 0
@@ -99,7 +99,7 @@ def _uploads(app: FastAPI, state: AppState) -> None:
         except BaseException:
             await store.discard(file.id)
             raise
-        return JSONResponse(_file(file))
+        return JSONResponse(_file_object(file))
 
 
 async def _receive(
@@ -125,7 +125,7 @@ async def _receive(
         quota.add(tenant, -counted)
 
 
-async def _found(state: AppState, request: Request, id: str) -> tuple[BatchStore, StoredFile]:
+async def _find_file(state: AppState, request: Request, id: str) -> tuple[BatchStore, StoredFile]:
     """Return a file of the request's tenant."""
     tenant, store = state.tenant(request), _store(state)
     file = await store.file(tenant, id)
@@ -139,20 +139,20 @@ def _files(app: FastAPI, state: AppState) -> None:
     async def files(request: Request) -> Response:
         """List the tenant's files, the newest first."""
         tenant, store = state.tenant(request), _store(state)
-        limit, asked = _limit(request, "files", 10_000), request.query_params
-        newest = asked.get("order", "desc")
+        limit, query = _limit(request, "files", 10_000), request.query_params
+        newest = query.get("order", "desc")
         if newest not in ("asc", "desc"):
             raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
-        found = await store.files(
-            tenant, asked.get("after"), limit + 1, newest=newest == "desc", purpose=asked.get("purpose")
+        stored = await store.files(
+            tenant, query.get("after"), limit + 1, newest=newest == "desc", purpose=query.get("purpose")
         )
-        return await _list(found, _file, limit)
+        return await _list(stored, _file_object, limit)
 
     @app.get("/v1/files/{id}", responses=error_docs(401, 403, 404, 503))
     async def file(id: str, request: Request) -> Response:
         """Describe a file."""
-        _, found = await _found(state, request, id)
-        return JSONResponse(_file(found))
+        _, stored = await _find_file(state, request, id)
+        return JSONResponse(_file_object(stored))
 
 
 def _contents(app: FastAPI, state: AppState) -> None:
@@ -161,24 +161,24 @@ def _contents(app: FastAPI, state: AppState) -> None:
     )
     async def content(id: str, request: Request) -> Response:
         """Return what is in a file."""
-        store, found = await _found(state, request, id)
-        path = store.path(found.id)
+        store, stored = await _find_file(state, request, id)
+        path = store.path(stored.id)
         if path is None:
-            return await _streamed(store, found)
+            return await _stream_file(store, stored)
         if not path.is_file():
             raise no_file(id)
-        return FileResponse(path, media_type=_BYTES, filename=found.name)
+        return FileResponse(path, media_type=_BYTES, filename=stored.name)
 
     @app.delete("/v1/files/{id}", responses=error_docs(401, 403, 404, 409, 503))
     async def delete(id: str, request: Request) -> Response:
         """Delete a file that no batch reads."""
-        store, found = await _found(state, request, id)
-        if not await store.delete_file(found.tenant, found.id):
+        store, stored = await _find_file(state, request, id)
+        if not await store.delete_file(stored.tenant, stored.id):
             raise no_file(id)
-        return JSONResponse({"id": found.id, "object": "file", "deleted": True})
+        return JSONResponse({"id": stored.id, "object": "file", "deleted": True})
 
 
-async def _streamed(store: BatchStore, file: StoredFile) -> Response:
+async def _stream_file(store: BatchStore, file: StoredFile) -> Response:
     """Return a response with the content of a file, a piece at a time; its first one is there already."""
     content = pieces(store, file)
     first = await anext(content, b"")
@@ -193,7 +193,7 @@ async def _streamed(store: BatchStore, file: StoredFile) -> Response:
     return StreamingResponse(all_pieces(), media_type=_BYTES, headers=headers)
 
 
-def _file(file: StoredFile) -> dict[str, Any]:
+def _file_object(file: StoredFile) -> dict[str, Any]:
     created = int(clock.shown(file.created))
     return {
         "id": file.id,
@@ -211,7 +211,7 @@ def _file(file: StoredFile) -> dict[str, Any]:
 # ---- batches
 
 
-async def _found_batch(state: AppState, request: Request, id: str) -> tuple[BatchStore, Batch]:
+async def _find_batch(state: AppState, request: Request, id: str) -> tuple[BatchStore, Batch]:
     """Return a batch of the request's tenant."""
     tenant, store = state.tenant(request), _store(state)
     batch = await store.batch(tenant, id)
@@ -230,65 +230,65 @@ def _batches(app: FastAPI, state: AppState) -> None:
     )
     async def create(request: Request) -> Response:
         """Begin a batch: its lines are checked, then run behind interactive work until the window ends."""
-        key, store = state.counted(request), _store(state)
+        key, store = state.count_request(request), _store(state)
         tenant = tenant_of(key)
-        body = checked(BatchBody, await state.json(request))
+        body = parse_as(BatchBody, await state.json(request))
         id = batch_id(tenant, request.headers)
-        if id is not None and (known := await store.batch(tenant, id)) is not None:
-            return _again(known, body)
+        if id is not None and (earlier := await store.batch(tenant, id)) is not None:
+            return _repeat_response(earlier, body)
         state.gateway.path.check_queue()
-        batch = await _new(body, store, tenant, id)
+        batch = await _new_batch(body, store, tenant, id)
         if key is not None:
             claims = {name: value for name, value in asdict(key).items() if name != "key"}
             batch = replace(batch, claims=json.dumps(claims))
         if not await store.add_batch(batch, state.config.batches.max_open, keyed=id is not None):
-            _, known = await _found_batch(state, request, batch.id)
-            return _again(known, body)
+            _, earlier = await _find_batch(state, request, batch.id)
+            return _repeat_response(earlier, body)
         store.changed.set()
-        return JSONResponse(_batch(batch))
+        return JSONResponse(_batch_object(batch))
 
     @app.get("/v1/batches", responses=error_docs(400, 401, 403, 503), openapi_extra=_query("batches"))
     async def batches(request: Request) -> Response:
         """List the tenant's batches, the newest first."""
         tenant, store = state.tenant(request), _store(state)
         limit = _limit(request, "batches", 20)
-        found = await store.batches(tenant, request.query_params.get("after"), limit + 1)
-        return await _list(found, _batch, limit)
+        stored = await store.batches(tenant, request.query_params.get("after"), limit + 1)
+        return await _list(stored, _batch_object, limit)
 
 
 def _one_batch(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/batches/{id}", responses=error_docs(401, 403, 404, 503))
     async def batch(id: str, request: Request) -> Response:
         """Describe a batch: its state, its files, how many of its lines have ended."""
-        _, found = await _found_batch(state, request, id)
-        return JSONResponse(_batch(found))
+        _, stored = await _find_batch(state, request, id)
+        return JSONResponse(_batch_object(stored))
 
     @app.post("/v1/batches/{id}/cancel", responses=error_docs(401, 403, 404, 409, 503))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a batch: what was answered is kept, what was not is not run any more."""
-        store, found = await _found_batch(state, request, id)
-        if not await store.cancel(found.tenant, id, clock.now()):
-            store, found = await _found_batch(state, request, id)
-            if found.cancelling is None or found.ended is not None:
+        store, stored = await _find_batch(state, request, id)
+        if not await store.cancel(stored.tenant, id, clock.now()):
+            store, stored = await _find_batch(state, request, id)
+            if stored.cancelling is None or stored.ended is not None:
                 raise RequestError(
-                    f"{id} is {found.state} already.", "Only unfinished ones can be cancelled.", status=409
+                    f"{id} is {stored.state} already.", "Only unfinished ones can be cancelled.", status=409
                 )
         store.changed.set()
-        _, found = await _found_batch(state, request, id)
-        return JSONResponse(_batch(found))
+        _, stored = await _find_batch(state, request, id)
+        return JSONResponse(_batch_object(stored))
 
 
-def _again(known: Batch, body: BatchBody) -> Response:
-    """Answer a batch that was sent again under its idempotency key; 422 if that is another one's."""
-    metadata = None if known.metadata is None else json.loads(known.metadata)
-    asked = body.endpoint, body.input_file_id, body.completion_window, body.metadata
-    if asked != (known.endpoint, known.input_file, known.window, metadata):
+def _repeat_response(earlier: Batch, body: BatchBody) -> Response:
+    """Answer a batch that was sent again under its idempotency key; 422 when the key was another batch's."""
+    metadata = None if earlier.metadata is None else json.loads(earlier.metadata)
+    parameters = body.endpoint, body.input_file_id, body.completion_window, body.metadata
+    if parameters != (earlier.endpoint, earlier.input_file, earlier.window, metadata):
         raise reused()
-    return JSONResponse(_batch(known))
+    return JSONResponse(_batch_object(earlier))
 
 
-async def _new(body: BatchBody, store: BatchStore, tenant: str, id: str | None) -> Batch:
-    """Return a new batch, by that id if it has one; RequestError when its window or its file is none."""
+async def _new_batch(body: BatchBody, store: BatchStore, tenant: str, id: str | None) -> Batch:
+    """Return a new batch, with `id` if there is one; RequestError for a bad window or file."""
     seconds = int(body.completion_window[:-1]) * _UNITS[body.completion_window[-1]]
     if not _SHORTEST <= seconds <= _LONGEST:
         raise RequestError(
@@ -314,7 +314,7 @@ async def _new(body: BatchBody, store: BatchStore, tenant: str, id: str | None) 
     )
 
 
-def _batch(batch: Batch) -> dict[str, Any]:
+def _batch_object(batch: Batch) -> dict[str, Any]:
     ends = {f"{state}_at": batch.ended if batch.state == state else None for state in _ENDS}
     times = {
         "created_at": batch.created,
@@ -351,16 +351,16 @@ def _limit(request: Request, what: str, default: int) -> int:
     return int(text)
 
 
-async def _list(found: Sequence[T], told: Callable[[T], dict[str, Any]], limit: int) -> Response:
+async def _list(items: Sequence[T], describe: Callable[[T], dict[str, Any]], limit: int) -> Response:
     """Return a page of a list, of which one more than fits was looked up."""
 
     def page() -> Response:
-        data = [told(one) for one in found[:limit]]
+        data = [describe(item) for item in items[:limit]]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        more = len(found) > limit
+        more = len(items) > limit
         return JSONResponse({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more})
 
-    return await offload(_BYTES_LISTED * len(found), page)
+    return await offload(_BYTES_LISTED * len(items), page)
 
 
 # ---- OpenAPI

@@ -20,7 +20,7 @@ from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway import tasks
 from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, parse_line
-from headway.gateway.apis.batches.results import answered, as_response, conclude, refused, request_id
+from headway.gateway.apis.batches.results import as_response, conclude, error_line, request_id, result_line
 from headway.gateway.apis.state import AppState
 from headway.gateway.budget import Held
 from headway.gateway.offload import offload
@@ -85,7 +85,7 @@ class Execution:
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Bring the batch to its end. What fails here can be begun again."""
+        """Run the batch to its end; after a failure it can be run again."""
         batch = await self._store.batch(self._batch.tenant, self._batch.id)
         if batch is None or batch.ended is not None:  # since the caller looked
             return
@@ -151,7 +151,7 @@ class Execution:
         """Run the lines that have no end, in order, as many at a time as there are slots."""
         after, store = 0, self._store
         async with asyncio.TaskGroup() as group:
-            while lines := await self._lasting(store.open_lines, self._batch.id, after, _PAGE):
+            while lines := await self._retry(store.open_lines, self._batch.id, after, _PAGE):
                 for line in lines:
                     await self._slots.free.acquire()
                     task = group.create_task(self._answer(line))
@@ -162,11 +162,11 @@ class Execution:
         try:
             job = await self._run(line)
         except HeadwayError as error:
-            ended = False, refused(self._batch, line, error)
+            ended = False, error_line(self._batch, line, error)
         except Exception as error:  # whatever it was, the other lines go on
             log.exception("line %d of the batch %s failed", line.number, self._batch.id)
             why = EngineError(f"Headway failed: {error!r}.", "Its trace is in the log.", status=500)
-            ended = False, refused(self._batch, line, why)
+            ended = False, error_line(self._batch, line, why)
         else:
             ended = await self._outcome(line, job)
         await self._record(line, *ended)
@@ -176,12 +176,12 @@ class Execution:
         result = job.result
         if self._batch.endpoint == RESPONSES and job.state == "done" and result is not None:
             try:
-                text, created = await self._lasting(self._text, line), int(clock.shown(job.arrival))
+                text, created = await self._retry(self._text, line), int(clock.shown(job.arrival))
             except HeadwayError as error:
-                return False, refused(self._batch, line, error)
-            made = await offload(len(result), lambda: as_response(text, job.id, created, result))
-            job = replace(job, result=made)
-        return answered(self._batch, line, job)
+                return False, error_line(self._batch, line, error)
+            response = await offload(len(result), lambda: as_response(text, job.id, created, result))
+            job = replace(job, result=response)
+        return result_line(self._batch, line, job)
 
     async def _text(self, line: Line) -> bytes:
         text = await self._store.read(self._batch.input_file, line.start, line.size)
@@ -191,20 +191,20 @@ class Execution:
         return text
 
     async def _record(self, line: Line, good: bool, content: bytes) -> None:
-        await self._lasting(self._store.record, self._batch.id, line.number, good, content)
+        await self._retry(self._store.record, self._batch.id, line.number, good, content)
 
-    async def _lasting(self, call: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs) -> T:
-        """Return what a call of the store returns, once that is not out: other lines go on meanwhile."""
-        said = False
+    async def _retry(self, call: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs) -> T:
+        """Call the store again until it is not out, and return the result; other lines go on meanwhile."""
+        warned = False
         while True:
             try:
                 return await call(*args, **named)
             except HeadwayError as error:
                 if error.status < 500:
                     raise
-                if not said:
+                if not warned:
                     log.warning("the batch %s waits: %s", self._batch.id, error)
-                said = True
+                warned = True
             await asyncio.sleep(_AGAIN_S)
 
     async def _run(self, line: Line) -> Job:
@@ -216,13 +216,13 @@ class Execution:
             try:
                 async with self._slots.entry:
                     await self._accept(line)
-                job = await self._ended(request_id(self._batch, line.number))
+                job = await self._wait_for_end(request_id(self._batch, line.number))
                 if job is not None:  # else it was forgotten (broker.keep_hours)
                     return job
             except NoRoom:
                 await asyncio.sleep(_AGAIN_S)
             except HeadwayError as error:
-                if not _passes(error):
+                if not _is_temporary(error):
                     raise
                 await asyncio.sleep(_AGAIN_S)
 
@@ -232,14 +232,14 @@ class Execution:
         self._check_room()
         text = await self._text(line)
         _, parsed = await offload(len(text), lambda: parse_line(self._state, batch, text, None))
-        request = self._promised(line, parsed.request)
+        request = self._with_deadline(line, parsed.request)
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant
             held.add(max(len(text), len(parsed.upstream.content)))
             reject = gateway.path.admission(request, self._slots.most)
             if reject is not None and reject.reason != "infeasible":
                 raise NoRoom
-            await _whole(self._put(replace(parsed, request=request, background=True), held))
+            await _run_to_end(self._put(replace(parsed, request=request, background=True), held))
 
     async def _put(self, parsed: ParsedRequest, held: Held) -> None:
         gateway, tenant, now = self._state.gateway, self._batch.tenant, clock.now()
@@ -265,14 +265,14 @@ class Execution:
                 except RequestError as error:
                     raise NoRoom from error
 
-    def _promised(self, line: Line, request: Request) -> Request:
+    def _with_deadline(self, line: Line, request: Request) -> Request:
         """Return a line's request, due at the end of the window at the latest."""
         left = max(self._batch.due - request.arrival, 1e-3)
         slo = replace(request.slo, e2e=min(left, request.slo.e2e or left), soft=None)
         request = replace(request, id=request_id(self._batch, line.number), slo=slo)
         return self._state.gateway.dispatcher.promised(request)
 
-    async def _ended(self, id: str) -> Job | None:
+    async def _wait_for_end(self, id: str) -> Job | None:
         """Return a request's job once it has ended, whichever gateway runs it; None when it is not known."""
         while True:
             await self._state.gateway.background.wait(id)
@@ -306,12 +306,12 @@ class Execution:
         return job is not None
 
 
-def _passes(error: HeadwayError) -> bool:
-    """Tell whether the same request may be accepted later: what is full, or out, may not be so for ever."""
+def _is_temporary(error: HeadwayError) -> bool:
+    """Return whether the same request may be accepted later: what is full, or out, may not be so for ever."""
     return error.status >= 500 or (error.status == 429 and error.code != "infeasible")
 
 
-async def _whole(work: Coroutine[Any, Any, None]) -> None:
+async def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Do work to its end even if this task is cancelled meanwhile: half done, it would count as a failure."""
     doing = asyncio.ensure_future(work)
     try:

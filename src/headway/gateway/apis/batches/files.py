@@ -90,14 +90,14 @@ class Upload:
             raise _not_a_form(error) from error
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes; RequestError: 413 as soon as the file is too large, 400 for no form."""
+        """Parse the next bytes; RequestError: 413 as soon as the file is too large, 400 for a malformed one."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _not_a_form(error) from error
 
     def take(self) -> bytes:
-        """Return what of the file waits to be written, which does not wait any more."""
+        """Return the bytes of the file that wait to be written, and forget them."""
         taken = bytes(self.pending)
         self.pending.clear()
         return taken
@@ -146,8 +146,8 @@ class Upload:
             raise RequestError(f"The form has the field {name} twice.", "Send it once.", param=name)
         self._field, self._texts[name] = name, b""
         if name == "file":
-            given = options.get(b"filename", b"")[-_LONGEST:].decode(errors="replace")
-            self.name = given.replace("\\", "/").rsplit("/", 1)[-1] or "file.jsonl"
+            path = options.get(b"filename", b"")[-_LONGEST:].decode(errors="replace")
+            self.name = path.replace("\\", "/").rsplit("/", 1)[-1] or "file.jsonl"
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         part = data[start:end]

@@ -21,7 +21,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.api import Api
 from headway.gateway.apis.responses.endpoints import ResponsesApi
 from headway.gateway.apis.state import AppState
-from headway.gateway.parsing.fields import checked
+from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest, read_json
 from headway.store.batches.port import BatchStore, pieces
 from headway.store.batches.records import Batch, Line, input_gone
@@ -47,9 +47,9 @@ class LineBody(BaseModel):
 def parse_line(state: AppState, batch: Batch, text: bytes, key: Key | None) -> tuple[LineBody, ParsedRequest]:
     """Parse one line as its endpoint would; RequestError says what is wrong with it.
 
-    key: what its claims are held against, None = nothing.
+    key: whose limits its claims must keep, None = no limits.
     """
-    line = checked(LineBody, read_json(text))
+    line = parse_as(LineBody, read_json(text))
     if line.url != batch.endpoint:
         raise RequestError(
             f"The url is {line.url[:64]!r}.",
@@ -182,5 +182,5 @@ async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator
 
 
 def _tuples(claims: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON keeps of a `Key` as its arguments."""
+    """Return the arguments of a `Key` that was stored as JSON."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in claims.items()}

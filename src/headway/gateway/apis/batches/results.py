@@ -31,7 +31,7 @@ def request_id(batch: Batch, number: int) -> str:
     return f"{batch.id}-{number}"
 
 
-def answered(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
+def result_line(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
     """Return whether a request that has ended was answered, and its line of the output or error file."""
     if job.state == "done":
         return True, _with_response(batch, line, 200, job.result or b"null")
@@ -40,12 +40,12 @@ def answered(batch: Batch, line: Line, job: Job) -> tuple[bool, bytes]:
 
 
 def as_response(line: bytes, id: str, created: int, result: bytes) -> bytes:
-    """Return the answer of a chat in the shape of the Responses API; line: that it answers."""
+    """Return the answer of a chat in the shape of the Responses API; line: the one that it answers."""
     base = base_of(read_json(line)["body"], id, created)
     return json.dumps(response_of(base, json.loads(result))).encode()
 
 
-def refused(batch: Batch, line: Line, error: HeadwayError) -> bytes:
+def error_line(batch: Batch, line: Line, error: HeadwayError) -> bytes:
     """Return the line of the error file of a request that was not accepted."""
     return _with_response(batch, line, error.status, json.dumps(error.body()).encode())
 
@@ -63,8 +63,8 @@ def _line(
 ) -> bytes:
     id = f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}"
     # `custom_id` is the client's, and goes last: what is looked for in a line must not be found in it.
-    told = {"id": id, "response": response, "error": error, "custom_id": line.custom_id}
-    return json.dumps(told).encode()
+    fields = {"id": id, "response": response, "error": error, "custom_id": line.custom_id}
+    return json.dumps(fields).encode()
 
 
 async def conclude(store: BatchStore, batch: Batch) -> None:
@@ -98,7 +98,7 @@ async def _write(store: BatchStore, batch: Batch, *, good: bool) -> StoredFile |
 async def _write_lines(store: BatchStore, id: str, batch: Batch, good: bool) -> int:
     """Write the content of one of the two files; return its bytes."""
     size, pending = 0, bytearray()
-    async for line in _ended(store, batch.id):
+    async for line in _ended_lines(store, batch.id):
         if (line.ended == GOOD) == good:
             pending += line.content or _line(batch, line, error=_UNANSWERED[line.ended])
             pending += b"\n"
@@ -111,7 +111,7 @@ async def _write_lines(store: BatchStore, id: str, batch: Batch, good: bool) -> 
     return size + len(pending)
 
 
-async def _ended(store: BatchStore, id: str) -> AsyncIterator[EndedLine]:
+async def _ended_lines(store: BatchStore, id: str) -> AsyncIterator[EndedLine]:
     after = 0
     while page := await store.ended_lines(id, after, _PAGE):
         for line in page:

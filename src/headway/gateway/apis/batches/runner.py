@@ -30,7 +30,7 @@ class BatchRunner:
         self._running = dict[str, tuple[Execution, asyncio.Task[None]]]()
         self._sweep_at = 0.0
         self._sweeping: asyncio.Task[None] | None = None
-        self._said = ""  # the last warning
+        self._last_warning = ""
 
     async def run(self) -> None:
         """Run batches until cancelled; what has not ended then goes on at the next start, or elsewhere."""
@@ -44,11 +44,11 @@ class BatchRunner:
         finally:
             await self._stop()
             threads.shutdown(wait=False)
-            with suppress(HeadwayError):  # then another one holds when this one's time is over
+            with suppress(HeadwayError):  # else another gateway takes over when this hold expires
                 await self._store.release()
 
     async def _turn(self, threads: ThreadPoolExecutor) -> None:
-        """Run batches if this is the gateway that does; while the store is out they wait."""
+        """Run batches if this gateway holds the store; while the store is out they wait."""
         try:
             if not await self._store.hold():
                 await self._stop()
@@ -57,11 +57,11 @@ class BatchRunner:
                     self._sweep_at = time.monotonic() + _SWEEP_S
                     self._sweeping = asyncio.create_task(self._sweep())
                 await self._look(threads)
-            self._said = ""
+            self._last_warning = ""
         except HeadwayError as error:
-            if str(error) != self._said:  # once, not every second
+            if str(error) != self._last_warning:  # once, not every second
                 log.warning("batches wait: %s", error)
-            self._said = str(error)
+            self._last_warning = str(error)
 
     async def _stop(self) -> None:
         """Stop all batches; another gateway goes on with them."""

@@ -49,7 +49,7 @@ class Board:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._lock = asyncio.Lock()
-        self._made, self._shared, self._lines = -_EVERY_S, dict[str, Any](), Lines()
+        self._taken_at, self._shared, self._lines = -_EVERY_S, dict[str, Any](), Lines()
         self._texts: dict[View, bytes] = {}
         self.viewers = Counter[bool]()
 
@@ -74,12 +74,12 @@ class Board:
         """Return the latest snapshot as JSON, at most a second old; engines are asked once for all views."""
         async with self._lock:
             now = clock.now()
-            if now - self._made >= 0.9 * _EVERY_S:
+            if now - self._taken_at >= 0.9 * _EVERY_S:
                 self._shared = await self._take(now)
                 self._texts.clear()
-                self._made = now
+                self._taken_at = now
             if view not in self._texts:
-                self._texts[view] = json.dumps(self._shared | self._seen(view)).encode()
+                self._texts[view] = json.dumps(self._shared | self._view_fields(view)).encode()
             return self._texts[view]
 
     async def _take(self, now: float) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Board:
         gateway = self._gateway
         engines = gateway.dispatcher.engines
         self._lines, inside = self._count(now)
-        told = await asyncio.gather(*(_engine(one, inside[id]) for id, one in engines.items()))
+        states = await asyncio.gather(*(_engine(one, inside[id]) for id, one in engines.items()))
         gateway.metrics.history.note(clock.now())
         return {
             "version": __version__,
@@ -95,21 +95,21 @@ class Board:
             "at": clock.shown(now),
             "classes": {name: describe(tier) for name, tier in gateway.config.classes.items()},
             "tenants": gateway.metrics.history.tenants,
-            "engines": dict(zip(engines, told, strict=True)),
+            "engines": dict(zip(engines, states, strict=True)),
         }
 
-    def _seen(self, view: View) -> dict[str, Any]:
+    def _view_fields(self, view: View) -> dict[str, Any]:
         """Return what one view shows."""
         now, gateway = clock.now(), self._gateway
-        found = figures(gateway.metrics.history, view, now)
+        data = figures(gateway.metrics.history, view, now)
         names = [name for name in gateway.config.classes if view.tier in (None, name)]
         lines = {name: _Line() for name in names}
         for pair, line in self._lines.items():
             if view.shows(pair):
                 lines.setdefault(pair.tier, _Line()).add(line)
-        return found | {
-            "ends": [clock.shown(end) for end in found["ends"]],
-            "attained": {name: asdict(one) for name, one in found["attained"].items()},
+        return data | {
+            "ends": [clock.shown(end) for end in data["ends"]],
+            "attained": {name: asdict(one) for name, one in data["attained"].items()},
             "lines": {name: asdict(line) for name, line in lines.items()},
             "late": [late.shown() for late in gateway.late.latest(view, now)],
         }
@@ -135,7 +135,7 @@ async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
     inside: requests sent to it. computing, paused, waiting: of all requests that it has. kv: share in use.
     """
     instance = engine.instance
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": engine.models.current,
         "models": list(engine.models.names),
         "loading": engine.loading,
@@ -152,17 +152,17 @@ async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
         "evictions": None,
     }
     if not engine.up.is_set():
-        return told
+        return fields
     try:
         state, page = await engine.control({"op": "state", "jobs": False}, _ENGINE_S), ""
     except HeadwayError:  # attached to a vLLM without Headway's scheduler
         state, page = {}, await engine.metrics(_ENGINE_S)
-    if (found := inside_of(state, page)) is not None:
-        told |= asdict(found)
+    if (counts := inside_of(state, page)) is not None:
+        fields |= asdict(counts)
     try:
         used = 1 - int(state["blocks_free"]) / max(int(state["blocks_total"]), 1)
-        told["kv"] = min(max(used, 0.0), 1.0)
-        told["evictions"] = int(state["counters"]["evictions"])
+        fields["kv"] = min(max(used, 0.0), 1.0)
+        fields["evictions"] = int(state["counters"]["evictions"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        return told  # another make, or one that says nonsense
-    return told
+        return fields  # another make, or a malformed state
+    return fields

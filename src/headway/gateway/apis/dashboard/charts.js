@@ -45,8 +45,8 @@ function chart(id, {ends, from, to, series, format, least = 0, most, about}) {
   for (const one of series) nodes.push(...line(one, ends, x, y));
   ends.forEach((end, i) => {  // what the pointer is over says its figures
     const begin = i ? ends[i - 1] : from, rect = svgNode("rect", {x: x(begin), y: TOP, width: Math.max(x(end) - x(begin), 0), height, fill: "transparent"});
-    const told = series.filter(one => one.values[i] !== null).map(one => `${one.name} ${format(one.values[i])}`);
-    rect.append(svgNode("title", {}, [clock(end, true), ...told].join("\n")));
+    const labels = series.filter(one => one.values[i] !== null).map(one => `${one.name} ${format(one.values[i])}`);
+    rect.append(svgNode("title", {}, [clock(end, true), ...labels].join("\n")));
     nodes.push(rect);
   });
   if (!values.length) nodes.push(svgNode("text", {x: LEFT + width / 2, y: TOP + height / 2, "text-anchor": "middle"}, "nothing in this time"));
@@ -75,7 +75,7 @@ function keys(id, series) {
     const key = document.createElement("span"), sample = svgNode("svg", {viewBox: "0 0 26 12", "aria-hidden": "true"});
     sample.append(svgNode("line", {x1: 0, x2: 26, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 3, "stroke-dasharray": one.dash}));
     key.className = "key";
-    key.append(sample, named(one.name), element("span", "", one.told));
+    key.append(sample, named(one.name), element("span", "", one.summary));
     return key;
   }));
 }

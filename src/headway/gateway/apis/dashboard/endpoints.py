@@ -64,25 +64,25 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.get("/headway/explain", responses=error_docs(400, 401, 403, 404, 503))
     async def explain(request: Request) -> Response:
-        """Tell the story of the request `id` as `headway explain --json` does.
+        """Explain the request `id` as `headway explain --json` does.
 
         since: seconds since the epoch, before it arrived; by default 24 hours ago.
         """
         (state.check_operator if state.config.keys else state.check_status)(request)
-        story = await explainer.story(*_asked(request))
+        story = await explainer.story(*_explain_query(request))
         return JSONResponse(story, headers={"cache-control": "no-store"})
 
 
-def _asked(request: Request) -> tuple[str, float]:
+def _explain_query(request: Request) -> tuple[str, float]:
     """Return the id of the request to explain, and an instant before its arrival."""
-    asked, now = request.query_params, time.time()
+    query, now = request.query_params, time.time()
     try:
-        since = float(asked.get("since", now - _DAY_S))
+        since = float(query.get("since", now - _DAY_S))
     except ValueError:
         since = math.nan
     if not now - _MOST_DAYS * _DAY_S <= since <= now + _DAY_S:
         raise RequestError("since is not a time.", "Give seconds since the epoch.", param="since")
-    if not (id := asked.get("id", "").strip()) or len(id) > _LONGEST_ID or "\0" in id:
+    if not (id := query.get("id", "").strip()) or len(id) > _LONGEST_ID or "\0" in id:
         raise RequestError("id is not the id of a request.", "Give its x-request-id.", param="id")
     return id, since
 
@@ -98,7 +98,7 @@ def _page() -> str:
 
 def _view(request: Request) -> View:
     """Return the view that a request asks for; 400 for an unknown window."""
-    asked = request.query_params
-    if (window := asked.get("window", FINEST)) not in WINDOWS:
+    query = request.query_params
+    if (window := query.get("window", FINEST)) not in WINDOWS:
         raise RequestError(f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window")
-    return View(window, asked.get("class") or None, asked.get("tenant") or None)
+    return View(window, query.get("class") or None, query.get("tenant") or None)

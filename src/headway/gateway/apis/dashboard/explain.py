@@ -51,19 +51,19 @@ class Explainer:
             )
         start = datetime.fromtimestamp(since - _SLACK_S, UTC).isoformat()
         async with self._lock:
-            status, out, told = await _run(
+            status, stdout, stderr = await _run(
                 "explain", "--json", "--journal", str(self._folder), "--since", start, "--", id
             )
         if status == 0:
-            story: dict[str, Any] = json.loads(out)
+            story: dict[str, Any] = json.loads(stdout)
             del story["run"]
             return story
-        said = dict(line.split(":", 1) for line in told.decode(errors="replace").splitlines() if ":" in line)
-        if status == _REFUSED and "error" in said:
+        fields = dict(line.split(":", 1) for line in stderr.decode(errors="replace").splitlines() if ":" in line)
+        if status == _REFUSED and "error" in fields:
             hint = "The id is in the answer's x-request-id; the journal has it some seconds after the end."
-            message = said["error"].strip().replace(str(self._folder), "its folder")
+            message = fields["error"].strip().replace(str(self._folder), "its folder")
             raise RequestError(message, hint, status=404, param="id")
-        log.error("headway explain ended with status %s: %s", status, told[-2000:].decode(errors="replace"))
+        log.error("headway explain ended with status %s: %s", status, stderr[-2000:].decode(errors="replace"))
         raise RequestError(
             "The request cannot be explained.", "The gateway's log says why.", status=500, kind="server_error"
         )
@@ -85,8 +85,8 @@ async def _run(*args: str) -> tuple[int | None, bytes, bytes]:
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     try:
         async with asyncio.timeout(_SECONDS):
-            out, told = await process.communicate()
-        return process.returncode, out, told
+            stdout, stderr = await process.communicate()
+        return process.returncode, stdout, stderr
     except TimeoutError:
         return None, b"", b"it took too long"
     finally:

@@ -20,22 +20,22 @@ const look = name => {
 function charts(data) {
   const time = {ends: data.ends, from: data.at - data.window_s, to: data.at};
   const draw = (name, series, about, more) => {
-    const told = series.map(one => `${one.name}: ${one.told}`).join(", ") || "nothing in this time";
-    chart(`chart-${name}`, {...time, ...more, series, about: `${about}. ${told}`});
+    const summary = series.map(one => `${one.name}: ${one.summary}`).join(", ") || "nothing in this time";
+    chart(`chart-${name}`, {...time, ...more, series, about: `${about}. ${summary}`});
     keys(`keys-${name}`, series);
   };
   const order = Object.keys(data.classes), shares = Object.values(data.attained).flatMap(one => one.series).filter(share => share !== null);
   const least = [90, 80, 60, 0].find(bound => Math.min(...shares, 100) >= bound);
   order.forEach(look);
   draw("kept", Object.entries(data.attained).sort(([a], [b]) => order.indexOf(a) - order.indexOf(b)).map(([name, one]) => (
-    {name, ...look(name), values: one.series, told: `${number(100 * one.kept / one.owed)} % of ${whole(one.owed)}`}
+    {name, ...look(name), values: one.series, summary: `${number(100 * one.kept / one.owed)} % of ${whole(one.owed)}`}
   )), "Promises kept by class", {format: value => `${number(value)} %`, least: shares.length ? least : 0, most: 100});
   const mean = values => values.length ? `${number(values.reduce((sum, value) => sum + value, 0) / values.length)}/s on average` : "-";
-  draw("tokens", ["in", "out"].map((name, i) => ({name, colour: COLOURS[i], dash: "none", values: data.tokens[name], told: mean(data.tokens[name])})),
+  draw("tokens", ["in", "out"].map((name, i) => ({name, colour: COLOURS[i], dash: "none", values: data.tokens[name], summary: mean(data.tokens[name])})),
     "Tokens per second", {format: value => `${number(value)}/s`});
   for (const [name, about] of [["ttft", "Time to first token"], ["tpot", "Time per output token"]]) {
     draw(name, ["p50", "p99"].map((part, i) => (
-      {name: part, colour: COLOURS[[0, 4][i]], dash: "none", values: data[name][part], told: data[name].all[part] === null ? "-" : seconds(data[name].all[part])}
+      {name: part, colour: COLOURS[[0, 4][i]], dash: "none", values: data[name][part], summary: data[name].all[part] === null ? "-" : seconds(data[name].all[part])}
     )), about, {format: seconds});
   }
 }
@@ -63,8 +63,8 @@ function show(data) {
   $("answered").textContent = `${whole(data.answered)} in the window, ${whole(data.failed)} failed or refused`;
   $("tokens").textContent = number(data.tokens_per_s);
   $("waiting").textContent = `${whole(waiting)} / ${whole(sum(all, "inside"))}`;
-  const telling = Object.values(data.engines).filter(one => one.computing !== null);
-  $("inside").textContent = telling.length ? ["computing", "paused", "waiting"].map(state => `${whole(sum(telling, state))} ${state}`).join(", ") + " in engines" : "";
+  const reporting = Object.values(data.engines).filter(one => one.computing !== null);
+  $("inside").textContent = reporting.length ? ["computing", "paused", "waiting"].map(state => `${whole(sum(reporting, state))} ${state}`).join(", ") + " in engines" : "";
   $("oldest").textContent = waiting ? `the first is queued for ${seconds(Math.max(...all.map(line => line.oldest)))}` : "nothing is queued";
   lines(data.lines, data.classes);
   engines(data.engines);

@@ -12,22 +12,22 @@ function explainable(id, since) {
 }
 
 async function explain(id, since) {
-  const asked = new URLSearchParams({id, ...since && {since}});
+  const query = new URLSearchParams({id, ...since && {since}});
   $("story-id").textContent = id;
   $("verdict").textContent = "Reading the journal.";
   $("about").textContent = "";
-  $("told").hidden = true;
+  $("details").hidden = true;
   if (!$("story").open) $("story").showModal();
-  const answer = await ask(`headway/explain?${asked}`).then(got => {
-    if (got.status === 401) $("asks").hidden = false;
-    return got.json();
+  const answer = await ask(`headway/explain?${query}`).then(response => {
+    if (response.status === 401) $("asks").hidden = false;
+    return response.json();
   }).catch(error => ({error}));
   if ($("story-id").textContent !== id) return;  // another one is wanted by now
   if (answer.error) $("verdict").textContent = answer.error.message;
-  else tell(answer);
+  else showStory(answer);
 }
 
-function tell(story) {
+function showStory(story) {
   const took = story.latency || 1, after = story.after_first_token, before = story.before_first_token;
   const longest = [...story.timeline].sort((a, b) => b.seconds - a.seconds).slice(0, SHOWN), left = story.timeline.length - longest.length;
   $("verdict").textContent = story.verdict;
@@ -41,5 +41,5 @@ function tell(story) {
     cell(span.state), cell((span.start - story.arrival).toFixed(3), "n"), cell(span.seconds.toFixed(3), "n"), cell(span.because, "long"),
   ]));
   $("short").textContent = left ? `${whole(left)} shorter stretches are left out.` : "";
-  $("told").hidden = false;
+  $("details").hidden = false;
 }

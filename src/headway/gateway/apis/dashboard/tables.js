@@ -29,7 +29,7 @@ function fill(id, rows) {
 }
 
 // A bar of [share, colour], with what it says beneath.
-function bar(parts, told) {
+function bar(parts, caption) {
   const box = element("div", "bar");
   for (const [share, shade] of parts) {
     const part = element("i");
@@ -37,7 +37,7 @@ function bar(parts, told) {
     part.style.background = shade;
     box.append(part);
   }
-  return element("div", "bars", box, element("small", "", told));
+  return element("div", "bars", box, element("small", "", caption));
 }
 
 function lines(all, classes) {
@@ -53,14 +53,14 @@ function lines(all, classes) {
 function engines(all) {
   fill("engines", Object.entries(all).map(([id, one]) => {
     const state = one.loading ? `loads ${one.loading}` : one.up ? "up" : one.failed ? "failed" : one.restarts ? "down" : "starting";
-    const told = count => cell(count === null ? "-" : whole(count), "n");
+    const countCell = count => cell(count === null ? "-" : whole(count), "n");
     const batch = `${one.computing ?? "?"} of ${one.batch}${one.assumed.includes("max_running") ? " (assumed)" : ""}`;
     return [
       cell(id), cell(named(one.model), "long"),
       cell(one.up ? bar([[(one.computing ?? 0) / one.batch, "var(--blue)"]], batch) : "-"),
-      told(one.paused), told(one.waiting),
+      countCell(one.paused), countCell(one.waiting),
       cell(one.kv === null ? "-" : bar([[one.kv, one.kv > .95 ? "var(--orange)" : "var(--green)"]], `${Math.round(100 * one.kv)} %`)),
-      told(one.evictions),
+      countCell(one.evictions),
       cell(one.restarts ? `${state}, ${one.restarts} restart${one.restarts === 1 ? "" : "s"}` : state, state === "up" ? "good" : "bad"),
     ];
   }));

@@ -21,7 +21,7 @@ from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.store.queue.port import Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
-_KEPT = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
+_BACKGROUND_FIELDS = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -56,11 +56,11 @@ class ResponsesApi(Api):
         return base_of(raw, "", 0)
 
     def writer(self, parsed: ParsedRequest) -> ResponseEvents:
-        asked = parsed.request
-        return ResponseEvents(_echo(parsed) | {"id": asked.id, "created_at": int(clock.shown(asked.arrival))})
+        request = parsed.request
+        return ResponseEvents(_echo(parsed) | {"id": request.id, "created_at": int(clock.shown(request.arrival))})
 
-    def queued(self, parsed: ParsedRequest, told: Mapping[str, Any]) -> Response:
-        return JSONResponse(_echo(parsed) | {name: told[name] for name in _KEPT if name in told})
+    def queued(self, parsed: ParsedRequest, body: Mapping[str, Any]) -> Response:
+        return JSONResponse(_echo(parsed) | {name: body[name] for name in _BACKGROUND_FIELDS if name in body})
 
 
 def _echo(parsed: ParsedRequest) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def background_response(id: str, status: str, arrival: float, reason: str | None
         status, reason = "cancelled", None
     code = "rate_limit_exceeded" if reason and reason.startswith("dropped:") else "server_error"
     error = {"code": code, "message": reason} if reason else None
-    given = {"background": True, "model": None}
-    return base_of(given, id, int(clock.shown(arrival))) | {"status": status, "error": error}
+    raw = {"background": True, "model": None}
+    return base_of(raw, id, int(clock.shown(arrival))) | {"status": status, "error": error}
 
 
 def response_to(job: Job) -> dict[str, Any]:

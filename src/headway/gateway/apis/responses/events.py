@@ -41,7 +41,7 @@ class _Item:
     place: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.place = {"item_id": self.told("")["id"], "output_index": self.at}
+        self.place = {"item_id": self.to_dict("")["id"], "output_index": self.at}
         if self.kind != "function_call":
             self.place["content_index"] = 0
 
@@ -49,8 +49,8 @@ class _Item:
     def text(self) -> str:
         return "".join(self.parts)
 
-    def told(self, status: str) -> dict[str, Any]:
-        """Return it as it is."""
+    def to_dict(self, status: str) -> dict[str, Any]:
+        """Return the item with the text that has come."""
         if self.kind == "message":
             return message_item(self.id, self.text, status)
         if self.kind == "reasoning":
@@ -90,8 +90,8 @@ class ResponseEvents(ChatStream):
     def _begin(self) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
-            yield self._sent("response.created", {"response": self._response})
-            yield self._sent("response.in_progress", {"response": self._response})
+            yield self._sse("response.created", {"response": self._response})
+            yield self._sse("response.in_progress", {"response": self._response})
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         if thought := thought_of(delta):
@@ -114,7 +114,7 @@ class ResponseEvents(ChatStream):
         if text and not item.done:
             item.parts.append(text)
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            yield self._sent(_DELTA[kind], item.place | {"delta": text} | more)
+            yield self._sse(_DELTA[kind], item.place | {"delta": text} | more)
 
     def _new(self, kind: str, call: tuple[Any, Any]) -> _Item:
         id, at = self._response["id"], len(self._items)
@@ -127,12 +127,12 @@ class ResponseEvents(ChatStream):
         return self._items[-1]
 
     def _open(self, item: _Item) -> Iterator[bytes]:
-        told = item.told("in_progress")
+        fields = item.to_dict("in_progress")
         if item.kind != "function_call":
-            told["content"] = []
-        yield self._sent("response.output_item.added", {"output_index": item.at, "item": told})
+            fields["content"] = []
+        yield self._sse("response.output_item.added", {"output_index": item.at, "item": fields})
         if item.kind == "message":
-            yield self._sent("response.content_part.added", item.place | {"part": text_part("")})
+            yield self._sse("response.content_part.added", item.place | {"part": text_part("")})
 
     def _close(self, *, end: bool = False) -> Iterator[bytes]:
         """End the items to which nothing can come once another has begun. end: end all."""
@@ -141,34 +141,34 @@ class ResponseEvents(ChatStream):
                 continue
             item.done, text = True, item.text
             if item.kind == "message":
-                yield self._sent("response.output_text.done", item.place | {"text": text, "logprobs": []})
-                yield self._sent("response.content_part.done", item.place | {"part": text_part(text)})
+                yield self._sse("response.output_text.done", item.place | {"text": text, "logprobs": []})
+                yield self._sse("response.content_part.done", item.place | {"part": text_part(text)})
             elif item.kind == "reasoning":
-                yield self._sent("response.reasoning_text.done", item.place | {"text": text})
+                yield self._sse("response.reasoning_text.done", item.place | {"text": text})
             else:
-                named = {"arguments": text, "name": item.call[1]}
-                yield self._sent("response.function_call_arguments.done", item.place | named)
-            told = {"output_index": item.at, "item": item.told("completed")}
-            yield self._sent("response.output_item.done", told)
+                call = {"arguments": text, "name": item.call[1]}
+                yield self._sse("response.function_call_arguments.done", item.place | call)
+            done = {"output_index": item.at, "item": item.to_dict("completed")}
+            yield self._sse("response.output_item.done", done)
 
     def _finish(self) -> Iterator[bytes]:
         yield from self._begin()
         yield from self._close(end=True)
-        output = [item.told("completed") for item in self._items]
+        output = [item.to_dict("completed") for item in self._items]
         if not any(item.kind != "reasoning" for item in self._items):
             output.append(message_item(self._response["id"], ""))
         self._response |= self._end | {"output": output, "usage": usage_of(self._usage)}
-        yield self._sent(f"response.{self._response['status']}", {"response": self._response})
+        yield self._sse(f"response.{self._response['status']}", {"response": self._response})
 
     def _fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
         code = "rate_limit_exceeded" if error.get("type") == "rate_limit_error" else "server_error"
-        told = {"code": code, "message": str(error.get("message"))}
-        output = [item.told("completed") for item in self._items if item.done]
-        self._response |= {"status": "failed", "error": told, "output": output}
-        yield self._sent("response.failed", {"response": self._response})
+        details = {"code": code, "message": str(error.get("message"))}
+        output = [item.to_dict("completed") for item in self._items if item.done]
+        self._response |= {"status": "failed", "error": details, "output": output}
+        yield self._sse("response.failed", {"response": self._response})
 
-    def _sent(self, kind: str, body: Mapping[str, Any]) -> bytes:
+    def _sse(self, kind: str, body: Mapping[str, Any]) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **body}
         self._number += 1
         return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()

@@ -21,7 +21,7 @@ _SAME = (
     "service_tier",
     "metadata",
 )
-_TAKEN = {
+_TRANSLATED = {
     *_SAME,
     "input",
     "instructions",
@@ -40,7 +40,7 @@ _TAKEN = {
 }
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-# What a response says of the request that it answers, where that says nothing.
+# What a response repeats of its request, with the values of fields that the request leaves out.
 _ECHO: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -68,7 +68,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("n") not in (None, 1):
         raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
     chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}
-    chat |= {name: value for name, value in raw.items() if name not in _TAKEN}
+    chat |= {name: value for name, value in raw.items() if name not in _TRANSLATED}
     chat["messages"] = [*_instructions(raw.get("instructions")), *_items(raw.get("input"))]
     if raw.get("max_output_tokens") is not None:
         chat["max_tokens"] = raw["max_output_tokens"]
@@ -111,21 +111,21 @@ def base_of(raw: Mapping[str, Any], id: str, created: int) -> dict[str, Any]:
 def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the response of a chat's answer."""
     choice = answer["choices"][0]
-    told, id = choice["message"], base["id"]
+    message, id = choice["message"], base["id"]
     output: list[dict[str, Any]] = []
-    thought = thought_of(told)
+    thought = thought_of(message)
     if thought:
         output.append(reasoning_item(id, thought))
-    calls = told.get("tool_calls") or ()
-    if told.get("content") or not calls:
-        output.append(message_item(id, told.get("content") or ""))
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not calls:
+        output.append(message_item(id, message.get("content") or ""))
     for number, call in enumerate(calls):
         function = call["function"]
         output.append(call_item(f"{id}_{number}", call["id"], function["name"], function["arguments"]))
-    ended = end_of(choice.get("finish_reason"))
+    end = end_of(choice.get("finish_reason"))
     return {
         **base,
-        **ended,
+        **end,
         "model": answer.get("model", base["model"]),
         "output": output,
         "usage": usage_of(answer.get("usage") or {}),
@@ -145,13 +145,13 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat's usage as that of a response."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-    given, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    input_tokens, output_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     return {
-        "input_tokens": given,
+        "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": made,
+        "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": given + made,
+        "total_tokens": input_tokens + output_tokens,
     }
 
 
@@ -194,13 +194,13 @@ def _instructions(text: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}]
 
 
-def _items(given: Any) -> Iterator[dict[str, Any]]:
+def _items(input: Any) -> Iterator[dict[str, Any]]:
     """Yield the messages of `input`; tool calls that follow each other are one message."""
-    if isinstance(given, str):
-        yield {"role": "user", "content": given}
+    if isinstance(input, str):
+        yield {"role": "user", "content": input}
         return
     calls: list[dict[str, Any]] = []
-    for number, item in enumerate(list_in(given or None, "input")):
+    for number, item in enumerate(list_in(input or None, "input")):
         where = f"input.{number}"
         kind = object_in(item, where).get("type", "message")
         if kind == "function_call":
@@ -211,12 +211,12 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
             yield {"role": "assistant", "content": None, "tool_calls": calls}
             calls = []
         if kind == "function_call_output":
-            told = _text(item.get("output") or "", where)
-            yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": told}
+            output = _text(item.get("output") or "", where)
+            yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
         elif kind == "message":
             yield _message(item, where)
         elif kind != "reasoning":  # templates leave out earlier thoughts, too
-            raise _no_place(kind, where)
+            raise _unsupported_item(kind, where)
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -236,7 +236,7 @@ def _text(content: Any, where: str) -> str:
     for part in list_in(content, where):
         kind = object_in(part, where).get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise _no_place(kind, where)
+            raise _unsupported_item(kind, where)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
@@ -244,7 +244,7 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _no_place(kind: Any, where: str) -> RequestError:
+def _unsupported_item(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} is of type {kind!r}.",
         "Send texts, function_call and function_call_output.",

@@ -91,10 +91,10 @@ class Embedder:
     def _encode(self, texts: list[str]) -> Features:
         """Return the mean of each text's token states, as a unit vector."""
         torch = self._torch
-        found = self._tokenizer.encode_batch(texts)
+        encodings = self._tokenizer.encode_batch(texts)
         with torch.inference_mode():
-            ids = torch.tensor([one.ids for one in found])
-            mask = torch.tensor([one.attention_mask for one in found])
+            ids = torch.tensor([one.ids for one in encodings])
+            mask = torch.tensor([one.attention_mask for one in encodings])
             states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
             mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
             return np.asarray(torch.nn.functional.normalize(mean, dim=1).numpy(), np.float32)

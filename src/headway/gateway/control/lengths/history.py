@@ -41,8 +41,8 @@ def recall(path: Path, width: int) -> History | None:
             if archive.testzip() is not None:
                 raise ValueError("it is damaged")
         with np.load(path, allow_pickle=False) as file:
-            features, tasks, made = file["features"], file["tasks"], file["made"]
-        return _checked(features, tasks, made, width)
+            features, tasks, lengths = file["features"], file["tasks"], file["made"]
+        return _history(features, tasks, lengths, width)
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged archive raises nearly anything
@@ -50,13 +50,13 @@ def recall(path: Path, width: int) -> History | None:
         return None
 
 
-def _checked(features: NDArray[Any], tasks: NDArray[Any], made: NDArray[Any], width: int) -> History:
-    if features.ndim != 2 or tasks.shape != made.shape or made.shape != features.shape[:1]:
+def _history(features: NDArray[Any], tasks: NDArray[Any], lengths: NDArray[Any], width: int) -> History:
+    if features.ndim != 2 or tasks.shape != lengths.shape or lengths.shape != features.shape[:1]:
         raise ValueError("its columns differ in length")
-    if features.dtype != np.float32 or made.dtype != np.float64 or tasks.dtype.kind != "U":
+    if features.dtype != np.float32 or lengths.dtype != np.float64 or tasks.dtype.kind != "U":
         raise ValueError("its columns are of other types")
-    if not (np.isfinite(features).all() and np.isfinite(made).all() and (made >= 1).all()):
+    if not (np.isfinite(features).all() and np.isfinite(lengths).all() and (lengths >= 1).all()):
         raise ValueError("it holds what cannot be a length or a trait")
     if features.shape[1] != width:
         raise ValueError("it was learned with another predictor.embedding")
-    return History(features, tuple(tasks.tolist()), made)
+    return History(features, tuple(tasks.tolist()), lengths)

@@ -137,7 +137,7 @@ class PredictorService:
             await tasks.cancel(self._fitting)
 
     async def read(self, request: Request, text: str | None) -> None:
-        """Tell the predictor a prompt's features, computed beside the event loop."""
+        """Give the predictor a prompt's features, computed beside the event loop."""
         if text is None:
             self._metrics.forecasts.labels("task_no_text").inc()
         elif self._reading >= _MAX_READING:
@@ -150,13 +150,13 @@ class PredictorService:
         began = loop.time()
         self._reading += 1
         try:
-            seen = await loop.run_in_executor(self._reader, self._features, text, request.context)
+            prompt = await loop.run_in_executor(self._reader, self._features, text, request.context)
         finally:
             self._reading -= 1
         self._metrics.seconds.observe(loop.time() - began)
-        self.predictor.register(request.id, seen)
-        by = "prompt" if self.predictor.reads(request.id) else "task_untaught"
-        self._metrics.forecasts.labels(by).inc()
+        self.predictor.register(request.id, prompt)
+        source = "prompt" if self.predictor.reads(request.id) else "task_untaught"
+        self._metrics.forecasts.labels(source).inc()
 
     def _features(self, text: str, tokens: int) -> NDArray[np.float32]:
         return features(text, tokens, self._embed(text) if self._embed is not None else None)

@@ -1,7 +1,7 @@
 """The controller as a gateway in another process sees it.
 
-The gateway has a controller, too, which plans nothing: fed with its own requests and with what agents say of
-their engines it admits requests, and tells what is loaded, by the same rules. What waits at other gateways
+The gateway has a controller, too, which plans nothing: from its own requests and what agents report
+of their engines it admits requests, and knows what is loaded, by the same rules. What waits at other gateways
 comes with `Standing`.
 """
 
@@ -46,8 +46,8 @@ class NoPlanner(Planner):
 class Leader:
     """What a gateway knows of the controller that leads.
 
-    epoch: its term, 0 = none was heard of. heard: instant of its last message.
-    knows: it has this gateway's requests. reported: instant when it was told all of them.
+    epoch: its term, 0 = none is known. heard: instant of its last message.
+    knows: it has this gateway's requests. reported: instant of the last report of all of them.
     """
 
     epoch: int = 0
@@ -176,7 +176,7 @@ class RemoteControl(ControlView):
         self.leader.knows = True
 
     def report(self) -> None:
-        """Tell the controller all requests of this gateway."""
+        """Report all requests of this gateway to the controller."""
         held = [
             InFlight(request, self._at.get(id), id in self._started, self._since[id])
             for id, request in self.controller.requests.items()

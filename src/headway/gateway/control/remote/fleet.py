@@ -12,7 +12,7 @@ from headway import clock
 from headway.cluster.wire.messages import EngineState, Gone
 from headway.cluster.wire.port import Message
 from headway.config import Engine
-from headway.engines.vllm.fatal_fields import known
+from headway.engines.vllm.fatal_fields import known_fields
 from headway.engines.vllm.process.remote import RemoteEngine
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -24,7 +24,7 @@ log = logging.getLogger("headway.gateway")
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Report:
     """The latest state of an engine. at: instant. agent: that reported it."""
 
     at: float
@@ -41,8 +41,8 @@ class Fleet:
     def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
         self.engines = {f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)}
         self._control, self._lease_s = control, lease_s
-        self._heard: dict[str, _Heard] = {}
-        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that the log has told of
+        self._reports: dict[str, _Report] = {}
+        self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged
         self.dispatcher: Dispatcher | None = None
 
     @asynccontextmanager
@@ -66,27 +66,27 @@ class Fleet:
                     log.warning("%s has an engine %s, which gets no work: %s", message.sender, id, UNKNOWN)
                 case Gone():
                     self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
-                    for id in [id for id, one in self._heard.items() if one.agent == message.sender]:
-                        self._silent(id)
+                    for id in [id for id, one in self._reports.items() if one.agent == message.sender]:
+                        self._mark_silent(id)
                 case Learned():
                     self._control.fleet_changed(item)
 
     def _update(self, message: Message, state: EngineState) -> None:
-        engine, before = self.engines[state.id], self._heard.get(state.id)
-        self._heard[state.id] = _Heard(clock.now(), message.sender, state)
+        engine, before = self.engines[state.id], self._reports.get(state.id)
+        self._reports[state.id] = _Report(clock.now(), message.sender, state)
         engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
-        engine.fatal = known(state.fatal)
+        engine.fatal = known_fields(state.fatal)
         engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
         engine.tries = 0 if state.failure is None else state.restarts + 1
         if engine.url != state.url.rstrip("/") or before is None:
             engine.moved(state.url, state.key)
         if state.instance is not None:
             engine.instance = state.instance
-        self._tell(engine, state, None if before is None else before.state)
+        self._update_admission(engine, state, None if before is None else before.state)
 
-    def _tell(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
+    def _update_admission(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
         """Update admission with a state of an engine."""
         event = _event(state, before, up=engine.up.is_set())
         if state.instance is None:
@@ -108,12 +108,12 @@ class Fleet:
         while True:
             await asyncio.sleep(self._lease_s / 4)
             before = clock.now() - self._lease_s
-            for id, heard in [(id, one) for id, one in self._heard.items() if one.at < before]:
-                log.warning("%s is silent; %s is taken for down", heard.agent, id)
-                self._silent(id)
+            for id, report in [(id, one) for id, one in self._reports.items() if one.at < before]:
+                log.warning("%s is silent; %s is taken for down", report.agent, id)
+                self._mark_silent(id)
 
-    def _silent(self, id: str) -> None:
-        del self._heard[id]
+    def _mark_silent(self, id: str) -> None:
+        del self._reports[id]
         self.engines[id].up.clear()
         self._control.fleet_changed(InstanceDown(id))
 
