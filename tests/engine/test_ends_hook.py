@@ -46,7 +46,7 @@ def check_empty(engine: SchedulerOracle) -> None:
     allocation.check_integrity(policy.kv)
     assert not policy.kv.kind.any()
     assert not policy.host_slots.held()
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS
 
 
 def test_state_tells_that_blocks_have_two_ends() -> None:
@@ -140,7 +140,7 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
     for _ in range(5):
         engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS
     while engine.busy:
         engine.step()
     assert len(engine.finished) == 6

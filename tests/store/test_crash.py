@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ async def third(path: str) -> set[str]:
     """End the dead gateway's lease, and take its jobs over."""
     broker = SqliteBroker(path, "third")
     await broker.renew(20.0)
-    await broker._write(lambda db: db.execute("UPDATE leases SET until = 5 WHERE owner = ?", ["killed"]))
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE leases SET until = 5 WHERE owner = 'killed'")
     taken = await take_over(broker, "killed")
     await broker.close()
     return taken
@@ -190,12 +192,13 @@ async def test_a_value_that_cannot_be_stored_hurts_its_caller_only(durable: Sqli
 
 async def test_a_damaged_file_is_told_and_its_repair_noticed(durable: SqliteBroker) -> None:
     await durable.put(job())
-    durable._db.execute("ALTER TABLE jobs RENAME TO lost")
-    for late in (durable.get("a"), durable.put(job("b"))):
-        with pytest.raises(HeadwayError, match="no such table") as error:
-            await late
-        assert error.value.status == 503
-    durable._db.execute("ALTER TABLE lost RENAME TO jobs")
+    with closing(sqlite3.connect(durable.path)) as db:
+        db.execute("ALTER TABLE jobs RENAME TO lost")
+        for late in (durable.get("a"), durable.put(job("b"))):
+            with pytest.raises(HeadwayError, match="no such table") as error:
+                await late
+            assert error.value.status == 503
+        db.execute("ALTER TABLE lost RENAME TO jobs")
     await durable.put(job("b"))
     assert await open_ids(durable) == ["a", "b"]
 
