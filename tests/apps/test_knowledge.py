@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.policy.apps import knowledge as module
 from headway.policy.apps.demand import Costs, Known
 from headway.policy.apps.graph import LLM, Graph, Visit
 from headway.policy.apps.knowledge import SHARED, Knowledge
+from tests.helpers.held import held
 
 
 def visits(output: float = 10.0) -> list[Visit]:
@@ -82,16 +82,15 @@ def test_a_graph_is_compiled_again_when_a_twentieth_of_it_is_new() -> None:
     assert compilations(knowledge, 1000) == pytest.approx(20, abs=2)
 
 
-def test_the_graph_used_least_recently_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT", 3)
+def test_the_graph_used_least_recently_is_forgotten_first() -> None:
     knowledge = Knowledge()
-    for app in "abc":
-        knowledge.learn("t", app, visits())
-    knowledge.demand("t", "a")
-    knowledge.learn("t", "b", visits())
-    knowledge.learn("t", "d", visits())
-    assert {app for _, app in knowledge.graphs} == {"a", "b", "d"}
-    assert knowledge.demand("t", "c") is None
+    for app in range(1024):
+        knowledge.learn("t", f"{app}", visits())
+    knowledge.demand("t", "0")
+    knowledge.learn("t", "1", visits())
+    knowledge.learn("t", "new", visits())
+    assert {app for _, app in knowledge.graphs} == {f"{app}" for app in range(1024)} - {"2"} | {"new"}
+    assert knowledge.demand("t", "2") is None
 
 
 def test_the_number_of_graphs_is_bounded() -> None:
@@ -99,4 +98,5 @@ def test_the_number_of_graphs_is_bounded() -> None:
     for i in range(3000):
         knowledge.learn("t", f"app{i}", visits())
         knowledge.demand("t", f"app{i}")
-    assert len(knowledge.graphs) == len(knowledge._compiled) == 1024
+    assert len(knowledge.graphs) == 1024
+    assert len([name for name in held(knowledge) if name.startswith("app")]) == 1024

@@ -95,10 +95,11 @@ def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
     story = Reader(late).timeline(i)
     seen = late.outcome.first[i] - late.workload.arrival[i]
     text = explain.verdict(late, story)
-    assert f"had its first token {explain._s(seen - 0.4)} late" in text
-    assert f"{explain._s(seen)} against an SLO of 0.400 s" in text
-    before = story.seconds(end=story.first)
-    assert explain._s(max(before.values())) in text
+    longest = max(story.seconds(end=story.first).values())
+    written = [f"{one:.{3 if one < 1 else 2}f} s" for one in (seen - 0.4, seen, longest)]
+    assert f"had its first token {written[0]} late" in text
+    assert f"{written[1]} against an SLO of 0.400 s" in text
+    assert written[2] in text
 
 
 def test_json_is_whole_and_adds_up(late: Run) -> None:
