@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -105,9 +106,11 @@ def test_a_gateway_of_version_1_has_its_file_for_itself(path: str, impatient: No
     assert not Path(path).exists()
 
 
-def test_files_of_another_user_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_user_are_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch, other_user: Callable[[Path], None]
+) -> None:
     Path(f"{path}.lock").touch()
-    monkeypatch.setattr(os, "geteuid", lambda: Path(path).parent.stat().st_uid + 1)
+    other_user(Path(path).parent)
     assert f"{path}.lock is not a file of this user" in refusal(path)
     Path(path).touch()
     monkeypatch.setattr(sqlite_file, "_lock_file", lambda path, suffix: os.open(path, os.O_RDONLY))
