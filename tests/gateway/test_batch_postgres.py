@@ -213,13 +213,15 @@ async def test_closing_without_a_server_ends(own: server.PrivateServer, address:
 
 def lose(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    carry_out = store._after_undo
+    carry_out, lost = store._after_undo, False
 
     async def committed(work: Any, connection: asyncpg.Connection) -> None:
-        monkeypatch.setattr(store, "_after_undo", carry_out)
+        nonlocal lost
+        before, lost = lost, True
         await carry_out(work, connection)
-        connection.terminate()
-        raise ConnectionResetError
+        if not before:
+            connection.terminate()
+            raise ConnectionResetError
 
     monkeypatch.setattr(store, "_after_undo", committed)
 

@@ -64,11 +64,11 @@ def test_an_operator_key_is_there_for_operators() -> None:
 def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = EngineError("It ended:\n/home/me/model is missing", "The whole log is in /var/log/e0.log.")
     (engine,) = gateway.inner.dispatcher.engines.values()
-    monkeypatch.setattr(engine, "failure", failure)
+    engine.failure = failure
     told = gateway.get("/ready").json()["engines"]["e0"]["error"]
     assert "/home/me" not in told
     assert "/home/me" in gateway.get("/ready", headers=OPERATOR).json()["engines"]["e0"]["error"]
-    monkeypatch.undo()
+    engine.failure = None
 
     async def lives(_: VllmEngine) -> bool:
         return True

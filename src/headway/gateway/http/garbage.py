@@ -23,12 +23,12 @@ def spare_old_objects() -> None:
     gc.set_threshold(young, middle, _NEVER)
 
 
-async def collect(open_requests: Callable[[], int]) -> None:
-    """Carry out full collections, until cancelled; open_requests: how many there are now."""
+async def collect(open_requests: Callable[[], int], look_s: float = _LOOK_S) -> None:
+    """Carry out full collections, until cancelled; open_requests: how many there are now. A look each `look_s`."""
     loop = asyncio.get_running_loop()
     latest = loop.time()
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(look_s)
         if due(open_requests(), loop.time() - latest):
             gc.collect()
             latest = loop.time()
