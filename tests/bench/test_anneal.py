@@ -68,7 +68,6 @@ def test_the_event_simulator_is_a_second_host() -> None:
 def test_it_prints_rows_with_the_paper_s_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = bench.Plan(2, (4, 10), {1: 4, 2: 4, 4: 4}, ((4,), 1), ((1.0,), 6, (2,), 1))
     monkeypatch.setattr(bench, "QUICK", tiny)
-    monkeypatch.setattr(bench, "_MOVES", (5,))
     result = CliRunner().invoke(bench_app, ["papers", "anneal", "--quick", "--json", "--seed", "1"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

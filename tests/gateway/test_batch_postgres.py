@@ -215,13 +215,14 @@ def lose(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
     carry_out, lost = store._after_undo, False
 
-    async def committed(work: Any, connection: asyncpg.Connection) -> None:
+    async def committed(work: Any, connection: asyncpg.Connection) -> Any:
         nonlocal lost
         before, lost = lost, True
-        await carry_out(work, connection)
-        if not before:
-            connection.terminate()
-            raise ConnectionResetError
+        done = await carry_out(work, connection)
+        if before:
+            return done
+        connection.terminate()
+        raise ConnectionResetError
 
     monkeypatch.setattr(store, "_after_undo", committed)
 

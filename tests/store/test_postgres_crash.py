@@ -205,10 +205,10 @@ def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal lost
         before, lost = lost, True
         ends = await apply(group, alone, connection)
-        if not before:
-            connection.terminate()
-            raise ConnectionResetError
-        return ends
+        if before:
+            return ends
+        connection.terminate()
+        raise ConnectionResetError
 
     monkeypatch.setattr(broker, "_apply", committed)
 
