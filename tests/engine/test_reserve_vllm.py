@@ -43,16 +43,14 @@ def audited(scheduler: Any) -> None:
     scheduler.kv_policy.check = look
 
 
-def coming(scheduler: Any) -> dict[str, list[Any]]:
+def coming(scheduler: Any) -> Any:
     """Return the loans that are not in their borrowers' block lists yet."""
-    loans: dict[str, list[Any]] = scheduler.kv_policy._pending
-    return loans
+    return scheduler.kv_policy._pending
 
 
-def lists_of(scheduler: Any) -> dict[str, list[Any]]:
+def lists_of(scheduler: Any) -> Any:
     """Return vLLM's block lists, by request."""
-    lists: dict[str, list[Any]] = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-    return lists
+    return scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
 
 
 def audit(scheduler: Any, ran: dict[str, int]) -> None:

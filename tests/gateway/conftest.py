@@ -29,13 +29,8 @@ def _one_tokenizer() -> Iterator[None]:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what replaces methods of the gateway's engines, by their names."""
-
-    def replace(**methods: Any) -> None:
-        for name, method in methods.items():
-            monkeypatch.setattr(VllmEngine, name, method)
-
-    return replace
+    """Return what replaces a method of the gateway's engines, by its name."""
+    return functools.partial(monkeypatch.setattr, VllmEngine)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def loaded(engines: Callable[..., None]) -> list[str]:
         names.append(name)
         return names.count(name) > 1
 
-    engines(load_adapter=load)
+    engines("load_adapter", load)
     return names
 
 

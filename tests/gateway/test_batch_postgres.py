@@ -213,16 +213,14 @@ async def test_closing_without_a_server_ends(own: server.PrivateServer, address:
 
 def lose(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    carry_out, lost = store._after_undo, False
+    carry_out, cuts = store._after_undo, iter([True])
 
     async def committed(work: Any, connection: asyncpg.Connection) -> Any:
-        nonlocal lost
-        before, lost = lost, True
         done = await carry_out(work, connection)
-        if before:
-            return done
-        connection.terminate()
-        raise ConnectionResetError
+        if next(cuts, False):
+            connection.terminate()
+            raise ConnectionResetError
+        return done
 
     monkeypatch.setattr(store, "_after_undo", committed)
 

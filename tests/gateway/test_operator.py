@@ -77,7 +77,8 @@ def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, engi
     def gone(*_: object, **__: object) -> None:
         raise EngineGone("e0", ConnectionError(f"cannot connect to {fake.url}"))
 
-    engines(lives=lives, open=gone)
+    engines("lives", lives)
+    engines("open", gone)
     said = error(gateway.post(gateway.chat(**fakes())), 503)["message"]
     assert "went away" in said
     assert str(fake.port) not in said

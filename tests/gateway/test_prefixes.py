@@ -184,7 +184,7 @@ def pins(engines: Callable[..., None]) -> Pins:
     async def control(engine: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         return await pins.control(engine, message)
 
-    engines(control=control)
+    engines("control", control)
     return pins
 
 

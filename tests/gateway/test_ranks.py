@@ -52,7 +52,7 @@ def test_the_newest_ranks_reach_the_engine_in_one_message(gateway: Gateway, engi
             messages.append((message["op"], message["values"]))
         return {}
 
-    engines(control=control)
+    engines("control", control)
     rerank(gateway, {"hw-1": 1.0}, {"hw-1": 2.0, "hw-2": 3.0})
     until(lambda: messages)
     assert messages == [("urgency", {"hw-1": 2.0, "hw-2": 3.0})]
@@ -67,7 +67,7 @@ def test_an_engine_that_refuses_ranks_is_logged_and_asked_again(
         told.append(ranks)
         raise EngineError("No scheduler here.", "Use another engine.")
 
-    engines(rerank=refuse)
+    engines("rerank", refuse)
     rerank(gateway, {"hw-1": 1.0})
     until(lambda: "No scheduler here" in caplog.text)
     rerank(gateway, {"hw-1": 2.0})

@@ -95,7 +95,7 @@ def test_an_engine_whose_metrics_are_nonsense(gateway: Gateway, engines: Callabl
     async def nonsense(_: VllmEngine, seconds: float) -> str:
         return "vllm:broken{ 1 2 3\n<html>"
 
-    engines(metrics=nonsense)
+    engines("metrics", nonsense)
     assert "headway_engine_up" in families(gateway)
 
 

@@ -199,16 +199,14 @@ async def test_tables_that_are_gone_are_told_and_not_made_anew(
 
 def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    apply, lost = broker._apply, False
+    apply, cuts = broker._apply, iter([True])
 
     async def committed(group: list[Any], alone: bool, connection: asyncpg.Connection) -> list[Any]:
-        nonlocal lost
-        before, lost = lost, True
         ends = await apply(group, alone, connection)
-        if before:
-            return ends
-        connection.terminate()
-        raise ConnectionResetError
+        if next(cuts, False):
+            connection.terminate()
+            raise ConnectionResetError
+        return ends
 
     monkeypatch.setattr(broker, "_apply", committed)
 

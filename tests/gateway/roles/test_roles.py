@@ -181,9 +181,6 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     def receive(sender: str, *items: Item) -> None:
         headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Message(sender, 1, items, 0.0))
 
-    def known(name: str) -> bool:
-        return knows(leader, name)
-
     def owner() -> str:
         return leader._owner["r1"]
 
@@ -203,11 +200,11 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     assert owner() == "y"
     receive("x", Present((late,), True))
     until(lambda: owner() == "x")
-    assert known("y")
+    assert knows(leader, "y")
     receive("y", Alive((), 1))
-    until(lambda: not known("y"))  # it is asked what it has
+    until(lambda: not knows(leader, "y"))  # it is asked what it has
     receive("y", Present((early,), True))
-    until(lambda: known("y"))
+    until(lambda: knows(leader, "y"))
     receive("x", Finished("r1", 3))
     until(lambda: not waiting(headway, "c1"))
 

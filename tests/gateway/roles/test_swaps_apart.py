@@ -54,7 +54,7 @@ def test_a_swap_is_ordered_once(headway: Parts, events: list[Event], engines: Ca
         orders.append(model)
         begin(engine, model)
 
-    engines(begin_swap=noted)
+    engines("begin_swap", noted)
     models = ["b", "a", "c", "a", "b", "a"]
     with headway.gateway("g1") as gateway:
         assert [ask(gateway, model) for model in models] == orders == models
