@@ -217,7 +217,6 @@ def tiny(seed: int, *, quick: bool) -> list[cells.Job]:
 
 def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this process: a short ground, every rival, and no fidelity."""
-    monkeypatch.setattr(grounds, "_SHORT_OWN", 10.0)
     monkeypatch.setattr(bench, "jobs", tiny)
     monkeypatch.setattr(bench, "run", lambda jobs: {job: cells.compute(job) for job in jobs})
     arguments = ["bench", "rivals", "--quick", "--json", "--seed", "3", "--grounds", "tiny-kv", "--out", str(tmp_path)]

@@ -275,7 +275,7 @@ async def test_the_end_of_a_batch_that_is_lost_counts(
         lose(store, monkeypatch)
         await whole(*args, **named)
 
-    monkeypatch.setattr(store, "end", end)
+    store.end = end  # type: ignore[method-assign]
     with pytest.raises(HeadwayError, match="is out"):
         await conclude(store, BATCH)
     assert await succeeds(store.open_batches) == []
