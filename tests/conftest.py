@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
             return E2E if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
+
+
+@pytest.fixture
+def other_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Let this process run as another user than the owner of a file."""
+    return lambda path: monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

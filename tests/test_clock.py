@@ -20,8 +20,13 @@ DAY = 86400.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The state directory, in which no process has noted an origin."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    clock._origin.cache_clear()
+    restart()
     yield tmp_path / "headway"
+    restart()
+
+
+def restart() -> None:
+    """Know as little of the origin as a process that starts now."""
     clock._origin.cache_clear()
 
 
@@ -29,6 +34,12 @@ def set_by(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the machine's clock, as far as this process sees it."""
     was = time.time
     monkeypatch.setattr(time, "time", lambda: was() + seconds)
+
+
+def shift_now(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Headway's clock be this far ahead."""
+    was = clock.now
+    monkeypatch.setattr(clock, "now", lambda: was() + seconds)
 
 
 def test_it_shows_the_time(folder: Path) -> None:
@@ -40,7 +51,7 @@ def test_a_set_clock_does_not_change_it(folder: Path, seconds: float, monkeypatc
     before = clock.now()
     set_by(seconds, monkeypatch)
     assert 0 <= clock.now() - before < 60
-    clock._origin.cache_clear()  # a process that starts now
+    restart()
     assert 0 <= clock.now() - before < 60
 
 
@@ -66,7 +77,7 @@ def test_a_process_that_died_before_it_noted_anything_is_no_reason_to_stop(folde
     assert file
     file.touch()
     before = clock.now()
-    clock._origin.cache_clear()
+    restart()
     assert before <= clock.now() <= before + 60
 
 
@@ -81,7 +92,7 @@ def test_a_damaged_file_is_told(folder: Path, text: str) -> None:
     clock.now()
     (noted,) = folder.iterdir()
     noted.write_text(text)
-    clock._origin.cache_clear()
+    restart()
     with pytest.raises(ConfigError, match="origin of Headway's clock") as error:
         clock.now()
     assert "Delete it" in error.value.hint

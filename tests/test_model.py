@@ -42,7 +42,13 @@ def twin(prepared: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quick(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def convert_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Return what replaces the conversion."""
+    return lambda convert: monkeypatch.setattr(resolve, "convert", convert)
+
+
+@pytest.fixture
+def quick(prepared: Path, convert_by: Callable[[object], None]) -> list[Path]:
     """Replace the conversion by one that links the files; return where it was called to write."""
     calls: list[Path] = []
 
@@ -50,7 +56,7 @@ def quick(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         calls.append(out)
         link(prepared, out)
 
-    monkeypatch.setattr(resolve, "convert", stand_in)
+    convert_by(stand_in)
     return calls
 
 
@@ -343,24 +349,24 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, SystemExit])
 def test_an_interrupted_fetch_leaves_nothing(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    tmp_path: Path, convert_by: Callable[[object], None], error: type[BaseException]
 ) -> None:
     def interrupted(gguf: Path, out: Path, track: object) -> None:
         (out / "config.json").write_text("{")
         raise error
 
-    monkeypatch.setattr(resolve, "convert", interrupted)
+    convert_by(interrupted)
     with pytest.raises(error):
         resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()
 
 
-def test_an_interrupted_force_keeps_the_old_one(twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_force_keeps_the_old_one(twin: Path, convert_by: Callable[[object], None]) -> None:
     def interrupted(gguf: Path, out: Path, track: object) -> None:
         raise KeyboardInterrupt
 
     before = times(twin)
-    monkeypatch.setattr(resolve, "convert", interrupted)
+    convert_by(interrupted)
     with pytest.raises(KeyboardInterrupt):
         resolve.fetch(twin, force=True)
     assert times(twin) == before
@@ -380,7 +386,7 @@ def test_the_next_fetch_cleans_up_after_a_killed_one(tmp_path: Path, quick: list
 
 
 def test_two_fetches_at_once_convert_once(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    prepared: Path, tmp_path: Path, convert_by: Callable[[object], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     converting, waiting, calls = threading.Event(), threading.Event(), []
 
@@ -391,7 +397,7 @@ def test_two_fetches_at_once_convert_once(
         link(prepared, out)
 
     out, seen = tmp_path / "out", []
-    monkeypatch.setattr(resolve, "convert", slow)
+    convert_by(slow)
     first = threading.Thread(target=lambda: seen.append(resolve.fetch(out, check=False)))
     second = threading.Thread(target=lambda: seen.append(resolve.fetch(out, check=False)))
     first.start()
@@ -408,13 +414,13 @@ def test_two_fetches_at_once_convert_once(
 
 
 def test_a_wrong_conversion_is_not_put_in_place(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, convert_by: Callable[[object], None]
 ) -> None:
     def wrong(gguf: Path, out: Path, track: object) -> None:
         link(prepared, out)
         shorten(out / "tokenizer.json")
 
-    monkeypatch.setattr(resolve, "convert", wrong)
+    convert_by(wrong)
     with pytest.raises(ConfigError, match=r"pinned hashes: tokenizer\.json.*requirements\.lock"):
         resolve.fetch(tmp_path / "out")
     assert left_beside(tmp_path / "out") == set()

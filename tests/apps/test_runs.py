@@ -24,11 +24,11 @@ def ask(id: str, unit: str = "a", run: str = "1", prompt: int = 100, **more: obj
     return Request(id, "m", prompt, 100, 0.0, tenant="t", stage=stage)
 
 
-def fixed(*seconds: float) -> Runs:
-    """Runs whose demand from every visit on is equally likely to be one of these."""
-    samples = np.resize(np.array(seconds, float), SAMPLES)
+def fixed(*seconds: float, **by_run: float) -> Runs:
+    """Runs whose demand from every visit on is equally likely to be one of these, or that of their name."""
 
     def futures(run: Run, costs: Costs) -> Draw:
+        samples = np.resize(np.array(by_run.get(run.key[2], seconds), float), SAMPLES)
         return Draw(samples, samples, samples, np.full(SAMPLES, -1))
 
     runs = Runs(Knowledge(), RankOptions(), futures)
@@ -36,8 +36,15 @@ def fixed(*seconds: float) -> Runs:
     return runs
 
 
-def rank(runs: Runs, key: tuple[str, str, str] = KEY) -> float:
-    return float(runs.rank[runs._runs[key].slot])
+def rank(runs: Runs, id: str | None = None) -> float:
+    """Return the rank of a request's run, or of the only run."""
+    (found,) = runs.rank[np.isfinite(runs.rank)] if id is None else [runs.rank[runs.run_of(id).slot]]
+    return float(found)
+
+
+def rank_at(runs: Runs, now: float) -> float:
+    runs.refresh(now)
+    return rank(runs)
 
 
 def taught(runs: Runs) -> list[Visit]:
@@ -51,8 +58,7 @@ def taught(runs: Runs) -> list[Visit]:
 def test_the_rank_falls_by_what_the_run_attains() -> None:
     runs = fixed(10.0)
     runs.arrived(ask("r"), 1.0, 0.0)
-    runs.refresh(0.0)
-    assert rank(runs) == 10.0
+    assert rank_at(runs, 0.0) == 10.0
     runs.started("r", 5.0)
     assert runs.refresh(5.5) == []  # less than a tenth of the demand
     assert [run.key for run in runs.refresh(7.0)] == [KEY]
@@ -66,8 +72,7 @@ def test_the_rank_follows_the_service_of_requests_that_have_ended() -> None:
     runs.arrived(ask("r2"), 1.0, 0.0)
     runs.refresh(0.0)
     runs.ended("r1", 4, 1.0)
-    runs.refresh(1.0)
-    assert rank(runs) == 6.0
+    assert rank_at(runs, 1.0) == 6.0
 
 
 def test_a_new_visit_attains_from_its_beginning_on_while_another_goes_on() -> None:
@@ -75,32 +80,28 @@ def test_a_new_visit_attains_from_its_beginning_on_while_another_goes_on() -> No
     runs.arrived(ask("r1", "a"), 1.0, 0.0)
     runs.started("r1", 0.0)
     runs.arrived(ask("r2", "b"), 1.0, 6.0)
-    runs.refresh(6.0)
-    assert rank(runs) == 10.0
+    assert rank_at(runs, 6.0) == 10.0
     runs.ended("r1", 9, 8.0)  # its first six seconds were attained before
-    runs.refresh(8.0)
-    assert rank(runs) == 8.0
+    assert rank_at(runs, 8.0) == 8.0
 
 
 def test_what_an_engine_lost_is_not_attained() -> None:
     runs = fixed(10.0)
     runs.arrived(ask("r"), 1.0, 0.0)
     runs.started("r", 0.0)
-    runs.refresh(4.0)
+    runs.refresh(0.0)
     runs.returned("r", 4.0)
     runs.started("r", 6.0)
-    assert runs._attained(8.0)[runs._runs[KEY].slot] == 2.0
+    assert rank_at(runs, 8.0) == 8.0
     runs.ended("r", 9, 15.0)
-    assert runs._attained(15.0)[runs._runs[KEY].slot] == 9.0
+    assert rank_at(runs, 15.0) == 1.0
 
 
 def test_a_run_without_any_demand_has_a_rank() -> None:
     runs = fixed(0.0)
     runs.unit_began(KEY, "tool", "python", 1.0)
-    runs.refresh(1.0)
-    assert rank(runs) == 0.0
-    runs.refresh(2.0)
-    assert rank(runs) == 1.0  # as long again as it has taken
+    assert rank_at(runs, 1.0) == 0.0
+    assert rank_at(runs, 2.0) == 1.0  # as long again as it has taken
 
 
 # ---- the end of a run
@@ -109,8 +110,7 @@ def test_a_run_without_any_demand_has_a_rank() -> None:
 def test_a_run_may_begin_long_after_the_epoch() -> None:
     runs = fixed(1.0)
     runs.arrived(ask("r"), 1.0, 1.8e9)
-    runs.refresh(1.8e9)
-    assert rank(runs) == 1.0
+    assert rank_at(runs, 1.8e9) == 1.0
 
 
 def test_a_run_that_is_ended_lives_until_its_requests_have_ended() -> None:
@@ -184,16 +184,19 @@ def test_the_number_of_silent_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     for i in range(50):
         runs.arrived(ask(f"r{i}", run=f"{i}"), 1.0, float(i))
         runs.ended(f"r{i}", 1, float(i))
-    assert [key[2] for key in runs._runs] == [f"{i}" for i in range(40, 50)]
+    assert len(runs) == 10
     assert runs.knowledge.graphs == {}, "a run that was cut short teaches nothing"
+    for i in range(40, 50):
+        runs.end(("t", "app", f"{i}"))
+    assert len(runs) == 0, "the latest ones were left"
 
 
 def test_a_run_that_never_ends_stays_small() -> None:
     runs = fixed(5.0)
     for i in range(3000):
         runs.arrived(ask(f"r{i}", unit=f"u{i}"), 1.0, float(i))
+        run = runs.run_of(f"r{i}")
         runs.ended(f"r{i}", 1, float(i))
-    run = runs._runs[KEY]
     assert run.steps == 3000
     assert len(run.visits) == len(run.visited) == 1000
     assert sum(run.visited.values()) == 1000
@@ -202,16 +205,12 @@ def test_a_run_that_never_ends_stays_small() -> None:
 # ---- units outside the LLM
 
 
-def attaining(runs: Runs) -> int:
-    return int(runs._active[runs._runs[KEY].slot])
-
-
 def test_a_unit_outside_the_llm_takes_from_its_begin_to_its_end() -> None:
     runs = fixed(5.0)
     runs.unit_began(KEY, "tool", "python", 1.0)
-    assert attaining(runs) == 1
+    assert rank_at(runs, 3.0) == 3.0
     runs.unit_ended(KEY, "tool", 3.5)
-    assert attaining(runs) == 0
+    assert rank_at(runs, 9.0) == 2.5
     runs.end(KEY)
     assert taught(runs) == [Visit("tool", "python", seconds=2.5)]
 
@@ -220,11 +219,10 @@ def test_parallel_units_of_one_name_are_one_visit() -> None:
     runs = fixed(5.0)
     runs.unit_began(KEY, "tool", "python", 1.0)
     runs.unit_began(KEY, "tool", "python", 2.0)
-    assert attaining(runs) == 1
     runs.unit_ended(KEY, "tool", 3.0)
-    assert attaining(runs) == 1
+    assert rank_at(runs, 4.0) == 2.0
     runs.unit_ended(KEY, "tool", 5.0)
-    assert runs._attained(9.0)[runs._runs[KEY].slot] == 4.0
+    assert rank_at(runs, 9.0) == 1.0
     runs.end(KEY)
     assert taught(runs) == [Visit("tool", "python", seconds=4.0)]
 
@@ -237,8 +235,8 @@ def test_an_end_that_nothing_has_begun_for_is_ignored() -> None:
     runs.unit_began(KEY, "tool", "python", 3.0)
     runs.unit_ended(KEY, "tool", 4.0)
     runs.unit_ended(KEY, "tool", 5.0)
-    assert attaining(runs) == 0
-    assert list(runs._runs[KEY].open) == [("tool", False)]
+    assert rank_at(runs, 9.0) == 4.0
+    assert list(runs.run_of("r").open) == [("tool", False)]
 
 
 def test_a_tool_may_be_called_like_an_llm_unit_or_its_backend() -> None:
@@ -247,7 +245,6 @@ def test_a_tool_may_be_called_like_an_llm_unit_or_its_backend() -> None:
     runs.arrived(ask("r", "a"), 1.0, 1.0)
     runs.unit_ended(KEY, "a", 2.0)
     runs.ended("r", 7, 3.0)
-    assert runs._runs[KEY].idle
     runs.end(KEY)
     assert taught(runs) == [Visit("a", LLM, seconds=2.0), Visit("a", LLM, 100, 7, 1)]
 
@@ -281,7 +278,7 @@ def test_the_least_slack_goes_first_and_a_lost_run_last() -> None:
     for run, target in (("1", 9.0), ("2", 6.0), ("late", 1.5), ("any", None)):
         runs.arrived(ask(run, run=run, target=target), 1.0, 100.0)
     runs.refresh(100.0)
-    ranks = [rank(runs, ("t", "app", run)) for run in ("2", "1", "late", "any")]
+    ranks = [rank(runs, run) for run in ("2", "1", "late", "any")]
     assert ranks[:2] == [2.0, 5.0]  # to begin at the latest, counted from the first run's beginning
     assert ranks[2] == ranks[3] > 1e9
 
@@ -299,8 +296,7 @@ def test_a_run_is_lost_when_time_has_passed() -> None:
 def test_the_deadline_may_change_in_mid_run() -> None:
     runs = slack(2.0, 4.0)
     runs.arrived(ask("r1", target=6.0), 1.0, 0.0)
-    runs.refresh(0.0)
-    assert rank(runs) == 2.0
+    assert rank_at(runs, 0.0) == 2.0
     runs.arrived(ask("r2", target=10.0), 1.0, 1.0)
     runs.refresh(1.0)
     assert runs.run_of("r1").target == 10.0
@@ -310,16 +306,15 @@ def test_the_deadline_may_change_in_mid_run() -> None:
 
 
 def test_aging_puts_a_run_before_what_begins_later_than_its_rank_allows() -> None:
-    runs = fixed(10.0)
+    runs = fixed(1.0, long=10.0)
     runs.options = RankOptions(aging=0.5)
     runs.arrived(ask("long", run="long"), 1.0, 5.0)
     runs.refresh(5.0)
-    runs._futures = fixed(1.0)._futures
     begin = {"early": 5.0 + 9.0 / 0.5 - 0.1, "late": 5.0 + 9.0 / 0.5 + 0.1}
     for run, now in begin.items():
         runs.arrived(ask(run, run=run), 1.0, now)
         runs.refresh(now)
-    ranks = {run: rank(runs, ("t", "app", run)) for run in ("long", *begin)}
+    ranks = {run: rank(runs, run) for run in ("long", *begin)}
     assert ranks["early"] < ranks["long"] < ranks["late"]
 
 
@@ -327,8 +322,10 @@ def test_slots_are_reused() -> None:
     runs = fixed(5.0)
     for i in range(1000):
         runs.arrived(ask(f"r{i}", run=f"{i}", final=True), 1.0, float(i))
+        runs.started(f"r{i}", float(i))
         runs.refresh(float(i))
-        runs.ended(f"r{i}", 1, float(i))
+        assert rank(runs) == 5.0
+        runs.ended(f"r{i}", 1, i + 0.5)
     assert runs.rank.size == 64
     assert np.all(runs.rank == math.inf)
 
@@ -339,17 +336,15 @@ def test_futures_may_know_a_unit_that_no_graph_has() -> None:
     runs.ended("r1", 1, 1.0)
     runs.arrived(ask("r2", "b"), 1.0, 2.0)
     runs.started("r2", 3.0)
-    runs.refresh(3.0)
-    assert rank(runs) == 5.0
+    assert rank_at(runs, 3.0) == 5.0
 
 
 def test_many_runs_live_side_by_side() -> None:
-    runs = fixed(5.0)
+    runs = fixed(**{f"{i}": i + 1.0 for i in range(1000)})
     for i in range(1000):
-        runs._futures = fixed(float(i + 1))._futures
         runs.arrived(ask(f"r{i}", run=f"{i}", final=True), 1.0, 0.0)
         runs.refresh(0.0)
-    assert [rank(runs, ("t", "app", f"{i}")) for i in range(1000)] == [i + 1.0 for i in range(1000)]
+    assert [rank(runs, f"r{i}") for i in range(1000)] == [i + 1.0 for i in range(1000)]
     for i in range(1000):
         runs.ended(f"r{i}", 1, 1.0)
     assert len(runs) == 0

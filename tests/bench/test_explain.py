@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,10 +96,11 @@ def test_the_numbers_of_a_verdict_by_hand(late: Run) -> None:
     story = Reader(late).timeline(i)
     seen = late.outcome.first[i] - late.workload.arrival[i]
     text = explain.verdict(late, story)
-    assert f"had its first token {explain._s(seen - 0.4)} late" in text
-    assert f"{explain._s(seen)} against an SLO of 0.400 s" in text
-    before = story.seconds(end=story.first)
-    assert explain._s(max(before.values())) in text
+    longest = max(story.seconds(end=story.first).values())
+    written = [f"{one:.{3 if one < 1 else 2}f} s" for one in (seen - 0.4, seen, longest)]
+    assert f"had its first token {written[0]} late" in text
+    assert f"{written[1]} against an SLO of 0.400 s" in text
+    assert written[2] in text
 
 
 def test_json_is_whole_and_adds_up(late: Run) -> None:
@@ -110,7 +112,7 @@ def test_json_is_whole_and_adds_up(late: Run) -> None:
         assert data["simulated"] is True
 
 
-def text_of(run: Run, request: int, **more: bool) -> str:
+def text_of(run: Run, request: int, **more: Any) -> str:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(explain.render(run, Reader(run).timeline(request), **more))
@@ -127,12 +129,11 @@ def test_the_table_has_the_sum_and_those_who_gained(late: Run) -> None:
     assert "SIMULATED" in text
 
 
-def test_long_timelines_are_cut_and_say_so(late: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "_LINES", 2)
+def test_long_timelines_are_cut_and_say_so(late: Run) -> None:
     i = int(np.argmax(late.outcome.evictions))
     many = len(Reader(late).timeline(i).spans)
-    assert f"{many - 2} shorter stretches are left out" in text_of(late, i)
-    assert "left out" not in text_of(late, i, whole=True)
+    assert f"{many - 2} shorter stretches are left out" in text_of(late, i, lines=2)
+    assert "left out" not in text_of(late, i, whole=True, lines=2)
 
 
 def test_a_request_that_never_ended(late: Run) -> None:

@@ -227,11 +227,12 @@ def test_what_only_one_reading_has_is_unknown():
     assert generator.gained({"a": 2.0, "b": 1.0}, {"a": 5.0, "c": 1.0}) == {"a": 3.0}
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_allowed(monkeypatch):
-    seen = []
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: seen.append(limits))
-    generator._allow_files(500)
-    generator._allow_files(2000)
-    generator._allow_files(10**6)
-    assert seen == [(2000, 4096), (4096, 4096)]
+async def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        for calls, least, most in ((500, 1024, 1024), (2000, 2000, 3000), (hard + 1, hard, hard)):
+            await generator.session(calls).close()
+            assert least <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

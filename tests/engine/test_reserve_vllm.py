@@ -18,6 +18,7 @@ from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
 from headway.gateway.main import preflight
+from tests.engine.test_ends_hook import skip
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, LONGEST = 16, 512
@@ -43,14 +44,23 @@ def audited(scheduler: Any) -> None:
     scheduler.kv_policy.check = look
 
 
+def coming(scheduler: Any) -> Any:
+    """Return the loans that are not in their borrowers' block lists yet."""
+    return scheduler.kv_policy._pending
+
+
+def lists_of(scheduler: Any) -> Any:
+    """Return vLLM's block lists, by request."""
+    return scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+
+
 def audit(scheduler: Any, ran: dict[str, int]) -> None:
     """vLLM counts each block as often as it is in a list; no two requests write one; none is lost."""
-    pool, lists = scheduler.kv_cache_manager.block_pool, scheduler.kv_policy._blocks_of
-    held = [blocks for id, blocks in lists.items()]
-    coming = list(scheduler.kv_policy._pending.values())
-    counted = Counter(block.block_id for blocks in held + coming for block in blocks)
+    pool, lists = scheduler.kv_cache_manager.block_pool, lists_of(scheduler)
+    held = [*lists.values(), *coming(scheduler).values()]
+    counted = Counter(block.block_id for blocks in held for block in blocks)
     assert counted == {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null}
-    assert pool.get_num_free_blocks() + len(counted) == scheduler._total
+    assert pool.get_num_free_blocks() + len(counted) == pool.num_gpu_blocks - 1
     written = Counter(
         block.block_id
         for request in scheduler.running
@@ -80,9 +90,8 @@ def counters(engine: SchedulerOracle) -> dict[str, Any]:
 def all_back(engine: SchedulerOracle) -> bool:
     """Tell whether nobody holds anything; the last to leave does so in the next step."""
     engine.step()
-    jobs = engine.scheduler.jobs
-    nobody = not len(jobs) and not engine.scheduler.kv_policy._pending
-    return nobody and bool(engine.scheduler._blocks.get_num_free_blocks() == engine.scheduler._total)
+    nobody, pool = not len(engine.scheduler.jobs), engine.scheduler.kv_cache_manager.block_pool
+    return nobody and not coming(engine.scheduler) and bool(pool.get_num_free_blocks() == pool.num_gpu_blocks - 1)
 
 
 @pytest.mark.parametrize("host_gib", [0.0, 0.1])
@@ -124,9 +133,11 @@ class Tables:
                 self.of[id] = list(more[0])
             elif more is not None:
                 self.of[id] += more[0]
-                self.extended_by_loans += any(scheduler._blocks.blocks[b].ref_cnt > 1 for b in more[0])
+                self.extended_by_loans += any(
+                    scheduler.kv_cache_manager.block_pool.blocks[b].ref_cnt > 1 for b in more[0]
+                )
         for id in output.num_scheduled_tokens:
-            assert self.of[id] == [block.block_id for block in scheduler.kv_policy._blocks_of[id]]
+            assert self.of[id] == [block.block_id for block in lists_of(scheduler)[id]]
 
 
 def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
@@ -167,24 +178,20 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
     assert loans > 10
 
 
-def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back() -> None:
     """Stock may skip anybody who waits, for reasons of its own (a grammar, an adapter): here at random."""
-    rng, skipped = np.random.default_rng(1), 0
+    rng, skipped = np.random.default_rng(1), list[bool]()
     engine = engine_of("ecoserve", 40)
     crowd(engine, 2)
-    policy, ready = engine.scheduler.kv_policy, engine.scheduler._handle_blocked_waiting_request
 
-    def moody(request: Any) -> bool:
-        nonlocal skipped
-        if request.request_id in policy._pending and rng.random() < 0.7:
-            skipped += 1
-            return False
-        return bool(ready(request))
+    def skips(request: Any) -> bool:
+        skipped.append(request.request_id in coming(engine.scheduler) and rng.random() < 0.7)
+        return skipped[-1]
 
-    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", moody)
+    skip(engine, skips)
     while engine.busy:
         engine.step()
-    assert skipped > 0
+    assert any(skipped)
     assert len(engine.finished) == 24
     assert all_back(engine)
 
@@ -195,7 +202,7 @@ def test_a_reset_of_the_engine_s_caches_ends_all_loans() -> None:
     jobs, resets = engine.scheduler.jobs, 0
     while engine.busy:
         engine.step()
-        if resets < 3 and jobs.first_lent_block[jobs.rows()].any() and not engine.scheduler.kv_policy._pending:
+        if resets < 3 and jobs.first_lent_block[jobs.rows()].any() and not coming(engine.scheduler):
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
     assert resets == 3
@@ -207,14 +214,14 @@ def test_an_answer_is_held_for_before_it_is_made() -> None:
     engine = engine_of("ecoserve", 40)
     engine.add("a", 20, 60)
     engine.step()
-    assert engine.scheduler._blocks.get_num_free_blocks() == 35
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 35
 
 
 def test_no_more_is_held_than_a_request_can_have() -> None:
     engine = engine_of("ecoserve", 100)
     engine.add("a", 20, 60, metadata={"headway_tokens_left": 5000.0})
     engine.step()
-    assert engine.scheduler._blocks.get_num_free_blocks() == 100 - LONGEST // SIZE
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 100 - LONGEST // SIZE
 
 
 @pytest.mark.parametrize(

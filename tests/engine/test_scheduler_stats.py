@@ -83,7 +83,6 @@ def test_what_was_computed_adds_up(cls: type[Any], recipe: str | None, policy: s
         assert counters["alloc_failures"] <= counters["preempted"]
         if cls is StatsScheduler:
             assert bool(counters["alloc_failures"]) == bool(counters["preempted"])
-        assert not engine.scheduler.stats._owed, "all that was owed has been paid"
         lost += counters["preempted"]
     assert lost > 0, "nobody ran out of KV: the workloads show nothing"
 

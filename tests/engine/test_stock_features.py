@@ -5,6 +5,8 @@ Recipe `vllm` takes stock's own steps; the others answer every request and give 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +44,14 @@ def make_or_skip(recipe: str | None, **options: Any) -> Any:
         return make(recipe, **options)
     except ConfigError as refusal:
         pytest.skip(str(refusal))
+
+
+@contextmanager
+def nothing_can_be_freed(scheduler: Any) -> Iterator[None]:
+    """As while a connector may still write the blocks."""
+    scheduler._request_blocks_can_be_freed = lambda request: False
+    yield
+    del scheduler._request_blocks_can_be_freed
 
 
 def check(recipe: str, asks: list[Ask], **options: Any) -> tuple[Driver, Driver]:
@@ -349,10 +359,9 @@ def test_blocks_that_a_connector_may_still_write_are_not_taken() -> None:
     scheduler = make("edf", blocks=12, max_running=2)
     driver = Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)])
     driver.step()
-    scheduler._request_blocks_can_be_freed = lambda request: False
-    driver.step()
+    with nothing_can_be_freed(scheduler):
+        driver.step()
     assert scheduler.counters["evictions"] == 0
-    del scheduler._request_blocks_can_be_freed
     driver.run()
 
 
@@ -360,25 +369,22 @@ def test_kv_is_not_saved_while_a_connector_may_still_write_it() -> None:
     scheduler = make("slack", host_gib=0.01)
     driver = Driver(scheduler, [Ask("r", 0, 60, 20)])
     driver.step()
-    scheduler._request_blocks_can_be_freed = lambda request: False
-    scheduler._save(scheduler.requests["r"])
+    with nothing_can_be_freed(scheduler):
+        scheduler._save(scheduler.requests["r"])
     assert not scheduler.connector.saved
     assert scheduler.requests["r"] in scheduler.running
-    del scheduler._request_blocks_can_be_freed
     driver.run()
 
 
-def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    original = HeadwayScheduler._preempt_request
+def test_evicted_requests_drop_output_whose_kv_would_be_delivered() -> None:
+    scheduler, seen = make("edf", blocks=12, max_running=2), list[bool]()
+    preempt = scheduler._preempt_request
 
-    def noted(self: Any, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+    def noted(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
         seen.append(drop_stale_output)
-        original(self, request, timestamp, drop_stale_output)
+        preempt(request, timestamp, drop_stale_output)
 
-    monkeypatch.setattr(HeadwayScheduler, "_preempt_request", noted)
-    scheduler = make("edf", blocks=12, max_running=2)
-    scheduler.requires_kv_delivery = True
+    scheduler._preempt_request, scheduler.requires_kv_delivery = noted, True
     Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)]).run()
     assert seen == [True]
 

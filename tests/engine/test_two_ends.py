@@ -96,7 +96,7 @@ def whole(scheduler: Any) -> None:
     ends = scheduler.kv_policy
     scheduler._refresh(0.0)
     allocation.check_integrity(ends.kv)
-    assert scheduler._blocks.get_num_free_blocks() == BLOCKS - 1
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not ends.host_slots.held()
     assert not ends._worker_tables
     assert not ends.manager.coordinator.single_type_managers[0].req_to_blocks

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,14 @@ def behave(path: Path, behaviour: str) -> None:
 # ---- engine
 
 
+def start_instead(monkeypatch: pytest.MonkeyPatch, command: Callable[..., list[str]]) -> None:
+    """Start this instead of vLLM; the tests' modules are found."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setattr(children, "command", command)
+    monkeypatch.setattr(children, "environment", lambda engine, secret: {**os.environ, "PYTHONPATH": path})
+    monkeypatch.setattr(client, "check_installed", lambda: None)
+
+
 def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start fakes instead of vLLM."""
 
@@ -112,11 +120,7 @@ def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         line = [sys.executable, "-m", "tests.gateway.models_engine", "--port", str(port)]
         return [*line, "--path", resolve(engine.model), "--name", engine.name]
 
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(children, "environment", lambda engine, secret: {**os.environ, "PYTHONPATH": path})
-    monkeypatch.setattr(client, "check_installed", lambda: None)
+    start_instead(monkeypatch, command)
 
 
 # ---- gateway

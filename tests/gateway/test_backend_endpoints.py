@@ -198,7 +198,7 @@ def test_units_count_against_the_limits_of_their_tenant(serve: Serve) -> None:
         sleeps = {"input": {"code": "import time; time.sleep(600)"}}
         units = [threads.submit(ask, gateway, "python", sleeps, headers=one) for one in (bert, carl)]
         pool: Any = gateway.inner.backends["python"].pool  # type: ignore[attr-defined]
-        until(lambda: len(pool._busy) == 2)
+        until(lambda: pool.busy == 2)
         refused = ask(gateway, "echo", {"input": 1}, headers=bert)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_queue_full")
         assert ask(gateway, "echo", {"input": 1}, headers=carl).status_code == 200

@@ -238,7 +238,7 @@ async def test_there_are_only_so_many_processes_and_only_so_many_wait() -> None:
     async with sandboxes(processes=1, waiting=1) as backend:
         begins = asyncio.create_task(execute(backend, "input()\nimport time; time.sleep(1)"))
         first = asyncio.create_task(execute(backend, "import time; time.sleep(1)"))
-        await eventually(lambda: backend.pool._places._waiting)
+        await eventually(lambda: backend.pool.busy)
         assert await backend.warm() is None
         with pytest.raises(RequestError) as refused:
             await execute(backend, "pass")
@@ -254,7 +254,7 @@ async def test_a_tenant_leaves_workers_and_places_to_others() -> None:
     backend = Sandboxes("python", Settings("sandbox", isolation="process", processes=3, waiting=8), 0.5)
     flood = [asyncio.create_task(backend.run("alpha", SLEEPS)) for _ in range(20)]
     try:
-        await eventually(lambda: len(backend.pool._busy) == 2)
+        await eventually(lambda: backend.pool.busy == 2)
         assert (await backend.run("beta", {"code": "print('there')"})).output["stdout"] == "there\n"
         refused = [unit.exception() for unit in flood if unit.done()]
         assert {error.code for error in refused if isinstance(error, RequestError)} == {"tenant_queue_full"}
@@ -274,7 +274,7 @@ async def test_tenants_take_turns() -> None:
 
     async with sandboxes(processes=1) as backend:
         blocks = asyncio.create_task(backend.run("alpha", {"code": "import time; time.sleep(2)"}))
-        await eventually(lambda: backend.pool._busy)
+        await eventually(lambda: backend.pool.busy)
         units = list[asyncio.Task[None]]()
         for tenant in ["alpha"] * 4 + ["beta"] * 2:
             units.append(asyncio.create_task(run(backend, tenant)))
@@ -305,7 +305,7 @@ async def test_a_warm_sandbox_that_has_died_is_not_used() -> None:
 async def test_a_unit_that_is_given_up_ends_its_process() -> None:
     async with sandboxes() as backend:
         unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
-        await eventually(lambda: backend.pool._busy)
+        await eventually(lambda: backend.pool.busy)
         unit.cancel()
         await asyncio.gather(unit, return_exceptions=True)
         await eventually(lambda: backend.pool.live == 0)
@@ -341,7 +341,7 @@ async def test_closing_ends_what_serves_and_what_waits(isolation: str) -> None:
     before = folders()
     async with sandboxes(isolation, processes=2) as backend:
         unit = asyncio.create_task(execute(backend, "import time; time.sleep(60)"))
-        await eventually(lambda: backend.pool._busy)
+        await eventually(lambda: backend.pool.busy)
         await backend.warm()
         waiting = asyncio.create_task(backend.warm())
     told = (await unit).output
@@ -537,6 +537,5 @@ async def test_a_docker_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPat
     hangs.write_text("#!/bin/sh\nexec sleep 60\n")
     hangs.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(containers, "_REMOVE_S", 0.2)
     async with asyncio.timeout(5):
-        await containers.Container("python", Settings("sandbox", isolation="docker")).remove()
+        await containers.Container("python", Settings("sandbox", isolation="docker")).remove(0.2)

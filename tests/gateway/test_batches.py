@@ -23,6 +23,7 @@ from tests.gateway.batches import begin, content, ended, held, line, lines, look
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
+from tests.test_clock import shift_now
 
 DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
@@ -266,8 +267,7 @@ def test_the_window_ends(serve: Serve, fake: Fake, monkeypatch: pytest.MonkeyPat
         id = begin(gateway, [*lines(2), *(line(f"held-{i}", **held("window")) for i in range(3))], "1h")
         until(lambda: look(gateway, id)["request_counts"]["completed"] == 2, 30)
         until(lambda: len(gateway.controller.requests) == 2)
-        was = clock.now
-        monkeypatch.setattr(clock, "now", lambda: was() + 3700)
+        shift_now(3700, monkeypatch)
         seen = ended(gateway, id)
         assert (seen["status"], seen["cancelling_at"]) == ("expired", None)
         assert seen["request_counts"] == {"total": 5, "completed": 2, "failed": 3}

@@ -17,13 +17,13 @@ import pytest
 
 from benchmarks.real.peers import gateway_argv
 from benchmarks.real.peers import serving as process
-from headway import clock
 from headway.config import Batches, Broker, Config, Key, Postgres, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from tests.gateway.batches import begin, content, ended, held, line, lines, look, outcome, text, upload
 from tests.gateway.gateway import CHAT, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.roles.parts import parts
 from tests.helpers import postgres
+from tests.test_clock import shift_now
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -107,8 +107,7 @@ def test_the_window_ends(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with serving(shared(tmp_path, fake, batches=Batches(lines=2))) as gateway:
         id = begin(gateway, [*lines(2), *(line(f"held-{i}", **held("pg-window")) for i in range(3))], "1h")
         until(lambda: look(gateway, id)["request_counts"]["completed"] == 2, 30)
-        was = clock.now
-        monkeypatch.setattr(clock, "now", lambda: was() + 3700)
+        shift_now(3700, monkeypatch)
         seen = ended(gateway, id)
         assert seen["status"] == "expired"
         assert seen["request_counts"] == {"total": 5, "completed": 2, "failed": 3}

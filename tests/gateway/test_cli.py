@@ -105,9 +105,14 @@ def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) ->
         assert "Traceback" not in err, f"{name}: {err}"
 
 
-@pytest.mark.parametrize("name", MORE)
-def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave logging as the tests have it."""
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, own_logging: None) -> None:
     with pytest.raises(ConfigError) as raised:
         app(command(MORE[name], taken, tmp_path / "headway.toml"), standalone_mode=False)
     _, _, wrong, hint = MORE[name]
@@ -116,9 +121,8 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, monkeypatch:
 
 
 def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, own_logging: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     file = tmp_path / "headway.toml"
     file.write_text(
         'recipe = "slak"\n[server]\noperator_key = "env:HEADWAY_NO_SUCH"\n'

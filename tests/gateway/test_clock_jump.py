@@ -12,6 +12,7 @@ from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CLASSES, Fake, until
 from tests.gateway.test_background import begin, finished, look
 from tests.gateway.test_request_ends import fakes
+from tests.test_clock import set_by
 
 DAY = 86400.0
 TIERS = CLASSES | {"roomy": Tier(e2e_ms=600_000.0, drop=True)}
@@ -25,8 +26,7 @@ def test_a_clock_that_is_set_by_days(serve: Serve, fake: Fake, days: int, monkey
         held = begin(gateway, **fakes(hold=f"jump{days}"))
         until(lambda: fake.last()["open"] == 1)
         waiting = begin(gateway, service_tier="roomy")
-        was = time.time
-        monkeypatch.setattr(time, "time", lambda: was() + days * DAY)
+        set_by(days * DAY, monkeypatch)
         gateway.do(gateway.inner.broker.forget(clock.now() - DAY))
         fake.release(f"jump{days}")
         assert finished(gateway, held)["status"] == "completed"

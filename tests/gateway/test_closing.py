@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from headway.store.queue.memory import MemoryBroker, MemoryStore
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite import SqliteBroker
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway, until
+from tests.gateway.gateway import Fake, Gateway, configuration, serving, until
 from tests.gateway.test_background import begin, finished
 from tests.gateway.test_request_ends import fakes
 
@@ -64,8 +65,8 @@ def test_work_that_ends_on_a_full_disk_is_closed_later(serve: Serve, fake: Fake)
         assert "open" not in {state for state, _ in gateway.jobs().values()}
 
 
-async def lone() -> tuple[MemoryBroker, Closings]:
-    broker = MemoryBroker("A", MemoryStore())
+async def lone(kind: type[MemoryBroker] = MemoryBroker) -> tuple[MemoryBroker, Closings]:
+    broker = kind("A", MemoryStore())
     await broker.renew(1e12)
     await broker.put(Job("a", "t", "/v1/completions", b"{}", "{}", 0.0, background=True))
     return broker, Closings(broker)
@@ -122,12 +123,13 @@ def test_cancelling_what_is_being_stored_waits_for_it(
         assert finished(gateway, held)["status"] == "completed"
 
 
-async def test_an_answer_that_can_never_be_stored_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unfit(*_: Any) -> bool:
+class Unfit(MemoryBroker):
+    async def done(self, *_: Any) -> bool:
         raise HeadwayError("The job cannot be stored: too big.", "Send a smaller one.")
 
-    broker, closings = await lone()
-    monkeypatch.setattr(MemoryBroker, "done", unfit)
+
+async def test_an_answer_that_can_never_be_stored_fails_the_job() -> None:
+    broker, closings = await lone(Unfit)
     await closings.done("a", b"answer", 1.0)
     job = await broker.get("a")
     assert job is not None
@@ -135,26 +137,23 @@ async def test_an_answer_that_can_never_be_stored_fails_the_job(monkeypatch: pyt
     assert "too big" in str(job.reason)
 
 
-def test_a_stored_request_that_cannot_be_read_strands_no_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
+def test_a_stored_request_that_cannot_be_read_strands_no_other(fake: Fake, tmp_path: Path) -> None:
+    config = configuration(tmp_path, fake.url)
 
     async def leave() -> None:
-        broker = MemoryBroker("dead", store)
+        broker = SqliteBroker(str(config.broker.sqlite.file), "dead")
         await broker.renew(0.0)
         job = Job("bad", "default", "/v1/completions", b"{}", "not a request", 0.0, background=True)
         for id in ("bad", "worse"):
             await broker.put(replace(job, id=id))
+        await broker.close()
 
     asyncio.run(leave())
-    monkeypatch.setattr("headway.gateway.gateway.open_broker", lambda settings: MemoryBroker("new", store))
-    with serve():
-        until(lambda: {job.state for job in store.jobs.values()} == {"failed"})
+    with serving(config) as gateway:
+        until(lambda: [state for state, _ in gateway.jobs().values()] == ["failed"] * 2)
 
 
-async def test_a_loop_that_fails_begins_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tasks, "_PAUSE_S", 0.0)
+async def test_a_loop_that_fails_begins_again(caplog: pytest.LogCaptureFixture) -> None:
     turns, failed, done = 0, list[str](), asyncio.Event()
 
     async def chore() -> None:
@@ -181,8 +180,7 @@ def test_forgetting_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.Mon
         calls += 1
         raise OverflowError("a clock beyond all years")
 
-    monkeypatch.setattr(tasks, "_PAUSE_S", 0.01)
     monkeypatch.setattr(SqliteBroker, "forget", forget)
     with serve() as gateway:
-        until(lambda: calls > 3)
-        assert gateway.metric('headway_loop_failures_total{loop="forget_old_jobs"}') > 2
+        until(lambda: calls > 2)
+        assert gateway.metric('headway_loop_failures_total{loop="forget_old_jobs"}') > 1

@@ -15,7 +15,8 @@ from headway.config import Batches, Config, write
 from headway.errors import ConfigError, HeadwayError
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.sqlite_file import recover_batches
-from headway.store.queue import open_broker, sqlite_jobs
+from headway.store.queue import open_broker, sqlite
+from headway.store.queue.sqlite_jobs import Kept
 from headway.store.sqlite import health
 from tests.gateway.batch_stores import BATCH, FILE, add, begun
 from tests.gateway.batches import begin as begin_batch
@@ -107,7 +108,7 @@ def test_an_altered_request_is_not_run(
 ) -> None:
     """What memory has of it is run; without that it ends with an error."""
     if not kept:
-        monkeypatch.setattr(sqlite_jobs, "KEPT", 0)
+        monkeypatch.setattr(sqlite, "Kept", lambda: Kept(0))
     mortal.stop()
     config = configuration(tmp_path, mortal.url)
     file = config.broker.sqlite.file
@@ -175,7 +176,8 @@ async def test_batches_of_a_file_without_checksums_go_on(tmp_path: Path) -> None
     store = DirectoryStore(tmp_path)
     (one,) = await begun(store, 1)
     await store.record(BATCH.id, one.number, True, b"answer")
-    store._db.execute("UPDATE answers SET checksum = NULL")  # of a gateway that does not know the column
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db, db:
+        db.execute("UPDATE answers SET checksum = NULL")  # of a gateway that does not know the column
     assert [line.content for line in await store.ended_lines(BATCH.id, 0, 9)] == [b"answer"]
     await store.close()
 
@@ -221,7 +223,8 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
     store, file = DirectoryStore(tmp_path), str(tmp_path / "batches.sqlite")
     (line,) = await begun(store, 1)
     with read_by_another(file):
-        store._watch.max_log_bytes = health.log_bytes(file) - 1
+        await store.close()
+        store = DirectoryStore(tmp_path, health.log_bytes(file) - 1)
         for refused in (store.add_batch(replace(BATCH, id="batch_2"), 9), store.add_file(FILE, 10**9)):
             with pytest.raises(HeadwayError, match="its write-ahead log has") as told:
                 await refused
@@ -229,7 +232,8 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
         assert store.problem() is None
         assert await store.record(BATCH.id, line.number, True, b"answer")
         await store.end(BATCH.id, "completed", 5.0)
-    store._watch.max_log_bytes = 2**20
+    await store.close()
+    store = DirectoryStore(tmp_path)
     assert await store.add_batch(replace(BATCH, id="batch_2"), 9)
     await store.close()
 

@@ -43,15 +43,14 @@ def test_by_itself_python_collects_young_garbage_only(spared: None) -> None:
     assert len(kept) == 200_000
 
 
-async def test_the_gateway_collects_old_garbage_when_it_is_calm(spared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_LOOK_S", 0.001)
+async def test_the_gateway_collects_old_garbage_when_it_is_calm(spared: None) -> None:
     old, asked, requests = old_garbage(), asyncio.Event(), 5000
 
     def open_requests() -> int:
         asked.set()
         return requests
 
-    async with tasks.running(lambda: garbage.collect(open_requests)):
+    async with tasks.running(lambda: garbage.collect(open_requests, 0.001)):
         await asked.wait()
         await asyncio.sleep(0.01)
         assert old() is not None, "many are open"

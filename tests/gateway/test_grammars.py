@@ -88,10 +88,11 @@ def test_what_is_too_large_names_its_limit(fields: dict[str, Any], limit: str) -
     assert caught.value.param == next(iter(fields))
 
 
-def test_a_grammar_that_is_a_text_is_measured_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.gateway.parsing.grammars._parse", lambda text: pytest.fail("it was parsed"))
-    with pytest.raises(RequestError, match=r"grammars\.max_kib "):
-        check_grammars({"structured_outputs": {"json": json.dumps(["word"] * 10_000)}}, LIMITS)
+def test_a_grammar_that_is_a_text_is_measured_before_it_is_parsed() -> None:
+    for words, limit in (("word", "max_depth"), ("word" * 20_000, "max_kib")):
+        deep = '{"a": ' * 100 + f'"{words}"' + "}" * 100
+        with pytest.raises(RequestError, match=rf"grammars\.{limit} "):
+            check_grammars({"structured_outputs": {"json": deep}}, LIMITS)
 
 
 @pytest.mark.parametrize("fields", FITTING)

@@ -31,13 +31,14 @@ class Written(asyncio.Transport):
 
 @pytest.fixture
 def cycle() -> Any:
-    cycle = SimpleNamespace(transport=Written())
+    written = Written()
+    cycle = SimpleNamespace(transport=written, written=written)
     cycle.transport = HeadWithBody(cast(Any, cycle))
     return cycle
 
 
 def test_both_are_one_call_and_the_rest_goes_out_by_itself(cycle: Any) -> None:
-    written = cycle.transport._transport
+    written = cycle.written
     for data in (b"head ", b"first", b"second"):
         cycle.transport.write(data)
     assert written.calls == [b"head first", b"second"]
@@ -45,7 +46,7 @@ def test_both_are_one_call_and_the_rest_goes_out_by_itself(cycle: Any) -> None:
 
 
 def test_a_body_of_no_bytes_sends_the_head(cycle: Any) -> None:
-    written = cycle.transport._transport
+    written = cycle.written
     cycle.transport.write(b"head")
     cycle.transport.write(b"")
     assert written.calls == [b"head"]
@@ -53,7 +54,7 @@ def test_a_body_of_no_bytes_sends_the_head(cycle: Any) -> None:
 
 @pytest.mark.parametrize(("sent", "calls"), [([], [b"closed"]), ([b"head"], [b"head", b"closed"])])
 def test_the_end_of_the_gateway_keeps_no_head(cycle: Any, sent: list[bytes], calls: list[bytes]) -> None:
-    written = cycle.transport._transport
+    written = cycle.written
     for data in sent:
         cycle.transport.write(data)
     cycle.transport.close()

@@ -102,9 +102,10 @@ def test_code_full_of_brackets_is_a_prompt() -> None:
     st.text() | st.text(st.sampled_from(" \n\tae0€=-\x16<|im_start|>")) | st.text(st.sampled_from(" =-"), min_size=99)
 )
 def test_bytes_never_promise_more_tokens_than_there_are(counter: TokenCounter, text: str) -> None:
-    assert counter._bytes is not None
-    assert counter._bytes.least_tokens(text) <= len(counter._encode(text, False))
-    assert counter._bytes.least_tokens("a" * 1000) > 10
+    measure = counter._bytes
+    assert measure is not None
+    assert measure.least_tokens(text) <= len(counter._encode(text, False))
+    assert measure.least_tokens("a" * 1000) > 10
 
 
 @pytest.mark.parametrize(

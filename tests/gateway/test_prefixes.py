@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_a_prompt_s_tokens_are_those_of_the_model_s_template(counter: TokenCount
     tokens, ids = read(counter, ChatBody.model_validate({"model": "m", "messages": messages}))
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n"
     text += "<|im_start|>assistant\n"
-    assert ids == counter._tokenizer.encode(text)
+    assert ids == read(counter, CompletionBody(model="m", prompt=text))[1]
     assert tokens == len(ids)
     assert read(counter, CompletionBody(model="m", prompt=[5, 6, 7])) == (3, [5, 6, 7])
     tokens, ids = read(counter, CompletionBody(model="m", prompt="one two"))
@@ -178,13 +178,13 @@ class Pins:
 
 
 @pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
+def pins(engines: Callable[..., None]) -> Pins:
     pins = Pins()
 
     async def control(engine: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         return await pins.control(engine, message)
 
-    monkeypatch.setattr(VllmEngine, "control", control)
+    engines("control", control)
     return pins
 
 

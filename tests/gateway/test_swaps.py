@@ -29,12 +29,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> Callable[..., Any]:
     """Start a gateway whose engine serves `a` and can load b (the same shape) and c (another one)."""
     use_fake_engines(monkeypatch)
-    monkeypatch.setattr(models, "RETRY_AFTER", (0.3, 0.3))
     for name, layers in (("a", 1), ("b", 1), ("c", 2)):
         make_model(tmp_path, name, layers=layers)
 
     @contextmanager
-    def run(recipe: str = "RECIPE", **engine: Any) -> Iterator[Swapping]:
+    def run(recipe: str = "RECIPE", retry_after: float = 0.3, **engine: Any) -> Iterator[Swapping]:
+        monkeypatch.setattr(models, "RETRY_AFTER", (retry_after, retry_after))
         names = [str(tmp_path / name) for name in "abc"]
         one = Engine(**({"model": names[0], "models": tuple(names[1:]), "max_running": 8} | engine))
         queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"), "normal"))
@@ -136,11 +136,10 @@ def test_a_swap_is_given_up_when_streams_do_not_end(start: Any, events: list[Eve
 
 @pytest.mark.parametrize(("model", "behaviour"), [("b", "fail"), ("b", "die"), ("c", "fail"), ("c", "die")])
 def test_a_swap_that_fails_goes_back_to_the_model_before(
-    start: Any, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, behaviour: str
+    start: Any, events: list[Event], tmp_path: Path, model: str, behaviour: str
 ) -> None:
-    monkeypatch.setattr(models, "RETRY_AFTER", (1.5, 1.5))
     behave(tmp_path / model, behaviour)
-    with start() as gateway, ThreadPoolExecutor() as pool:
+    with start(retry_after=1.5) as gateway, ThreadPoolExecutor() as pool:
         waiting = pool.submit(gateway.ask, model)
         until(lambda: kinds(events) == ["InstanceUp:a", "InstanceUp:a"])
         behave(tmp_path / model, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import BATCH, Config, Engine, Tier
-from headway.engines.vllm.process import children, client
+from headway.engines.vllm.process import client
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone, OpenRequest
 from headway.engines.vllm.process.pace import Pace, measure
 from headway.errors import EngineError
@@ -24,6 +23,7 @@ from headway.gateway.apis.state import AppState
 from headway.gateway.control.targets import Paces, describe, fit_tier, measures, round_up
 from headway.gateway.reload import Reload
 from tests.gateway.gateway import CHAT, CLASSES, OPERATOR, Fake, Gateway, configuration, serving, until
+from tests.gateway.swapping import start_instead
 from tests.gateway.test_dashboard import live
 
 BUILT_IN = Config().classes["chat"]
@@ -189,9 +189,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         module = "testing.fake_engine"
         return [sys.executable, "-m", module, "--port", str(port), "--tokens", "40", "--delay", "0.2"]
 
-    monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(children, "environment", lambda engine, secret: dict(os.environ))
-    monkeypatch.setattr(client, "check_installed", lambda: None)
+    start_instead(monkeypatch, command)
     config = configuration(tmp_path, classes=Config().classes)
     return replace(config, engines=(Engine(max_running=8),))
 
@@ -242,9 +240,8 @@ def test_a_start_is_told_in_words(
         )
         return [sys.executable, "-c", code]
 
-    monkeypatch.setattr(children, "command", command)
+    start_instead(monkeypatch, command)
     monkeypatch.setattr(client, "_LOG_EVERY", 0.1)
-    monkeypatch.setattr(client, "_POLL", 0.05)
     Path(started.broker.sqlite.path or ".").with_name("e0.log").write_text("an old error\n")
     with caplog.at_level(logging.INFO), serving(started, ready=False):
         until(lambda: "engine e0 is up: smollm2, 8 requests at once, " in caplog.text, 60)

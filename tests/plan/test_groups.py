@@ -107,8 +107,7 @@ def test_every_queued_request_is_in_one_group(steps: list[tuple[int, bool, int]]
     for serial in queued:
         groups.left(serial)
     assert list(groups) == []
-    assert groups._of == {}
-    assert groups._open == {}
+    assert all(groups.of(serial) is None for serial in queued)
 
 
 def test_kinds_are_found_from_what_has_come() -> None:

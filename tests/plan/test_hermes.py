@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from headway.policy.plan.service_costs import costs_of
 from headway.policy.recipes.hermes import HERMES
 from headway.stages import Stage
 from headway.types import Batch, Command, Rerank, Send, Slo
+from tests.helpers.held import held
 from tests.plan.place import Place, ask, instance
 
 TENANT = "default"
@@ -288,27 +289,15 @@ class World:
 
 
 def check(runs: Runs, requests: set[str]) -> None:
-    """The columns agree with the runs, and nothing is kept of what has ended."""
-    live = {run.slot: run for run in runs._runs.values()}
-    assert len(live) == len(runs) == runs.rank.size - len(runs._free)
-    assert runs._by_slot == live
-    assert not live.keys() & set(runs._free)
-    assert runs._of.keys() == requests
-    assert runs._first_token.keys() <= requests
-    assert {id for run in live.values() for id in run.requests} == requests
-    assert list(runs._quiet) == [run.key for run in sorted(runs._quiet.values(), key=lambda run: run.seen)]
-    assert set(runs._quiet) == {run.key for run in live.values() if not run.requests}
-    for slot, run in live.items():
-        outside = [visit for visit in run.open.values() if visit.outside]
-        started = [id for id in run.requests if id in runs._first_token]
-        assert runs._active[slot] == len(outside) + len(started)
+    """The columns agree with the runs, and nothing is kept of requests that have ended."""
+    busy = {run.key: run for run in map(runs.run_of, requests)}
+    assert {id for run in busy.values() for id in run.requests} == requests
+    assert np.isfinite(runs.rank).sum() == len(runs) >= len({run.slot for run in busy.values()}) == len(busy)
+    assert not np.isnan(runs.rank).any()
+    assert not {one for one in held(runs) if re.fullmatch(r"r\d+", one)} - requests
+    for run in busy.values():
         assert sum(visit.inside for visit in run.open.values() if not visit.outside) == len(run.requests)
         assert all(visit.inside > 0 for visit in run.open.values())
-        assert np.isfinite(runs.rank[slot])
-    free = runs._free
-    assert not runs._active[free].any()
-    assert not runs._done[free].any()
-    assert (runs.rank[free] == math.inf).all()
 
 
 PROGRAMS = st.lists(
@@ -330,11 +319,9 @@ def test_nothing_is_lost_and_nothing_is_left_behind(name: str, program: list[tup
         del world.place.inside[id]
         world.notify(Finished(id, 1))
     assert not world.place.core.requests
-    for key in list(planner.runs._runs):
-        world.notify(RunEnded(*key))
+    for run in range(7):
+        world.notify(RunEnded(TENANT, "app", f"{run}"))
     assert len(planner.runs) == 0
-    assert not planner.runs._dirty
-    assert not planner.runs._by_slot
 
 
 @pytest.mark.parametrize("rank", ["gittins", "mean", "slack"])

@@ -60,13 +60,13 @@ class Both:
         if kind < 7:
             self._arrive(bits)
         elif kind < 12 and self.inside:
-            self._end(bits, back=kind == 11)
+            self.end(bits, back=kind == 11)
         elif kind == 12 and self.queued:
             id = sorted(self.queued)[bits.take(len(self.queued))]
             self.queued.remove(id)
             self.notify(Failed(id, "client_gone"))
         elif kind == 13:
-            self._turn(FLEET[bits.take(len(FLEET))])
+            self.turn(FLEET[bits.take(len(FLEET))])
         elif kind == 14 and "large" in self.up:
             self._swap()
         else:
@@ -88,7 +88,7 @@ class Both:
         self.queued.add(id)
         self.notify(Arrived(request))
 
-    def _end(self, bits: Bits, *, back: bool) -> None:
+    def end(self, bits: Bits, *, back: bool) -> None:
         id = list(self.inside)[bits.take(len(self.inside))]
         self.inside.pop(id)
         if back:
@@ -97,7 +97,7 @@ class Both:
         else:
             self.notify(Finished(id, 1 + bits.take(90)))
 
-    def _turn(self, instance: Instance) -> None:
+    def turn(self, instance: Instance) -> None:
         """Start an instance, or let it die: what it runs comes back one by one."""
         if instance.id not in self.up:
             self.up[instance.id] = instance
@@ -130,7 +130,7 @@ def test_the_kept_order_decides_as_the_one_made_anew(
 ) -> None:
     both = Both(kind, displaces, pull)
     for instance in FLEET[:2]:
-        both._turn(instance)
+        both.turn(instance)
     for choice in program:
         both.act(choice)
 
@@ -141,10 +141,10 @@ def test_a_long_queue_is_worked_off_in_the_same_order(kind: int) -> None:
     for _ in range(600):
         both.act(int(rng.integers(2**40)) & ~15)  # arrivals only
     for instance in FLEET:
-        both._turn(instance)
+        both.turn(instance)
     while both.inside:
         both.now += 0.1
-        both._end(Bits(int(rng.integers(2**40))), back=False)
+        both.end(Bits(int(rng.integers(2**40))), back=False)
     assert not both.queued
 
 

@@ -17,7 +17,7 @@ from headway.policy.plan.qlm import Qlm
 from headway.policy.recipes.qlm import QLM, with_delta
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Failure, Simulation
-from headway.types import Command, Instance, Loadable, Rerank, Slo, Swap, Warm
+from headway.types import Command, Instance, Loadable, Rerank, Send, Slo, Swap, Warm
 from tests.plan.place import Place, ask, instance
 from tests.simulate.machines import at as arriving
 from tests.simulate.machines import machine, random_traffic, together
@@ -64,13 +64,16 @@ def test_an_idle_fleet_shares_the_load() -> None:
 
 def test_an_urgent_group_goes_before_what_runs() -> None:
     place = Planned(Qlm(), instance("e0", running=2, lead=0))
+    commands = list[Command]()
     for i in range(4):
-        place.come(ask(f"batch{i}", answer=2000, slo=soon(10_000.0)))
-    place.come(ask("urgent", at=0.1, answer=20, slo=soon(5.0)))
+        commands += place.come(ask(f"batch{i}", answer=2000, slo=soon(10_000.0)))
+    commands += place.come(ask("urgent", at=0.1, answer=20, slo=soon(5.0)))
     assert "urgent" in place.inside, "it is sent although the instance is full, for the packer to evict"
-    planner = place.core.planner
-    assert isinstance(planner, Qlm)
-    assert planner._sent["urgent"].rank < min(planner._sent[id].rank for id in ("batch0", "batch1"))
+    ranks = dict[str, float]()
+    for command in commands:
+        ranks |= {command.id: command.rank} if isinstance(command, Send) else {}
+        ranks |= command.ranks if isinstance(command, Rerank) else {}
+    assert ranks["urgent"] < min(ranks["batch0"], ranks["batch1"])
 
 
 def test_without_eviction_an_urgent_group_waits() -> None:

@@ -17,6 +17,7 @@ from headway.ports import Planner
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload, concat, poisson, single
 from headway.types import Instance, Send, Slo
+from tests.helpers.held import held
 from tests.plan.place import Place, ask, instance
 
 
@@ -52,11 +53,12 @@ def test_before_anything_was_served_nothing_is_beyond() -> None:
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     parts = parts_at_rate()
-    assert not parts._prompts
     for i in range(1000):
         parts.beyond(f"t{i}", f"tenant{i}", 10, 20.0, 1000.0, 100.0 + i)
         parts.ended(f"t{i}", None, 100.0 + i)
-    assert len(parts._tenants) < 40
+    kept = held(parts)
+    assert not {f"t{i}" for i in range(1000)} & kept
+    assert len({f"tenant{i}" for i in range(1000)} & kept) < 40
 
 
 def test_engines_are_told_and_order_the_kept_as_before() -> None:

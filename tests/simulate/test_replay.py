@@ -13,6 +13,7 @@ from headway.events import Arrived, Event, Finished, RunEnded, Started, UnitBega
 from headway.policy.apps.graph import LLM, Graph
 from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.runs import RankOptions
+from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller
 from headway.policy.plan.hermes import Hermes
 from headway.policy.recipes.hermes import HERMES, variant
@@ -22,7 +23,7 @@ from headway.simulate.replay import Replayed, oracle, replay
 from headway.simulate.run import InstanceSpec
 from headway.simulate.workload.application_models import generated
 from headway.simulate.workload.applications import Applications, AppRun, Step, applications, draw
-from headway.types import Batch, Command, Rerank
+from headway.types import Batch, Plan, Rerank
 from tests.simulate.machines import machine
 
 EACH = 0.1  # seconds of an iteration
@@ -247,18 +248,18 @@ def test_short_runs_overtake_long_ones_once_they_are_known() -> None:
     assert acts["hermes"] < 0.7 * acts["vllm"]
 
 
-def test_ranks_change_inside_the_engine_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_change_inside_the_engine_while_requests_run() -> None:
     seen: list[Rerank] = []
-    decide = Controller.decide
 
-    def deciding(self: Controller, now: float) -> list[Command]:
-        commands = decide(self, now)
-        seen.extend(command for command in commands if isinstance(command, Rerank))
-        return commands
+    class Noted(Hermes):
+        def plan(self, cluster: Cluster, now: float) -> Plan:
+            plan = super().plan(cluster, now)
+            seen.extend(plan.rerank)
+            return plan
 
-    monkeypatch.setattr(Controller, "decide", deciding)
     busy = [llm("a", (10, 200))]  # 20 s, of which 14.2 s are a tenth of the longest guess
     apps = apps_of(busy, busy, busy, at=[0.0, 0.0, 16.0])
-    replay(find("hermes"), [machine("e0", each=EACH, running=1)], apps)
+    recipe = replace(find("hermes"), planner=lambda: Noted(RankOptions()))
+    replay(recipe, [machine("e0", each=EACH, running=1)], apps)
     assert "r0" in seen[0].ranks
     assert all(math.isfinite(rank) for rerank in seen for rank in rerank.ranks.values())

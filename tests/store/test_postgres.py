@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from tests.helpers import postgres as server
 from tests.store.stores import FAR, gateways, job, take_ids
+from tests.test_clock import shift_now
 
-from headway import clock
 from headway.config import Broker, Postgres
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -143,12 +143,11 @@ def test_a_database_that_cannot_hold_every_text() -> None:
 
 
 def test_a_clock_that_is_minutes_off(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = clock.now
-    monkeypatch.setattr(clock, "now", lambda: now() - 300)
+    shift_now(-300, monkeypatch)
     seen = refusal(address, most_apart_s=10.0)
     assert "300.0 s behind PostgreSQL's" in seen.message
     assert "Synchronize" in seen.hint
-    monkeypatch.setattr(clock, "now", now)
+    monkeypatch.undo()
     asyncio.run(PostgresBroker(address, "A", most_apart_s=10.0).close())
 
 

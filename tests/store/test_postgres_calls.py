@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
-import asyncpg
 import pytest
 from tests.helpers import postgres as server
 from tests.store.stores import gateways, job
@@ -51,64 +49,28 @@ async def test_a_take_reads_no_job_that_is_held(address: Address, broker: Postgr
     assert plan.count("Sort Key") == 1, "only the few first jobs are sorted"
 
 
-async def test_calls_that_come_together_share_commits(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[int] = []
-    apply = broker._apply
-
-    async def counted(group: list[Any], alone: bool, connection: Any) -> list[Any]:
-        groups.append(len(group))
-        return await apply(group, alone, connection)
-
-    monkeypatch.setattr(broker, "_apply", counted)
-    before = await xids(broker)
-    await asyncio.gather(*(broker.put(job(str(i))) for i in range(module.GROUP)))
-    assert len(groups) < module.GROUP / 4
-    assert await xids(broker) - before <= len(groups) + 8, "a group is one transaction"
-    assert len([1 for i in range(module.GROUP) if await broker.get(str(i))]) == module.GROUP
-
-
-async def xids(broker: PostgresBroker) -> int:
-    """Return how many transactions that write the server has begun."""
-    return int(await _aside("SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"))
-
-
-async def _aside(statement: str) -> Any:
-    connection = await asyncpg.connect(server.the_url())
+async def commits(address: Address) -> list[int]:
+    """Return how many jobs each transaction has put."""
+    connection = await address.connect("test")
     try:
-        return await connection.fetchval(statement)
+        rows = await connection.fetch(f"SELECT count(*) FROM {address.schema}.jobs GROUP BY xmin::text")
     finally:
         await connection.close()
+    return [count for (count,) in rows]
 
 
-async def test_a_group_ends_with_its_bodies(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GROUP_BYTES", 100)
-    sizes: list[int] = []
-    apply = broker._apply
-
-    async def counted(group: list[Any], alone: bool, connection: Any) -> list[Any]:
-        sizes.append(len(group))
-        return await apply(group, alone, connection)
-
-    monkeypatch.setattr(broker, "_apply", counted)
-    await asyncio.gather(*(broker.put(replace(job(str(i)), body=b"x" * 40)) for i in range(20)))
-    assert max(sizes) <= 3
-    assert sum(sizes) == 20
+async def test_calls_that_come_together_share_commits(address: Address, broker: PostgresBroker) -> None:
+    await asyncio.gather(*(broker.put(job(str(i))) for i in range(module.GROUP)))
+    counts = await commits(address)
+    assert len(counts) < module.GROUP / 4
+    assert sum(counts) == module.GROUP
 
 
-async def test_deadlocked_groups_are_tried_again(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [asyncpg.DeadlockDetectedError("deadlock detected")]
-    apply = broker._apply
-
-    async def unlucky(group: list[Any], alone: bool, connection: Any) -> list[Any]:
-        if failures:
-            raise failures.pop()
-        assert alone, "else it may meet the same rows again"
-        return await apply(group, alone, connection)
-
-    monkeypatch.setattr(broker, "_apply", unlucky)
-    await broker.put(job())
-    assert failures == []
-    assert await broker.get("a") == job(owner="A")
+async def test_a_group_ends_with_its_bodies(address: Address, broker: PostgresBroker) -> None:
+    await asyncio.gather(*(broker.put(replace(job(str(i)), body=bytes(3 * 2**20))) for i in range(20)))
+    counts = await commits(address)
+    assert max(counts) <= 3
+    assert sum(counts) == 20
 
 
 async def test_two_gateways_that_count_attempts_crosswise_both_succeed(

@@ -199,13 +199,14 @@ async def test_tables_that_are_gone_are_told_and_not_made_anew(
 
 def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    apply = broker._apply
+    apply, cuts = broker._apply, iter([True])
 
     async def committed(group: list[Any], alone: bool, connection: asyncpg.Connection) -> list[Any]:
-        monkeypatch.setattr(broker, "_apply", apply)
-        await apply(group, alone, connection)
-        connection.terminate()
-        raise ConnectionResetError
+        ends = await apply(group, alone, connection)
+        if next(cuts, False):
+            connection.terminate()
+            raise ConnectionResetError
+        return ends
 
     monkeypatch.setattr(broker, "_apply", committed)
 

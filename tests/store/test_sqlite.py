@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -87,28 +88,28 @@ async def test_a_newer_schema_is_refused(path: str) -> None:
     assert "schema version 4; this Headway knows 3" in refusal(path)
 
 
-def test_a_file_that_another_program_locks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_file, "PATIENCE", 0.0)
+
+
+def test_a_file_that_another_program_locks_is_refused(path: str, impatient: None) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN EXCLUSIVE")
         assert "database is locked" in refusal(path)
 
 
-def test_a_gateway_of_version_1_has_its_file_for_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.0)
+def test_a_gateway_of_version_1_has_its_file_for_itself(path: str, impatient: None) -> None:
     with Path(f"{path}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "locked by another gateway" in refusal(path)
     assert not Path(path).exists()
 
 
-def test_files_of_another_user_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_user_are_refused(path: str, other_user: Callable[[Path], None]) -> None:
     Path(f"{path}.lock").touch()
-    monkeypatch.setattr(os, "geteuid", lambda: Path(path).parent.stat().st_uid + 1)
+    other_user(Path(path).parent)
     assert f"{path}.lock is not a file of this user" in refusal(path)
-    Path(path).touch()
-    monkeypatch.setattr(sqlite_file, "_lock_file", lambda path, suffix: os.open(path, os.O_RDONLY))
-    assert f"{path} is not a file of this user" in refusal(path)
 
 
 async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> None:
@@ -224,7 +225,8 @@ async def test_gateways_that_start_together_make_one_schema(path: str) -> None:
 
 async def test_a_take_reads_no_job_that_is_held(path: str) -> None:
     broker = SqliteBroker(path, "A")
-    plan = broker._db.execute(f"EXPLAIN QUERY PLAN {FREE}", {"owner": "A", "limit": 1}).fetchall()
+    with closing(sqlite3.connect(path)) as db:
+        plan = db.execute(f"EXPLAIN QUERY PLAN {FREE}", {"owner": "A", "limit": 1}).fetchall()
     steps = [step for *_, step in plan]
     assert "SEARCH held USING INDEX held (owner=?)" in steps
     scanned = {step for step in steps if step.startswith("SCAN")}

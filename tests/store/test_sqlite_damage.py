@@ -45,6 +45,7 @@ INSERT INTO jobs VALUES
 PRAGMA application_id = 1212438361;
 PRAGMA user_version = 2;
 """
+SAVED = "what the queue has is saved in"  # logged once it has moved
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ async def until(holds: Callable[[], object]) -> None:
 async def put_many(broker: SqliteBroker) -> None:
     """Put jobs and move them from the log into the file."""
     await asyncio.gather(*(broker.put(replace(job(id, background=True), body=BODY)) for id in MANY))
-    await broker._write(lambda db: None)
+    await broker.renew(FAR)
     with closing(sqlite3.connect(broker.path)) as db:
         assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
 
@@ -93,9 +94,8 @@ async def test_nothing_accepted_is_lost(
         await broker.put(job("late"))
     assert (error.value.status, error.value.code) == (503, "queue_unavailable")
     assert path not in str(error.value), "it goes to clients"
-    await until(lambda: broker._moved)
+    await until(lambda: SAVED in caplog.text)
     assert "is damaged" in caplog.text
-    assert "what the queue has is saved" in caplog.text
 
     # What was accepted goes on.
     assert await broker.renew(FAR) in (True, False)
@@ -127,11 +127,10 @@ async def test_nothing_accepted_is_lost(
 async def test_damage_is_noticed_by_what_is_read(
     path: str, broker: SqliteBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker._watch.close()
+    monkeypatch.undo()  # the watch looks every two seconds again
     await put_many(broker)
     overwrite(path)
-    broker._view.close()
-    broker._view = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    forget_pages(broker)
     with pytest.raises(HeadwayError, match="headway queue recover"):
         await broker.get("job1")
     assert broker.problem()
@@ -180,13 +179,12 @@ async def test_a_file_that_cannot_be_rescued_yet_is_later(
         await until(lambda: rescued_files(path) == [])  # between two tries
         with pytest.raises(HeadwayError, match="damaged"):
             await broker.fail("job1", "why", 5.0)
-    await until(lambda: broker._moved)
+    await until(lambda: SAVED in caplog.text)
     assert len(rescued_files(path)) == 1
 
 
-def test_what_is_kept_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_jobs, "KEPT", 100)
-    kept, body = Kept(), b"x" * 40
+def test_what_is_kept_in_memory_is_bounded() -> None:
+    kept, body = Kept(100), b"x" * 40
     for id in "abc":
         kept.add(replace(job(id, background=True), body=body))
     assert [one.id for one in kept.jobs()] == ["a", "b"]
@@ -205,7 +203,7 @@ async def with_marks(broker: SqliteBroker) -> None:
         text = f'{{"request": "{id}"}}'
         await broker.put(replace(job(id, background=True), request=text, body=BODY + f"body {id}".encode()))
     await broker.done("ended", b"answer to ended", 5.0)
-    await broker._write(lambda db: None)
+    await broker.renew(FAR)
     with closing(sqlite3.connect(broker.path)) as db:
         assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
 
@@ -232,7 +230,9 @@ async def test_what_was_altered_is_not_served(
     old, new, id = ALTERED[what]
     await with_marks(broker)
     if not in_memory:
-        broker._kept = Kept()
+        await broker.close()
+        broker = SqliteBroker(path, "A")
+        await broker.renew(FAR)
     alter(path, old, new)
     forget_pages(broker)
     assert health.examine(path) is None, "SQLite finds nothing"
@@ -244,7 +244,7 @@ async def test_what_was_altered_is_not_served(
     with pytest.raises(HeadwayError, match="headway queue recover"):
         await broker.put(job("late"))
 
-    await until(lambda: broker._moved)
+    await until(lambda: SAVED in caplog.text)
     found, other = await broker.get(id), await broker.get("two")
     assert other
     assert other.body == BODY + b"body two"
@@ -266,7 +266,7 @@ async def test_what_was_altered_is_not_served(
     await again.close()
 
 
-async def test_what_was_altered_is_not_taken(path: str) -> None:
+async def test_what_was_altered_is_not_taken(path: str, caplog: pytest.LogCaptureFixture) -> None:
     first = SqliteBroker(path, "A")
     await first.renew(FAR)
     await with_marks(first)
@@ -276,7 +276,7 @@ async def test_what_was_altered_is_not_taken(path: str) -> None:
     await broker.renew(FAR)
     with pytest.raises(HeadwayError, match="the content of the job one has changed"):
         await broker.take(0.0, 9)
-    await until(lambda: broker._moved)
+    await until(lambda: SAVED in caplog.text)
     assert await broker.take(FAR, 9) == []
     await broker.close()
     assert recover_jobs(path)
@@ -286,23 +286,28 @@ async def test_what_was_altered_is_not_taken(path: str) -> None:
     await again.close()
 
 
-async def test_an_end_elsewhere_counts_before_that_of_an_altered_job(path: str) -> None:
+async def test_an_end_elsewhere_counts_before_that_of_an_altered_job(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """One gateway had the job in memory and answered it; another one found it altered."""
     first, other = SqliteBroker(path, "A"), SqliteBroker(path, "B")
     await first.renew(FAR)
     await other.renew(FAR)
     await with_marks(first)
     alter(path, b"body one", b"bodY one")
+    files = list[str]()
     for broker in (other, first):
         forget_pages(broker)
         with pytest.raises(HeadwayError, match="has changed"):
             await broker.get("one")
-        await until(lambda broker=broker: broker._moved)
+        await until(lambda: SAVED in caplog.text)
+        caplog.clear()
+        files += [file for file in rescued_files(path) if file not in files]
     assert await first.done("one", b"r", 6.0)
     await first.close()
     await other.close()
-    for file in rescued_files(path):
-        os.rename(file, file.replace("rescued-", "rescued-0" if file == other._file._paths[0] else "rescued-1"))
+    for number, file in enumerate(files):
+        os.rename(file, file.replace("rescued-", f"rescued-{number}"))
     assert recover_jobs(path)
     again = SqliteBroker(path, "C")
     found = await again.get("one")

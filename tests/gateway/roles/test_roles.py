@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway import clock
+from headway.cluster.roles.leader import Leader
 from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
 from headway.cluster.wire.port import Message
 from headway.events import Arrived, Finished, Started
@@ -164,6 +165,11 @@ def test_an_engine_that_another_agent_has_is_told_of_once(
         until(lambda: headway.controllers["c1"].leader._agent_of.get("e0") == "a2", 30)  # type: ignore[union-attr]
 
 
+def knows(leader: Leader, name: str) -> bool:
+    """Tell whether a controller has been told what a gateway has."""
+    return name in leader._gateways and leader._gateways[name].known
+
+
 def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> None:
     """One that was slow to notice that its background request was taken over changes nothing any more."""
     until(lambda: headway.controllers)
@@ -173,9 +179,6 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
 
     def receive(sender: str, *items: Item) -> None:
         headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Message(sender, 1, items, 0.0))
-
-    def known(name: str) -> bool:
-        return name in leader._gateways and leader._gateways[name].known
 
     link.term = 1
     receive("x", Present((early,), True))
@@ -193,11 +196,11 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     assert leader._owner["r1"] == "y"
     receive("x", Present((late,), True))
     until(lambda: leader._owner["r1"] == "x")
-    assert known("y")
+    assert knows(leader, "y")
     receive("y", Alive((), 1))
-    until(lambda: not known("y"))  # it is asked what it has
+    until(lambda: not knows(leader, "y"))  # it is asked what it has
     receive("y", Present((early,), True))
-    until(lambda: known("y"))
+    until(lambda: knows(leader, "y"))
     receive("x", Finished("r1", 3))
     until(lambda: not waiting(headway, "c1"))
 
@@ -211,7 +214,7 @@ def test_what_cannot_be_taken_note_of_is_asked_for_again(headway: Parts) -> None
         headway.loop.call_soon_threadsafe(link.inbox.put_nowait, nonsense)
         until(lambda: link.inbox.empty())
         assert gateway.post(gateway.chat()).status_code == 200
-        until(lambda: leader._gateways["g1"].known)
+        until(lambda: knows(leader, "g1"))
 
 
 def test_an_old_controller_that_comes_back_is_not_obeyed(headway: Parts) -> None:

@@ -97,6 +97,11 @@ class WorkerPool(Generic[W]):
         """Workers that start, are ready or serve."""
         return self._live
 
+    @property
+    def busy(self) -> int:
+        """Workers that serve."""
+        return len(self._busy)
+
     async def warm(self) -> Held | None:
         """Start a worker ahead, one at a time; where workers serve on, a spare one is kept instead.
 

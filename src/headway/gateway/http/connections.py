@@ -147,11 +147,11 @@ class Connections:
             return self._turns
         return None if one in self._answered else self._status_turns
 
-    async def watch(self) -> None:
-        """End connections that exceed a limit, until cancelled."""
+    async def watch(self, interval_s: float = _LOOK_S) -> None:
+        """End connections that exceed a limit, until cancelled. interval_s: between two looks."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(interval_s)
             await self._look(loop)
 
     async def _look(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -23,12 +23,12 @@ def spare_old_objects() -> None:
     gc.set_threshold(young, middle, _NEVER)
 
 
-async def collect(open_requests: Callable[[], int]) -> None:
-    """Carry out full collections, until cancelled; open_requests: how many there are now."""
+async def collect(open_requests: Callable[[], int], interval_s: float = _LOOK_S) -> None:
+    """Carry out full collections, until cancelled; open_requests: how many there are now. interval_s: between two looks."""
     loop = asyncio.get_running_loop()
     latest = loop.time()
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(interval_s)
         if due(open_requests(), loop.time() - latest):
             gc.collect()
             latest = loop.time()

@@ -341,13 +341,13 @@ class SqliteBroker:
         except (sqlite3.Error, OSError, HeadwayError) as error:
             log.error("the open requests of the damaged queue are not saved yet: %s", error)
             return
-        log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
         leave_open(self._db, self._view)  # to close them would write to the damaged file
         self._held.pop_all()
         self._db = self._held.enter_context(closing(writing))
         self._view = self._held.enter_context(closing(reading))
         self._held.enter_context(closing(self._turns))
         self._file, self._moved = Identity(file), True
+        log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
 
     def _apply_all(self, group: list[_Call]) -> list[Any]:
         """Apply calls in their order; ends that follow each other, together."""

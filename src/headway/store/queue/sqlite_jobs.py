@@ -25,15 +25,15 @@ _COUNT = "SELECT COUNT(*), COUNT(*) FILTER (WHERE state = 'open') FROM jobs"
 
 
 class Kept:
-    """Open background jobs in memory, at most `KEPT` bytes: damage on the disk does not reach them."""
+    """Open background jobs in memory, at most `most_bytes`: damage on the disk does not reach them."""
 
-    def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+    def __init__(self, most_bytes: int = KEPT) -> None:
+        self._jobs, self._most = dict[str, Job](), most_bytes
         self._bytes = 0
 
     def add(self, job: Job) -> None:
         """Keep a job, if there is room."""
-        if job.background and self._bytes + len(job.body) <= KEPT and job.id not in self._jobs:
+        if job.background and self._bytes + len(job.body) <= self._most and job.id not in self._jobs:
             self._jobs[job.id] = job
             self._bytes += len(job.body)
 
