@@ -18,28 +18,27 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from headway.config.backends import Backend as Backend
-from headway.config.batches import Batches as Batches
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
-from headway.config.grammars import Grammars as Grammars
-from headway.config.journal import Journal as Journal
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
-from headway.config.log import Log as Log
-from headway.config.log import Tracing as Tracing
-from headway.config.postgres import Postgres as Postgres
 from headway.config.problems import explain, unrelated, valid_part
-from headway.config.up import Up as Up
-from headway.config.wire import Wire as Wire
+from headway.config.tables import Backend as Backend
+from headway.config.tables import Batches as Batches
+from headway.config.tables import Count, Positive
+from headway.config.tables import Grammars as Grammars
+from headway.config.tables import Journal as Journal
+from headway.config.tables import Log as Log
+from headway.config.tables import Postgres as Postgres
+from headway.config.tables import Tracing as Tracing
+from headway.config.tables import Up as Up
+from headway.config.tables import Wire as Wire
 from headway.errors import ConfigError, together
 from headway.private import state_dir
 from headway.types import Slo
 
 _HERE = "the configuration"
 _STRICT = ConfigDict(extra="forbid", strict=True)
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
-Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _Name = Annotated[str, Field(min_length=1)]

@@ -9,10 +9,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headway.config.keys import Secret
+from headway.config.tables import Amount, Count, Positive
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
-Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -61,7 +60,7 @@ class Engine:
     served_name: str | None = None
     models: tuple[str | Model, ...] = ()
     adapters: dict[str, str] = field(default_factory=dict)
-    host_weights_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
+    host_weights_gib: Amount = 0.0
     sleep_mode: bool = False
     drain_timeout_s: Positive = 300.0
     url: str | None = None
@@ -74,7 +73,7 @@ class Engine:
     max_model_len: Count | None = None
     max_batched_tokens: Count = 2048
     kv_gib: Count = 1
-    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 0.0
+    host_kv_gib: Amount = 0.0
     blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
@@ -84,7 +83,7 @@ class Engine:
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
-    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]] = field(default_factory=dict)
+    resources: dict[str, Amount] = field(default_factory=dict)
     start_timeout_s: Positive = 300.0
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
     silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration

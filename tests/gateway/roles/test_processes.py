@@ -16,8 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headway.config import Key, write
-from headway.config.wire import Wire
+from headway.config import Key, Wire, write
 from headway.engines.vllm.process.launch import free_port
 from tests.gateway.gateway import CHAT, OPERATOR, SAY, WEB, Fake, configuration, until
 from tests.gateway.test_request_ends import fakes

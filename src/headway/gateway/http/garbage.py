@@ -24,7 +24,10 @@ def spare_old_objects() -> None:
 
 
 async def collect(open_requests: Callable[[], int], interval_s: float = _LOOK_S) -> None:
-    """Carry out full collections, until cancelled; open_requests: how many there are now. interval_s: between two looks."""
+    """Carry out full collections, until cancelled.
+
+    open_requests: returns how many there are now. interval_s: between two looks.
+    """
     loop = asyncio.get_running_loop()
     latest = loop.time()
     while True:
