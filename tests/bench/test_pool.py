@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.types import Slo
 from headway.whatif.load import mix
 from headway.whatif.load.records import Record
-from headway.whatif.measured import compare, kv_sizing, systems
+from headway.whatif.measured import compare, systems
 from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
 
@@ -25,13 +25,13 @@ SHORT = mix.Mix("short", (mix.Tier("a", max_tokens=100, prompt_tokens=(200, 200)
 @given(st.integers(1, 4096), st.sampled_from([16, 32, 128]))
 def test_enough_for_one_request_is_enough(length: int, size: int) -> None:
     engine = replace(ENGINE, max_model_len=length, args=("--block-size", str(size)))
-    fewest = kv_sizing.least(engine)
+    fewest = compare.fewest_blocks(engine)
     assert (fewest - 2) * size < length <= (fewest - 1) * size, "one block is vLLM's own"
-    kv_sizing.check(replace(engine, blocks=fewest))
-    kv_sizing.check(engine)
+    compare.check_blocks(replace(engine, blocks=fewest))
+    compare.check_blocks(engine)
     if fewest > 1:
         with pytest.raises(ConfigError, match=f"hold one request of {length}") as error:
-            kv_sizing.check(replace(engine, blocks=fewest - 1))
+            compare.check_blocks(replace(engine, blocks=fewest - 1))
         assert str(fewest) in error.value.hint
 
 
@@ -44,14 +44,14 @@ def test_a_block_is_what_the_command_line_says(words: tuple[str, ...]) -> None:
 async def test_a_third_of_a_full_batch() -> None:
     """300 tokens and the template are 10 to 11 blocks of 32; a third of 64 such requests."""
     engine = replace(ENGINE, max_running=64, max_model_len=1024, args=("--block-size", "32"))
-    blocks = (await kv_sizing.tight(engine, SHORT, 0)).blocks
+    blocks = (await compare.tight(engine, SHORT, 0)).blocks
     assert 64 * 10 / 3 <= blocks <= 64 * 12 / 3
-    assert await kv_sizing.tight(engine, SHORT, 0) == await kv_sizing.tight(engine, SHORT, 0)
+    assert await compare.tight(engine, SHORT, 0) == await compare.tight(engine, SHORT, 0)
 
 
 async def test_it_never_is_too_small_to_start() -> None:
-    engine = await kv_sizing.tight(replace(ENGINE, max_running=1), SHORT, 0)
-    assert engine.blocks == kv_sizing.least(engine)
+    engine = await compare.tight(replace(ENGINE, max_running=1), SHORT, 0)
+    assert engine.blocks == compare.fewest_blocks(engine)
 
 
 def test_stock_vllm_is_counted_and_has_no_host_pool() -> None:

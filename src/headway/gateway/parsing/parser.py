@@ -10,12 +10,12 @@ from headway.config import Config, Engine, Key
 from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.parsers import no_tool_parser, parsers
 from headway.errors import RequestError
-from headway.gateway.parsing.claims import check_claims
 from headway.gateway.parsing.grammars import check_grammars
 from headway.gateway.parsing.models import Served, ServedModels
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ChatBody, CompletionBody, Kind, ParsedRequest, interpret, validate
 from headway.gateway.parsing.tokens import Prompt
+from headway.types import Request
 
 Fields = dict[str, Any]
 
@@ -93,3 +93,53 @@ def _check_tools(engine: Engine, choice: Any) -> None:
     """Refuse tools that the model may or must call, where nothing reads its calls."""
     if engine.url is None and choice != "none" and parsers(engine).tool is None:
         raise no_tool_parser()
+
+
+# ---- what a key may claim
+
+
+def check_claims(key: Key, request: Request, priority: int | None) -> None:
+    """Raise RequestError (403) for a claim beyond the key's limits.
+
+    priority: that the request asks for itself, None = it has its class's.
+    """
+    if key.classes is not None and request.tier not in key.classes:
+        raise _refusal(
+            f"This API key may not use the class {request.tier!r}",
+            f"Set service_tier to one of {', '.join(key.classes)}",
+            "keys.classes",
+            "service_tier",
+        )
+    for name, seconds in _targets(request):
+        least = getattr(key, f"{name}_ms")
+        if seconds is not None and least is not None and seconds * 1000 < least:
+            raise _refusal(
+                f"This API key may not ask for a {name} of {seconds * 1000:g} ms, by its SLO or its class",
+                f"Ask for {least:g} ms or more",
+                f"keys.{name}_ms",
+            )
+    if key.priority is not None and priority is not None and priority < key.priority:
+        raise _refusal(
+            f"This API key may not ask for the priority {priority}",
+            f"Use {key.priority} or a higher number",
+            "keys.priority",
+            "priority",
+        )
+
+
+def _targets(request: Request) -> list[tuple[str, float | None]]:
+    """Return the SLOs in seconds; the deadline of its run counts as an e2e."""
+    slo, stage = request.slo, request.stage
+    run = stage.target if stage else None
+    return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", run)]
+
+
+def _refusal(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:
+    return RequestError(
+        f"{what} ({setting}).",
+        f"{hint}, or ask the operator for more.",
+        status=403,
+        kind="permission_error",
+        code="beyond_key",
+        param=param,
+    )

@@ -20,11 +20,13 @@ from rich.markup import escape
 
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
+from headway.errors import ConfigError
+from headway.gateway.parsing.requests import ChatBody
+from headway.gateway.parsing.tokens import TokenCounter
 from headway.models.resolve import resolve
 from headway.simulate.workload import arrivals
 from headway.whatif.load import generator, metrics, mix
 from headway.whatif.load.records import Call, Counters, Record
-from headway.whatif.measured import kv_sizing
 from headway.whatif.measured.systems import STANDARD, check, counted, running
 
 BURST = 64  # calls at once that measure the capacity
@@ -40,7 +42,7 @@ class Setup:
     rate: arrivals per second, instead of `load`
     duration: seconds of arrivals per round
     together: keep all systems running at once; saves restarts, needs memory for all engines
-    tight: so few KV blocks that a full batch of this mix overflows them (`kv_sizing.tight`), unless the
+    tight: so few KV blocks that a full batch of this mix overflows them (`tight`), unless the
         engine has a number of blocks
     burstiness: shape of the gamma-distributed gaps between arrivals, 1 = Poisson, lower is burstier
     """
@@ -159,8 +161,8 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
     check(setup.systems, setup.engine)
     resolve(setup.engine.model)
     if setup.tight and setup.engine.blocks is None:
-        setup = replace(setup, engine=await kv_sizing.tight(setup.engine, setup.mix, setup.seed))
-    kv_sizing.check(setup.engine)
+        setup = replace(setup, engine=await tight(setup.engine, setup.mix, setup.seed))
+    check_blocks(setup.engine)
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {escape(str(logs))}[/]")
     async with AsyncExitStack() as stack:
@@ -257,3 +259,46 @@ def _shift(record: Record, by: float) -> Record:
         name: None if value is None else value + by for name, value in (("first", record.first), ("last", record.last))
     }
     return replace(record, at=record.at + by, sent=record.sent + by, **later)  # type: ignore[arg-type]
+
+
+# ---- KV memory
+
+
+SHARE = 1 / 3  # of the KV that `max_running` requests hold at their maximum length
+_SAMPLE = 512  # requests of the mix
+_NULL = 1  # vLLM's null block
+
+
+def fewest_blocks(engine: Engine) -> int:
+    """Return the fewest blocks that vLLM starts with: one request of max_model_len, and the null block."""
+    return -(-engine.context_limit // block_size(engine)) + _NULL
+
+
+def check_blocks(engine: Engine) -> None:
+    """Raise ConfigError when the configured blocks cannot hold one request of max_model_len."""
+    if engine.blocks is not None and engine.blocks < fewest_blocks(engine):
+        raise ConfigError(
+            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
+            f"one request of {engine.context_limit} tokens.",
+            f"Give {fewest_blocks(engine)} or more.",
+            param="engines.blocks",
+        )
+
+
+async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
+    """Return the engine with KV for `SHARE` of a full batch of this mix, and at least for one request.
+
+    Raises ConfigError when the model has no tokenizer or the mix no prompts.
+    """
+    counter = await TokenCounter.load(engine.model)
+    rng = np.random.default_rng([seed, 3000])
+    calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
+    held = [-(-_tokens(counter, call, engine) // block_size(engine)) for call in calls]
+    wanted = round(SHARE * engine.batch_limit * float(np.mean(held))) + _NULL
+    return replace(engine, blocks=max(wanted, fewest_blocks(engine)))
+
+
+def _tokens(counter: TokenCounter, call: Call, engine: Engine) -> int:
+    messages = [{"role": "user", "content": call.prompt}]
+    body = ChatBody.model_validate({"model": engine.name, "messages": messages})
+    return counter.read(body, engine.context_limit).tokens + call.max_tokens
