@@ -112,9 +112,9 @@ _ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the
 
 
 @experiment("anneal", "sim", f"SLO-aware scheduling ({SIMULATED})")
-def main(ask: Ask) -> Result:
+def main(ask: Ask, plan: Plan | None = None) -> Result:
     """Run; `quick` takes fewer cases, and fewer settings of the event simulator."""
-    plan, rows = QUICK if ask.quick else FULL, list[Row]()
+    plan, rows = plan or (QUICK if ask.quick else FULL), list[Row]()
     _compile(ask.seed)
     parts = (_orders, _sweeps, _errors, _instances, _together, _loads)
     for part in track(parts, "simulating", disable=ask.as_json, transient=True):

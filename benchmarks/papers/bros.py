@@ -111,9 +111,9 @@ def quick_plan() -> Plan:
 
 
 @experiment("papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = ()) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
     """Simulate every system at every rate; `quick`: few systems, one rate, 30 seconds, one seed."""
-    plan = part(quick_plan() if ask.quick else full(), only, _MEASURED)
+    plan = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED)
     points = sweep(plan, ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: batch limit {RUNNING}, {BUDGET} tokens an iteration, {plan.duration:g} s; rate = "

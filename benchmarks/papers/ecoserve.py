@@ -86,9 +86,9 @@ def quick_plan() -> Plan:
 
 
 @experiment("ecoserve", "sim", f"EcoServe ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = ()) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
     """Simulate; `quick`: about a minute. only: parts, () = all."""
-    plan, seed = part(quick_plan() if ask.quick else full(), only, _MEASURED), ask.seed
+    plan, seed = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED), ask.seed
     seeds = [seed + i for i in range(plan.seeds)]
     shown = partial(track, disable=ask.as_json, transient=True)
     _compile(seed)

@@ -117,9 +117,9 @@ _SCALES = (1.0, 3.0, 11.0)
 
 
 @experiment("papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = ()) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
     """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
-    results = run(part(quick() if ask.quick else full(), only, _MEASURED), ask.seed, bar=not ask.as_json)
+    results = run(part(plan or (quick() if ask.quick else full()), only, _MEASURED), ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "
         f"variation of {CV:g}; load = work that arrives / capacity of the fleet; latency-sensitive requests "

@@ -6,12 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.cli import bench_app
 from benchmarks.papers import anneal as bench
 from benchmarks.papers.anneal_cases import Case, annealed, arrival_order, simulated, slo_scale, worth
 from headway.policy.core.annealing import Schedule
+from headway.whatif.output.results import Ask
 
 
 def test_half_of_a_case_is_code_and_the_same_seed_draws_the_same() -> None:
@@ -65,13 +64,10 @@ def test_the_event_simulator_is_a_second_host() -> None:
     assert by["anneal-queue"].g > by["vllm"].g
 
 
-def test_it_prints_rows_with_the_paper_s_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_prints_rows_with_the_paper_s_figures(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = bench.Plan(2, (4, 10), {1: 4, 2: 4, 4: 4}, ((4,), 1), ((1.0,), 6, (2,), 1))
-    monkeypatch.setattr(bench, "QUICK", tiny)
-    monkeypatch.setattr(bench, "_MOVES", (5,))
-    result = CliRunner().invoke(bench_app, ["papers", "anneal", "--quick", "--json", "--seed", "1"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    bench.main(Ask(as_json=True, quick=True, seed=1), tiny)
+    report = json.loads(capsys.readouterr().out)
     assert (report["bench"], report["host"]) == ("anneal", "sim")
     rows = {(row["id"], row["system"], row["setting"]): row for row in report["rows"]}
     assert len(rows) == len(report["rows"]), "no figure twice"

@@ -189,8 +189,6 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
             await asyncio.to_thread(gateway.__exit__, None, None, None)
 
     monkeypatch.setattr(apps, "running", running)
-    for name in ("check", "resolve"):
-        monkeypatch.setattr(apps, name, lambda *_: None)
     return found
 
 

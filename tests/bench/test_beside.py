@@ -32,8 +32,7 @@ def test_the_default_recipe_keeps_both_promises() -> None:
     assert ("batch.in_time", "headway", ALONE) not in at
 
 
-def test_report_and_plot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr(beside, "_JOBS", 2)
+def test_report_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     beside.main(Ask(True, True, out=tmp_path))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "sim")

@@ -175,13 +175,12 @@ def test_ablations_are_told_by_what_changes_and_are_not_another_recipe() -> None
     assert len({compute(Cell(SMALL, 2.0, 0, one)) for one in ABLATIONS}) > 1
 
 
-def test_report_and_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_and_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ground = replace(SMALL, name="bursty")
     few = [Cell(ground, 1.3, 0, system) for system in (BOUND, DEFAULT, "slack", STOCK)]
     few += [replace(cell, length_error=f) for cell in few[1:3] for f in (1.0, 2.0)]
     few += [replace(cell, latency_error=0.8) for cell in few[1:3]]
-    monkeypatch.setattr(default, "quick_cells", lambda seed: few)
-    default.main(Ask(True, True, out=tmp_path))
+    default.main(Ask(True, True, out=tmp_path), some=few)
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("default", "sim")
     settings = {row["setting"] for row in result["rows"] if row["id"] == "attainment.promised"}

@@ -60,15 +60,9 @@ TINY = Plan(
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ecoserve, "quick_plan", lambda: TINY)
-    monkeypatch.setattr(ecoserve, "_compile", lambda seed: None)
-
-
-@pytest.fixture
-def told(tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> object:
     monkeypatch.setattr(ecoserve_tables, "LIMIT", 0.05)  # exceeded within these few seconds
-    ecoserve.main(Ask(True, True, 1, tmp_path))
+    ecoserve.main(Ask(True, True, 1, tmp_path), plan=TINY)
     for name in ("report.json", "report.html", "rates.png", "sweeps.png"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "SIMULATED" in (tmp_path / "report.html").read_text()
@@ -114,8 +108,8 @@ def test_the_papers_numbers_are_a_data_sets_own() -> None:
     assert options_of("vllm", DATA[2]) is None
 
 
-def test_parts_are_run_alone(tiny: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    ecoserve.main(Ask(True, True, 1, tmp_path), ("copies",))
+def test_parts_are_run_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ecoserve.main(Ask(True, True, 1, tmp_path), ("copies",), TINY)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["setting"].rpartition(", ")[2] for row in rows if row["id"] == "jct.mean"} == {"copies x5"}
     assert not any(row["id"].startswith("sweet_spot") for row in rows)

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_json_is_whole_and_adds_up(late: Run) -> None:
         assert data["simulated"] is True
 
 
-def text_of(run: Run, request: int, **more: bool) -> str:
+def text_of(run: Run, request: int, **more: Any) -> str:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(explain.render(run, Reader(run).timeline(request), **more))
@@ -128,12 +129,11 @@ def test_the_table_has_the_sum_and_those_who_gained(late: Run) -> None:
     assert "SIMULATED" in text
 
 
-def test_long_timelines_are_cut_and_say_so(late: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "_LINES", 2)
+def test_long_timelines_are_cut_and_say_so(late: Run) -> None:
     i = int(np.argmax(late.outcome.evictions))
     many = len(Reader(late).timeline(i).spans)
-    assert f"{many - 2} shorter stretches are left out" in text_of(late, i)
-    assert "left out" not in text_of(late, i, whole=True)
+    assert f"{many - 2} shorter stretches are left out" in text_of(late, i, lines=2)
+    assert "left out" not in text_of(late, i, whole=True, lines=2)
 
 
 def test_a_request_that_never_ended(late: Run) -> None:

@@ -69,7 +69,6 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
             yield served
 
     monkeypatch.setattr(fleet, "running", running)
-    monkeypatch.setattr(fleet, "check", lambda _: None)
     return Trial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
 
 

@@ -39,13 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         async with serving(fake(2, on_request=found.setdefault(name, []).append)) as url:
             yield url
 
-    async def counted(*_: Any) -> dict[str, float]:
-        return {}
-
     monkeypatch.setattr(compare, "running", running)
-    monkeypatch.setattr(compare, "counted", counted)
-    for name in ("check", "resolve"):
-        monkeypatch.setattr(compare, name, lambda *_: None)
     return found
 
 

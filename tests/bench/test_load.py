@@ -229,14 +229,10 @@ def test_what_only_one_reading_has_is_unknown():
 
 async def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
     before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        for calls in (500, 2000, hard + 1):
+        for calls, least, most in ((500, 1024, 1024), (2000, 2000, 3000), (hard + 1, hard, hard)):
             await generator.session(calls).close()
-            limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+            assert least <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert limits[0] == (1024, hard)
-    assert 2000 <= limits[1][0] < 3000
-    assert limits[2] == (hard, hard)

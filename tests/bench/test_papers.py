@@ -23,6 +23,7 @@ from headway.policy.recipes.registry import find
 from headway.simulate.observer import Observer
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
+from headway.whatif.output.results import Ask
 
 
 def outcome(first: list[float], end: list[float]) -> Outcome:
@@ -192,12 +193,10 @@ def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
     assert ended.first[3:].min() > ended.end[1:3].max()
 
 
-def test_the_command_prints_one_object_and_writes_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_prints_one_object_and_writes_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     one = Experiment("opt-13b", (Case(bros.OPT_13B, 1.0, "sharegpt", (2.0,)),), ("bros", "vllm-v0"))
-    monkeypatch.setattr(bros, "quick_plan", lambda: bros.Plan((one,), 30.0, 1))
-    ended = CliRunner().invoke(bench_app, ["papers", "bros", "--quick", "--json", "--out", str(tmp_path)])
-    assert ended.exit_code == 0, ended.output
-    found = json.loads(ended.stdout)
+    bros.main(Ask(as_json=True, quick=True, out=tmp_path), plan=bros.Plan((one,), 30.0, 1))
+    found = json.loads(capsys.readouterr().out)
     assert (found["bench"], found["host"]) == ("papers bros", "sim")
     rows = {(row["id"], row["system"]): row for row in found["rows"]}
     assert rows["rt.ttft_attainment", "bros"]["ours"] > 90

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.cli import bench_app
 from benchmarks.papers import qlm, qlm_tables
 from benchmarks.papers.qlm import Experiment, Plan
 from benchmarks.papers.qlm_estimates import Estimate, Planning, estimates
@@ -22,6 +20,7 @@ from headway.simulate import fleet
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
+from headway.whatif.output.results import Ask
 
 MULTI = Setting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))
 IDS = {
@@ -175,11 +174,9 @@ def tiny() -> Plan:
     )
 
 
-def test_the_command_prints_every_row_and_writes_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(qlm, "quick", tiny)
-    ended = CliRunner().invoke(bench_app, ["papers", "qlm", "--quick", "--json", "--out", str(tmp_path)])
-    assert ended.exit_code == 0, ended.output
-    found = json.loads(ended.stdout)
+def test_it_prints_every_row_and_writes_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    qlm.main(Ask(as_json=True, quick=True, out=tmp_path), plan=tiny())
+    found = json.loads(capsys.readouterr().out)
     assert (found["bench"], found["host"]) == ("papers qlm", "sim")
     keys = [(row["id"], row["system"], row["setting"]) for row in found["rows"]]
     assert len(set(keys)) == len(keys)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from headway.engines.vllm.process.launch import Child
 from headway.errors import EngineError
-from headway.whatif.measured import starting
 from headway.whatif.measured.starting import START_S, attempts
 from headway.whatif.measured.systems import standard_engine
 
@@ -37,10 +35,9 @@ def test_a_slow_start_is_waited_for_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, told = 0.0, dict[float, int]()  # lines by the clock
-    monkeypatch.setattr(starting, "time", SimpleNamespace(monotonic=lambda: now))
     slow = child(tmp_path, "import time; time.sleep(600)")
     try:
-        looks = attempts("slow", slow)
+        looks = attempts("slow", slow, clock=lambda: now)
         for now in (0.0, 50.0, 110.0, 120.0, 180.0):
             next(looks)
             told[now] = capsys.readouterr().err.count("slow is not ready after")

@@ -212,17 +212,14 @@ def test_fidelity_has_rows_for_every_rival_and_the_headline(quick: bool) -> None
 
 
 def tiny(seed: int, *, quick: bool) -> list[cells.Job]:
-    names = (DEFAULT, *RIVALS)
-    return [Cell("tiny-kv", 2.0, seed, name, quick) for name in names]
+    return [Cell("tiny-kv", 2.0, seed, name, quick) for name in (DEFAULT, *RIVALS)]
 
 
 def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this process: a short ground, every rival, and no fidelity."""
-    monkeypatch.setattr(grounds, "_SHORT_OWN", 10.0)
     monkeypatch.setattr(bench, "jobs", tiny)
     monkeypatch.setattr(bench, "run", lambda jobs: {job: cells.compute(job) for job in jobs})
-    monkeypatch.setattr(fidelity, "rows", lambda *args, **named: [])
-    arguments = ["bench", "rivals", "--quick", "--json", "--seed", "3", "--out", str(tmp_path)]
+    arguments = ["bench", "rivals", "--quick", "--json", "--seed", "3", "--grounds", "tiny-kv", "--out", str(tmp_path)]
     result = CliRunner().invoke(_app(), arguments)
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout.splitlines()[-1])

@@ -296,8 +296,8 @@ def _worst(run: Run, timeline: Callable[[int], Timeline], count: int) -> list[di
 # ---- the terminal
 
 
-def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
-    """Return the verdict, the SLO, the seconds per state and the timeline."""
+def render(run: Run, story: Timeline, *, whole: bool = False, lines: int = _LINES) -> Group:
+    """Return the verdict, the SLO, the seconds per state and the timeline, with its longest `lines` unless whole."""
     output = _output(run, story)
     about = (
         f"{_label(run)}: recipe {run.header.recipe}; {int(run.workload.prompt[story.request]):,} tokens in, "
@@ -312,7 +312,7 @@ def render(run: Run, story: Timeline, *, whole: bool = False) -> Group:
         _states(run, story),
         *unseen,
         "",
-        _timeline(run, story, whole),
+        _timeline(run, story, len(story.spans) if whole else lines),
     )
 
 
@@ -335,11 +335,11 @@ def _cells(seconds: float, latency: float, early: float) -> list[str]:
     return [f"{seconds:.3f}", share, f"{early:.3f}", f"{seconds - early:.3f}"]
 
 
-def _timeline(run: Run, story: Timeline, whole: bool) -> Table:
+def _timeline(run: Run, story: Timeline, most: int) -> Table:
     spans, hidden = story.spans, 0
-    if not whole and len(spans) > _LINES:
-        longest = sorted(range(len(spans)), key=lambda i: -spans[i].seconds)[:_LINES]
-        spans, hidden = tuple(story.spans[i] for i in sorted(longest)), len(spans) - _LINES
+    if len(spans) > most:
+        longest = sorted(range(len(spans)), key=lambda i: -spans[i].seconds)[:most]
+        spans, hidden = tuple(story.spans[i] for i in sorted(longest)), len(spans) - most
     note = f"{hidden} shorter stretches are left out (--all shows them)" if hidden else ""
     lines: list[Line] = [
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,13 +16,15 @@ _SILENT_S = 60.0
 _console = Console(stderr=True)
 
 
-def attempts(name: str, child: Child, seconds: float = START_S) -> Iterator[None]:
+def attempts(
+    name: str, child: Child, seconds: float = START_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
     """Yield as often as a server should be asked whether it is ready; the caller sleeps in between.
 
     Says every minute that the wait goes on. EngineError when the child has ended or `seconds` are over.
     """
-    began = said = time.monotonic()
-    while (now := time.monotonic()) < began + seconds:
+    began = said = clock()
+    while (now := clock()) < began + seconds:
         if not child.alive:
             raise child.died(name)
         if now > said + _SILENT_S:
