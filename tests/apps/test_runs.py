@@ -42,6 +42,11 @@ def rank(runs: Runs, id: str | None = None) -> float:
     return float(found)
 
 
+def rank_at(runs: Runs, now: float) -> float:
+    runs.refresh(now)
+    return rank(runs)
+
+
 def taught(runs: Runs) -> list[Visit]:
     graph = runs.knowledge.graphs["t", "app"]
     return [record.visit for unit in graph.units.values() for record in unit.records]
@@ -53,8 +58,7 @@ def taught(runs: Runs) -> list[Visit]:
 def test_the_rank_falls_by_what_the_run_attains() -> None:
     runs = fixed(10.0)
     runs.arrived(ask("r"), 1.0, 0.0)
-    runs.refresh(0.0)
-    assert rank(runs) == 10.0
+    assert rank_at(runs, 0.0) == 10.0
     runs.started("r", 5.0)
     assert runs.refresh(5.5) == []  # less than a tenth of the demand
     assert [run.key for run in runs.refresh(7.0)] == [KEY]
@@ -68,8 +72,7 @@ def test_the_rank_follows_the_service_of_requests_that_have_ended() -> None:
     runs.arrived(ask("r2"), 1.0, 0.0)
     runs.refresh(0.0)
     runs.ended("r1", 4, 1.0)
-    runs.refresh(1.0)
-    assert rank(runs) == 6.0
+    assert rank_at(runs, 1.0) == 6.0
 
 
 def test_a_new_visit_attains_from_its_beginning_on_while_another_goes_on() -> None:
@@ -77,11 +80,9 @@ def test_a_new_visit_attains_from_its_beginning_on_while_another_goes_on() -> No
     runs.arrived(ask("r1", "a"), 1.0, 0.0)
     runs.started("r1", 0.0)
     runs.arrived(ask("r2", "b"), 1.0, 6.0)
-    runs.refresh(6.0)
-    assert rank(runs) == 10.0
+    assert rank_at(runs, 6.0) == 10.0
     runs.ended("r1", 9, 8.0)  # its first six seconds were attained before
-    runs.refresh(8.0)
-    assert rank(runs) == 8.0
+    assert rank_at(runs, 8.0) == 8.0
 
 
 def test_what_an_engine_lost_is_not_attained() -> None:
@@ -91,20 +92,16 @@ def test_what_an_engine_lost_is_not_attained() -> None:
     runs.refresh(0.0)
     runs.returned("r", 4.0)
     runs.started("r", 6.0)
-    runs.refresh(8.0)
-    assert rank(runs) == 8.0
+    assert rank_at(runs, 8.0) == 8.0
     runs.ended("r", 9, 15.0)
-    runs.refresh(15.0)
-    assert rank(runs) == 1.0
+    assert rank_at(runs, 15.0) == 1.0
 
 
 def test_a_run_without_any_demand_has_a_rank() -> None:
     runs = fixed(0.0)
     runs.unit_began(KEY, "tool", "python", 1.0)
-    runs.refresh(1.0)
-    assert rank(runs) == 0.0
-    runs.refresh(2.0)
-    assert rank(runs) == 1.0  # as long again as it has taken
+    assert rank_at(runs, 1.0) == 0.0
+    assert rank_at(runs, 2.0) == 1.0  # as long again as it has taken
 
 
 # ---- the end of a run
@@ -113,8 +110,7 @@ def test_a_run_without_any_demand_has_a_rank() -> None:
 def test_a_run_may_begin_long_after_the_epoch() -> None:
     runs = fixed(1.0)
     runs.arrived(ask("r"), 1.0, 1.8e9)
-    runs.refresh(1.8e9)
-    assert rank(runs) == 1.0
+    assert rank_at(runs, 1.8e9) == 1.0
 
 
 def test_a_run_that_is_ended_lives_until_its_requests_have_ended() -> None:
@@ -209,11 +205,6 @@ def test_a_run_that_never_ends_stays_small() -> None:
 # ---- units outside the LLM
 
 
-def rank_at(runs: Runs, now: float) -> float:
-    runs.refresh(now)
-    return rank(runs)
-
-
 def test_a_unit_outside_the_llm_takes_from_its_begin_to_its_end() -> None:
     runs = fixed(5.0)
     runs.unit_began(KEY, "tool", "python", 1.0)
@@ -305,8 +296,7 @@ def test_a_run_is_lost_when_time_has_passed() -> None:
 def test_the_deadline_may_change_in_mid_run() -> None:
     runs = slack(2.0, 4.0)
     runs.arrived(ask("r1", target=6.0), 1.0, 0.0)
-    runs.refresh(0.0)
-    assert rank(runs) == 2.0
+    assert rank_at(runs, 0.0) == 2.0
     runs.arrived(ask("r2", target=10.0), 1.0, 1.0)
     runs.refresh(1.0)
     assert runs.run_of("r1").target == 10.0
@@ -346,8 +336,7 @@ def test_futures_may_know_a_unit_that_no_graph_has() -> None:
     runs.ended("r1", 1, 1.0)
     runs.arrived(ask("r2", "b"), 1.0, 2.0)
     runs.started("r2", 3.0)
-    runs.refresh(3.0)
-    assert rank(runs) == 5.0
+    assert rank_at(runs, 3.0) == 5.0
 
 
 def test_many_runs_live_side_by_side() -> None:

@@ -14,19 +14,21 @@ from headway.cli.main import app
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.gateway.main import preflight
-from headway.policy.core.engine_spec import EngineSpec
+from headway.policy.core.engine_spec import EngineSpec, KvUse
 from headway.policy.core.ranks import ARRIVAL
+from headway.policy.memory.budget import KvBudget
 from headway.policy.plan.ordered import Ordered
 from headway.policy.recipes.anneal import ANNEAL
 from headway.policy.recipes.baselines import BASELINES, ROUTERS
 from headway.policy.recipes.ecoserve import ECOSERVE
 from headway.policy.recipes.hermes import HERMES
 from headway.policy.recipes.qlm import QLM
+from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import ABLATIONS, RECIPES, find, names
 from headway.ports import Packer
 from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload, single
-from headway.types import Batch, Instance
+from headway.types import Batch, Instance, Jobs, Step
 from headway.whatif.experiment import Fleet, simulate
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 
@@ -120,37 +122,40 @@ def crowd(count: int) -> Workload:
     return single(np.zeros(count), rng.integers(20, 200, count), rng.integers(5, 60, count))
 
 
+class Noted(Packer):
+    """A packer that notes how many jobs it chooses among."""
+
+    def __init__(self, inner: Packer, seen: list[int]) -> None:
+        self.inner, self.seen = inner, seen
+
+    @property
+    def kv(self) -> KvUse:
+        return self.inner.kv
+
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
+        self.seen.append(len(jobs))
+        return self.inner.pack(jobs, kv_budget, now)
+
+
+def noted(name: str, seen: list[int]) -> Recipe:
+    return replace(find(name), packer=lambda spec: Noted(find(name).packer(spec), seen))
+
+
 @every
-def test_the_queue_is_the_engines_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_the_engines_own(name: str) -> None:
     """Everything that waits is inside, so that the packer chooses among all; and all of it ends."""
     node = InstanceSpec(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512, copy_seconds=1e-5)
     seen: list[int] = []
-    recipe = find(name)
-    real = type(packer(name, Limits())).pack
-
-    def pack(self: Packer, jobs, kv_budget, now):  # type: ignore[no-untyped-def]
-        seen.append(len(jobs))
-        return real(self, jobs, kv_budget, now)
-
-    monkeypatch.setattr(type(packer(name, Limits())), "pack", pack)
-    outcome, again = (Simulation(recipe, [node], crowd(60)).run() for _ in range(2))
+    outcome, again = (Simulation(noted(name, seen), [node], crowd(60)).run() for _ in range(2))
     assert max(seen) >= 59
     assert np.isfinite(outcome.end).all()
     np.testing.assert_array_equal(outcome.end, again.end)
 
 
-def test_with_pull_what_has_no_room_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_pull_what_has_no_room_stays_outside() -> None:
     node = InstanceSpec(Instance("e0", "default", 8, 100, 16, 2048), Linear(), 16, 512)
     seen: list[int] = []
-    recipe = find("vllm")
-    real = type(recipe.packer(EngineSpec(8, 512))).pack
-
-    def pack(self: Packer, jobs, kv_budget, now):  # type: ignore[no-untyped-def]
-        seen.append(len(jobs))
-        return real(self, jobs, kv_budget, now)
-
-    monkeypatch.setattr("headway.policy.pack.ranked.Fcfs.pack", pack)
-    Simulation(recipe, [node], crowd(60), fast=False).run()
+    Simulation(noted("vllm", seen), [node], crowd(60), fast=False).run()
     assert max(seen) <= node.instance.window
 
 

@@ -15,7 +15,6 @@ from headway.errors import ConfigError
 from headway.policy.pack.ranked import Fcfs
 from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
-from headway.simulate import compiled_loop
 from headway.simulate.fleet import build, spec
 from headway.simulate.outcome import Outcome
 from headway.simulate.record import run_folder
@@ -149,13 +148,6 @@ def test_prefixes_change_nothing_where_caching_is_off() -> None:
     for fast in (True, False):
         one, other = (outcome("slack", some, caching=False, fast=fast) for some in (load, bare))
         np.testing.assert_array_equal(one.end, other.end)
-
-
-def test_the_compiled_loop_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(compiled_loop, "advance", lambda *args: calls.append(args))
-    outcome("slack", talks(20), caching=True)
-    assert not calls
 
 
 def test_fewer_blocks_find_less() -> None:
