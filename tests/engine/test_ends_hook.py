@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,16 @@ def test_plain_blocks_say_nothing_of_ends() -> None:
     assert "two_ended" not in build("bros-plain-blocks").scheduler.control({"op": "state"})
 
 
-def test_what_stock_leaves_out_gets_its_blocks_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a request whose grammar is being compiled: granted, but vLLM skips it."""
-    engine = build()
-    stock, rng = engine.scheduler._handle_blocked_waiting_request, np.random.default_rng(0)
+def skip(engine: SchedulerOracle, skips: Callable[[Any], bool]) -> None:
+    """Let vLLM pass over requests that wait, as over one whose grammar is being compiled."""
+    stock = engine.scheduler._handle_blocked_waiting_request
+    engine.scheduler._handle_blocked_waiting_request = lambda request: not skips(request) and stock(request)
 
-    def reluctant(request: Any) -> Any:
-        return rng.random() < 0.4 and stock(request)
 
-    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", reluctant)
+def test_what_stock_leaves_out_gets_its_blocks_later() -> None:
+    """It is granted, but vLLM skips it."""
+    engine, rng = build(), np.random.default_rng(0)
+    skip(engine, lambda request: rng.random() >= 0.4)
     fill(engine)
     left_out = 0
     while engine.busy:

@@ -18,6 +18,7 @@ from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
 from headway.gateway.main import preflight
+from tests.engine.test_ends_hook import skip
 
 pytestmark = pytest.mark.filterwarnings("default")
 SIZE, LONGEST = 16, 512
@@ -43,16 +44,14 @@ def audited(scheduler: Any) -> None:
     scheduler.kv_policy.check = look
 
 
-def coming(scheduler: Any) -> dict[str, list[Any]]:
+def coming(scheduler: Any) -> Any:
     """Return the loans that are not in their borrowers' block lists yet."""
-    loans: dict[str, list[Any]] = scheduler.kv_policy._pending
-    return loans
+    return scheduler.kv_policy._pending
 
 
-def lists_of(scheduler: Any) -> dict[str, list[Any]]:
+def lists_of(scheduler: Any) -> Any:
     """Return vLLM's block lists, by request."""
-    lists: dict[str, list[Any]] = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-    return lists
+    return scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
 
 
 def audit(scheduler: Any, ran: dict[str, int]) -> None:
@@ -179,24 +178,20 @@ def test_aborted_hosts_and_guests_leave_nothing_behind() -> None:
     assert loans > 10
 
 
-def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_that_stock_does_not_let_in_gives_its_loan_back() -> None:
     """Stock may skip anybody who waits, for reasons of its own (a grammar, an adapter): here at random."""
-    rng, skipped = np.random.default_rng(1), 0
+    rng, skipped = np.random.default_rng(1), list[bool]()
     engine = engine_of("ecoserve", 40)
     crowd(engine, 2)
-    ready = engine.scheduler._handle_blocked_waiting_request
 
-    def moody(request: Any) -> bool:
-        nonlocal skipped
-        if request.request_id in coming(engine.scheduler) and rng.random() < 0.7:
-            skipped += 1
-            return False
-        return bool(ready(request))
+    def skips(request: Any) -> bool:
+        skipped.append(request.request_id in coming(engine.scheduler) and rng.random() < 0.7)
+        return skipped[-1]
 
-    monkeypatch.setattr(engine.scheduler, "_handle_blocked_waiting_request", moody)
+    skip(engine, skips)
     while engine.busy:
         engine.step()
-    assert skipped > 0
+    assert any(skipped)
     assert len(engine.finished) == 24
     assert all_back(engine)
 

@@ -376,17 +376,15 @@ def test_kv_is_not_saved_while_a_connector_may_still_write_it() -> None:
     driver.run()
 
 
-def test_evicted_requests_drop_output_whose_kv_would_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    original = HeadwayScheduler._preempt_request
+def test_evicted_requests_drop_output_whose_kv_would_be_delivered() -> None:
+    scheduler, seen = make("edf", blocks=12, max_running=2), list[bool]()
+    preempt = scheduler._preempt_request
 
-    def noted(self: Any, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+    def noted(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
         seen.append(drop_stale_output)
-        original(self, request, timestamp, drop_stale_output)
+        preempt(request, timestamp, drop_stale_output)
 
-    monkeypatch.setattr(HeadwayScheduler, "_preempt_request", noted)
-    scheduler = make("edf", blocks=12, max_running=2)
-    scheduler.requires_kv_delivery = True
+    scheduler._preempt_request, scheduler.requires_kv_delivery = noted, True
     Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)]).run()
     assert seen == [True]
 

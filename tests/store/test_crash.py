@@ -26,7 +26,6 @@ from tests.store.stores import FAR, take_ids
 
 from headway.errors import HeadwayError
 from headway.store.queue import SqliteBroker
-from headway.store.queue import sqlite as module
 from headway.store.queue.port import Job
 
 
@@ -148,14 +147,6 @@ async def test_a_reopened_file_is_the_same(path: str) -> None:
     assert [await broker.get(id) for id in "abc"] == before
     assert await open_ids(broker) == ["a", "c"]
     await broker.close()
-
-
-async def test_calls_that_come_together_share_commits(durable: SqliteBroker) -> None:
-    commits: list[str] = []
-    durable._db.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
-    await asyncio.gather(*(durable.put(job(str(i))) for i in range(module.GROUP)))
-    assert 1 <= len(commits) < module.GROUP / 4
-    assert len(await open_ids(durable)) == module.GROUP
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from tests.helpers import postgres as server
-from tests.helpers.clocks import shift_now
 from tests.store.stores import FAR, gateways, job, take_ids
+from tests.test_clock import shift_now
 
 from headway.config import Broker, Postgres
 from headway.engines.vllm.process.launch import free_port

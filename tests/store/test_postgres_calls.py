@@ -66,11 +66,8 @@ async def test_calls_that_come_together_share_commits(address: Address, broker: 
     assert sum(counts) == module.GROUP
 
 
-async def test_a_group_ends_with_its_bodies(
-    address: Address, broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "GROUP_BYTES", 100)
-    await asyncio.gather(*(broker.put(replace(job(str(i)), body=b"x" * 40)) for i in range(20)))
+async def test_a_group_ends_with_its_bodies(address: Address, broker: PostgresBroker) -> None:
+    await asyncio.gather(*(broker.put(replace(job(str(i)), body=bytes(3 * 2**20))) for i in range(20)))
     counts = await commits(address)
     assert max(counts) <= 3
     assert sum(counts) == 20

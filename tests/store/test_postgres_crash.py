@@ -199,13 +199,11 @@ async def test_tables_that_are_gone_are_told_and_not_made_anew(
 
 def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    apply, lost = broker._apply, False
+    apply, cuts = broker._apply, iter([True])
 
     async def committed(group: list[Any], alone: bool, connection: asyncpg.Connection) -> list[Any]:
-        nonlocal lost
-        before, lost = lost, True
         ends = await apply(group, alone, connection)
-        if not before:
+        if next(cuts, False):
             connection.terminate()
             raise ConnectionResetError
         return ends
@@ -268,10 +266,6 @@ async def test_after_a_lost_renewal_the_lease_may_have_begun_anew(
         assert await broker.renew(30.0)
 
 
-def give_up(broker: PostgresBroker) -> None:
-    broker._loop.call_soon_threadsafe(broker._writer.drop, "given up by the test")
-
-
 async def test_a_session_that_was_given_up_commits_nothing_after_the_next_has_begun(
     broker: PostgresBroker, address: Address
 ) -> None:
@@ -283,7 +277,7 @@ async def test_a_session_that_was_given_up_commits_nothing_after_the_next_has_be
         await aside.execute(f"LOCK TABLE {address.schema}.jobs IN EXCLUSIVE MODE")
         late = asyncio.create_task(broker.put(job("late")))
         await asyncio.sleep(0.3)
-        give_up(broker)
+        broker._loop.call_soon_threadsafe(broker._writer.drop, "given up by the test")
         with pytest.raises(HeadwayError, match=r"given up|has ended"):
             await late
         await asyncio.sleep(0.5)
@@ -305,7 +299,7 @@ async def test_lost_sessions_are_ended(broker: PostgresBroker, address: Address)
         )
     ]
     lost = await asyncpg.connect(address.url, server_settings={"application_name": name})
-    give_up(broker)
+    broker._loop.call_soon_threadsafe(broker._writer.drop, "given up by the test")
     await succeeds(lambda: broker.put(job()))
     with pytest.raises((asyncpg.PostgresConnectionError, asyncpg.AdminShutdownError, asyncpg.InterfaceError)):
         await lost.fetch("SELECT 1")

@@ -106,15 +106,10 @@ def test_a_gateway_of_version_1_has_its_file_for_itself(path: str, impatient: No
     assert not Path(path).exists()
 
 
-def test_files_of_another_user_are_refused(
-    path: str, monkeypatch: pytest.MonkeyPatch, other_user: Callable[[Path], None]
-) -> None:
+def test_files_of_another_user_are_refused(path: str, other_user: Callable[[Path], None]) -> None:
     Path(f"{path}.lock").touch()
     other_user(Path(path).parent)
     assert f"{path}.lock is not a file of this user" in refusal(path)
-    Path(path).touch()
-    monkeypatch.setattr(sqlite_file, "_lock_file", lambda path, suffix: os.open(path, os.O_RDONLY))
-    assert f"{path} is not a file of this user" in refusal(path)
 
 
 async def test_no_other_user_can_read_the_file_or_hold_its_locks(path: str) -> None:
