@@ -12,7 +12,6 @@ import pytest
 
 from headway import clock
 from headway.errors import ConfigError
-from tests.helpers.clocks import set_by
 
 DAY = 86400.0
 
@@ -29,6 +28,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def restart() -> None:
     """Know as little of the origin as a process that starts now."""
     clock._origin.cache_clear()
+
+
+def set_by(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the machine's clock, as far as this process sees it."""
+    was = time.time
+    monkeypatch.setattr(time, "time", lambda: was() + seconds)
+
+
+def shift_now(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Headway's clock be this far ahead."""
+    was = clock.now
+    monkeypatch.setattr(clock, "now", lambda: was() + seconds)
 
 
 def test_it_shows_the_time(folder: Path) -> None:

@@ -41,17 +41,14 @@ def twin(prepared: Path, tmp_path: Path) -> Path:
     return twin
 
 
-Convert = Callable[[Path, Path, object], None]
-
-
 @pytest.fixture
-def convert_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Convert], None]:
+def convert_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     """Return what replaces the conversion."""
     return lambda convert: monkeypatch.setattr(resolve, "convert", convert)
 
 
 @pytest.fixture
-def quick(prepared: Path, convert_by: Callable[[Convert], None]) -> list[Path]:
+def quick(prepared: Path, convert_by: Callable[[object], None]) -> list[Path]:
     """Replace the conversion by one that links the files; return where it was called to write."""
     calls: list[Path] = []
 
@@ -352,7 +349,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, SystemExit])
 def test_an_interrupted_fetch_leaves_nothing(
-    tmp_path: Path, convert_by: Callable[[Convert], None], error: type[BaseException]
+    tmp_path: Path, convert_by: Callable[[object], None], error: type[BaseException]
 ) -> None:
     def interrupted(gguf: Path, out: Path, track: object) -> None:
         (out / "config.json").write_text("{")
@@ -364,7 +361,7 @@ def test_an_interrupted_fetch_leaves_nothing(
     assert left_beside(tmp_path / "out") == set()
 
 
-def test_an_interrupted_force_keeps_the_old_one(twin: Path, convert_by: Callable[[Convert], None]) -> None:
+def test_an_interrupted_force_keeps_the_old_one(twin: Path, convert_by: Callable[[object], None]) -> None:
     def interrupted(gguf: Path, out: Path, track: object) -> None:
         raise KeyboardInterrupt
 
@@ -389,7 +386,7 @@ def test_the_next_fetch_cleans_up_after_a_killed_one(tmp_path: Path, quick: list
 
 
 def test_two_fetches_at_once_convert_once(
-    prepared: Path, tmp_path: Path, convert_by: Callable[[Convert], None], caplog: pytest.LogCaptureFixture
+    prepared: Path, tmp_path: Path, convert_by: Callable[[object], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     converting, waiting, calls = threading.Event(), threading.Event(), []
 
@@ -417,7 +414,7 @@ def test_two_fetches_at_once_convert_once(
 
 
 def test_a_wrong_conversion_is_not_put_in_place(
-    prepared: Path, tmp_path: Path, convert_by: Callable[[Convert], None]
+    prepared: Path, tmp_path: Path, convert_by: Callable[[object], None]
 ) -> None:
     def wrong(gguf: Path, out: Path, track: object) -> None:
         link(prepared, out)

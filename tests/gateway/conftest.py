@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headway.engines.vllm.process.client import VllmEngine
 from headway.gateway.parsing import tokens
 from tests.conftest import MARK
 from tests.gateway.gateway import Fake, Gateway, configuration, serving
@@ -24,6 +25,12 @@ def _one_tokenizer() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "load_tokenizer", functools.cache(tokens.load_tokenizer))
         yield
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what replaces a method of the gateway's engines, by its name."""
+    return functools.partial(monkeypatch.setattr, VllmEngine)
 
 
 @pytest.fixture(scope="session")

@@ -105,12 +105,11 @@ def behave(path: Path, behaviour: str) -> None:
 # ---- engine
 
 
-def start_instead(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[..., list[str]], environment: dict[str, str] | None = None
-) -> None:
-    """Start this instead of vLLM; environment: None = that of this process."""
+def start_instead(monkeypatch: pytest.MonkeyPatch, command: Callable[..., list[str]]) -> None:
+    """Start this instead of vLLM; the tests' modules are found."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(children, "environment", lambda *_: dict(os.environ if environment is None else environment))
+    monkeypatch.setattr(children, "environment", lambda engine, secret: {**os.environ, "PYTHONPATH": path})
     monkeypatch.setattr(client, "check_installed", lambda: None)
 
 
@@ -121,9 +120,7 @@ def use_fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         line = [sys.executable, "-m", "tests.gateway.models_engine", "--port", str(port)]
         return [*line, "--path", resolve(engine.model), "--name", engine.name]
 
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    start_instead(monkeypatch, command, {**os.environ, "PYTHONPATH": path})
+    start_instead(monkeypatch, command)
 
 
 # ---- gateway

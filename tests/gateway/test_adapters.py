@@ -23,7 +23,7 @@ Loads = Callable[[str], bool]
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def loaded(engines: Callable[..., None]) -> list[str]:
     """Return the adapters that engines were told to load, in the place of their memory."""
     names: list[str] = []
 
@@ -33,7 +33,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return names.count(name) > 1
 
-    monkeypatch.setattr(VllmEngine, "load_adapter", load)
+    engines("load_adapter", load)
     return names
 
 

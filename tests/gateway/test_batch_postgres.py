@@ -213,15 +213,14 @@ async def test_closing_without_a_server_ends(own: server.PrivateServer, address:
 
 def lose(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it."""
-    carry_out, lost = store._after_undo, False
+    carry_out, cuts = store._after_undo, iter([True])
 
-    async def committed(work: Any, connection: asyncpg.Connection) -> None:
-        nonlocal lost
-        before, lost = lost, True
-        await carry_out(work, connection)
-        if not before:
+    async def committed(work: Any, connection: asyncpg.Connection) -> Any:
+        done = await carry_out(work, connection)
+        if next(cuts, False):
             connection.terminate()
             raise ConnectionResetError
+        return done
 
     monkeypatch.setattr(store, "_after_undo", committed)
 
@@ -276,7 +275,7 @@ async def test_the_end_of_a_batch_that_is_lost_counts(
         lose(store, monkeypatch)
         await whole(*args, **named)
 
-    monkeypatch.setattr(store, "end", end)
+    store.end = end  # type: ignore[method-assign]
     with pytest.raises(HeadwayError, match="is out"):
         await conclude(store, BATCH)
     assert await succeeds(store.open_batches) == []

@@ -23,7 +23,7 @@ from tests.gateway.batches import begin, content, ended, held, line, lines, look
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
-from tests.helpers.clocks import shift_now
+from tests.test_clock import shift_now
 
 DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 

@@ -23,7 +23,7 @@ from tests.gateway.batches import begin, content, ended, held, line, lines, look
 from tests.gateway.gateway import CHAT, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.roles.parts import parts
 from tests.helpers import postgres
-from tests.helpers.clocks import shift_now
+from tests.test_clock import shift_now
 
 pytestmark = pytest.mark.usefixtures("own_state")
 

@@ -12,7 +12,7 @@ from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CLASSES, Fake, until
 from tests.gateway.test_background import begin, finished, look
 from tests.gateway.test_request_ends import fakes
-from tests.helpers.clocks import set_by
+from tests.test_clock import set_by
 
 DAY = 86400.0
 TIERS = CLASSES | {"roomy": Tier(e2e_ms=600_000.0, drop=True)}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,10 @@ def test_only_operators_look_where_they_alone_may(serve: Serve) -> None:
             assert next(events)["recipe"]
 
 
-def test_so_many_look_and_no_more(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.gateway.apis.dashboard.endpoints._MOST_VIEWERS", 1)
-    with live(gateway) as events:
-        next(events)
+def test_so_many_look_and_no_more(gateway: Gateway) -> None:
+    with ExitStack() as viewers:
+        for _ in range(32):
+            next(viewers.enter_context(live(gateway)))
         refused = gateway.get("/headway/live")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         with live(gateway, headers=OPERATOR) as own:

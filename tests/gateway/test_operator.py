@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_an_operator_key_is_there_for_operators() -> None:
         parse({"server": {"operator_only": True}})
 
 
-def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, engines: Callable[..., None]) -> None:
     failure = EngineError("It ended:\n/home/me/model is missing", "The whole log is in /var/log/e0.log.")
     (engine,) = gateway.inner.dispatcher.engines.values()
     engine.failure = failure
@@ -76,8 +77,8 @@ def test_clients_learn_no_paths_and_addresses(gateway: Gateway, fake: Fake, monk
     def gone(*_: object, **__: object) -> None:
         raise EngineGone("e0", ConnectionError(f"cannot connect to {fake.url}"))
 
-    monkeypatch.setattr(VllmEngine, "lives", lives)
-    monkeypatch.setattr(VllmEngine, "open", gone)
+    engines("lives", lives)
+    engines("open", gone)
     said = error(gateway.post(gateway.chat(**fakes())), 503)["message"]
     assert "went away" in said
     assert str(fake.port) not in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -178,13 +178,13 @@ class Pins:
 
 
 @pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
+def pins(engines: Callable[..., None]) -> Pins:
     pins = Pins()
 
     async def control(engine: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
         return await pins.control(engine, message)
 
-    monkeypatch.setattr(VllmEngine, "control", control)
+    engines("control", control)
     return pins
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def rerank(gateway: Gateway, *ranks: dict[str, float]) -> None:
     gateway.do(execute())
 
 
-def test_the_newest_ranks_reach_the_engine_in_one_message(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_ranks_reach_the_engine_in_one_message(gateway: Gateway, engines: Callable[..., None]) -> None:
     messages: list[Any] = []
 
     async def control(_: VllmEngine, message: dict[str, Any], seconds: float = 10) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def test_the_newest_ranks_reach_the_engine_in_one_message(gateway: Gateway, monk
             messages.append((message["op"], message["values"]))
         return {}
 
-    monkeypatch.setattr(VllmEngine, "control", control)
+    engines("control", control)
     rerank(gateway, {"hw-1": 1.0}, {"hw-1": 2.0, "hw-2": 3.0})
     until(lambda: messages)
     assert messages == [("urgency", {"hw-1": 2.0, "hw-2": 3.0})]
 
 
 def test_an_engine_that_refuses_ranks_is_logged_and_asked_again(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gateway: Gateway, engines: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Mapping[str, float]] = []
 
@@ -67,7 +67,7 @@ def test_an_engine_that_refuses_ranks_is_logged_and_asked_again(
         told.append(ranks)
         raise EngineError("No scheduler here.", "Use another engine.")
 
-    monkeypatch.setattr(VllmEngine, "rerank", refuse)
+    engines("rerank", refuse)
     rerank(gateway, {"hw-1": 1.0})
     until(lambda: "No scheduler here" in caplog.text)
     rerank(gateway, {"hw-1": 2.0})

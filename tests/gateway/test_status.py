@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,11 +91,11 @@ def test_metrics_without_an_engine(serve: Serve) -> None:
         assert not any(name.startswith("vllm:") for name in found)
 
 
-def test_an_engine_whose_metrics_are_nonsense(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_metrics_are_nonsense(gateway: Gateway, engines: Callable[..., None]) -> None:
     async def nonsense(_: VllmEngine, seconds: float) -> str:
         return "vllm:broken{ 1 2 3\n<html>"
 
-    monkeypatch.setattr(VllmEngine, "metrics", nonsense)
+    engines("metrics", nonsense)
     assert "headway_engine_up" in families(gateway)
 
 

@@ -167,8 +167,7 @@ def test_an_engine_that_another_agent_has_is_told_of_once(
 
 def knows(leader: Leader, name: str) -> bool:
     """Tell whether a controller has been told what a gateway has."""
-    gateways = leader._gateways
-    return name in gateways and gateways[name].known
+    return name in leader._gateways and leader._gateways[name].known
 
 
 def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> None:
@@ -181,33 +180,27 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     def receive(sender: str, *items: Item) -> None:
         headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Message(sender, 1, items, 0.0))
 
-    def known(name: str) -> bool:
-        return knows(leader, name)
-
-    def owner() -> str:
-        return leader._owner["r1"]
-
     link.term = 1
     receive("x", Present((early,), True))
     until(lambda: waiting(headway, "c1") == ["r1"])
     leader = headway.controllers["c1"].leader
     assert leader is not None
     receive("y", Present((), True), Arrived(request))
-    until(lambda: owner() == "y")
+    until(lambda: leader._owner["r1"] == "y")
     assert leader._gateways["x"].ids == set()
     receive("x", Started("r1"), Finished("r1", 3))
     receive("x", Present((early,), True), Alive((), 0))
     receive("y", Alive((), 1))
     until(lambda: link.inbox.empty())
     assert waiting(headway, "c1") == ["r1"]
-    assert owner() == "y"
+    assert leader._owner["r1"] == "y"
     receive("x", Present((late,), True))
-    until(lambda: owner() == "x")
-    assert known("y")
+    until(lambda: leader._owner["r1"] == "x")
+    assert knows(leader, "y")
     receive("y", Alive((), 1))
-    until(lambda: not known("y"))  # it is asked what it has
+    until(lambda: not knows(leader, "y"))  # it is asked what it has
     receive("y", Present((early,), True))
-    until(lambda: known("y"))
+    until(lambda: knows(leader, "y"))
     receive("x", Finished("r1", 3))
     until(lambda: not waiting(headway, "c1"))
 

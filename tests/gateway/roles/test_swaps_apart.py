@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,14 @@ def engine_of(headway: Parts) -> VllmEngine:
     return headway.agents["a1"].agents.engines["e0"]
 
 
-def test_a_swap_is_ordered_once(headway: Parts, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_is_ordered_once(headway: Parts, events: list[Event], engines: Callable[..., None]) -> None:
     orders, begin = list[str](), VllmEngine.begin_swap
 
     def noted(engine: VllmEngine, model: str) -> None:
         orders.append(model)
         begin(engine, model)
 
-    monkeypatch.setattr(VllmEngine, "begin_swap", noted)
+    engines("begin_swap", noted)
     models = ["b", "a", "c", "a", "b", "a"]
     with headway.gateway("g1") as gateway:
         assert [ask(gateway, model) for model in models] == orders == models

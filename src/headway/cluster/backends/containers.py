@@ -104,14 +104,14 @@ class Container:
             told,
         ]
 
-    async def remove(self) -> None:
+    async def remove(self, patience_s: float = _REMOVE_S) -> None:
         """Kill and remove it, if it is still there; a daemon that hangs is not waited for."""
         quiet = asyncio.subprocess.DEVNULL
         removing = await asyncio.create_subprocess_exec(
             "docker", "rm", "--force", self._name, stdin=quiet, stdout=quiet, stderr=quiet
         )
         try:
-            await asyncio.wait_for(removing.wait(), _REMOVE_S)
+            await asyncio.wait_for(removing.wait(), patience_s)
         except TimeoutError:
             removing.kill()
             await removing.wait()
