@@ -16,5 +16,5 @@ def held(root: object) -> set[str]:
         seen[id(one)] = one
         if isinstance(one, str):
             found.add(one)
-        todo += gc.get_referents(one)
+        todo += [*gc.get_referents(one), *(one if isinstance(one, dict) else ())]  # it leaves out keys of text
     return found

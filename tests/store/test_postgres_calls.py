@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
+import asyncpg
 import pytest
 from tests.helpers import postgres as server
 from tests.store.stores import gateways, job
@@ -71,6 +73,20 @@ async def test_a_group_ends_with_its_bodies(address: Address, broker: PostgresBr
     counts = await commits(address)
     assert max(counts) <= 3
     assert sum(counts) == 20
+
+
+async def test_deadlocked_groups_are_tried_again_alone(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, apply = list[bool](), broker._apply
+
+    async def unlucky(group: list[Any], alone: bool, connection: Any) -> list[Any]:
+        tries.append(alone)
+        if len(tries) == 1:
+            raise asyncpg.DeadlockDetectedError("deadlock detected")
+        return await apply(group, alone, connection)
+
+    monkeypatch.setattr(broker, "_apply", unlucky)
+    await broker.put(job())
+    assert tries == [False, True], "else it may meet the same rows again"
 
 
 async def test_two_gateways_that_count_attempts_crosswise_both_succeed(
