@@ -57,10 +57,10 @@ def truth(
 ) -> None:
     """Compare the simulator with a real vLLM: one trace below and above saturation, and step by step."""
     from benchmarks.validate import validate
-    from benchmarks.validate.replay import Setup
+    from benchmarks.validate.replay import ReplaySetup
     from headway.whatif.measured.systems import standard_engine
 
-    setup = Setup(
+    setup = ReplaySetup(
         mix_of(mix, slo),
         standard_engine(model, max_running=max_running, blocks=None),
         listed(systems),
@@ -92,11 +92,11 @@ def batch(
     max_running: MaxRunning = 16,
 ) -> None:
     """Serve interactive requests beside a batch on real vLLM, and kill the gateway in the middle of it."""
-    from benchmarks.real.batch import Trial, main
+    from benchmarks.real.batch import BatchTrial, main
     from headway.whatif.measured.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    main(ask, Trial(engine, lines, rate, duration, ask.seed))
+    main(ask, BatchTrial(engine, lines, rate, duration, ask.seed))
 
 
 @command()
@@ -152,12 +152,12 @@ def advise(
     max_running: MaxRunning = 16,
 ) -> None:
     """Predict attainment from a real gateway's journal at two loads, and serve them really."""
-    from benchmarks.real.foresight import Trial, main
+    from benchmarks.real.foresight import ForesightTrial, main
     from headway.cli.journal_commands import numbers
     from headway.whatif.measured.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    main(ask, Trial(mix_of(mix, None), engine, recipe, numbers(loads), duration, ask.seed))
+    main(ask, ForesightTrial(mix_of(mix, None), engine, recipe, numbers(loads), duration, ask.seed))
 
 
 @command("benchmarks.simulated.speed:main")
@@ -240,7 +240,7 @@ def beside(
     from headway.whatif.measured.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    live.main(ask, live.Trial(engine, listed(systems), duration, rounds, ask.seed, capacity))
+    live.main(ask, live.BesideTrial(engine, listed(systems), duration, rounds, ask.seed, capacity))
 
 
 @command(quick=FleetQuick)
@@ -274,7 +274,7 @@ def fleet(
     if simulated:
         virtual.main(ask, virtual.Trial(*what, seeds))
     else:
-        main(ask, live.Trial(live.make_models(model), *what, kill, ask.seed))
+        main(ask, live.FleetTrial(live.make_models(model), *what, kill, ask.seed))
 
 
 @command()
@@ -294,14 +294,14 @@ def apps(
 ) -> None:
     """Run LLM applications beside chat with an SLO on real vLLM: stock, parrot, vtc and hermes."""
     from benchmarks.real import apps as live
-    from benchmarks.real.app_load import CHAT, Shape
+    from benchmarks.real.app_load import CHAT, AppShape
     from benchmarks.real.apps_report import main
     from headway.whatif.measured.systems import standard_engine
 
     names = live.SYSTEMS if systems is None else listed(systems)
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    shape = Shape(scale, burstiness, with_slos(CHAT, slo))
-    main(ask, live.Trial(engine, names, shape, load, rate, duration, rounds, together, ask.seed))
+    shape = AppShape(scale, burstiness, with_slos(CHAT, slo))
+    main(ask, live.AppsTrial(engine, names, shape, load, rate, duration, rounds, together, ask.seed))
 
 
 @command()

@@ -17,7 +17,7 @@ from rich.progress import track
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.anneal_cases import (
     PROFILE,
-    Case,
+    AnnealCase,
     Profiled,
     Worth,
     annealed,
@@ -74,7 +74,7 @@ _TRIED_MS = {4: 1.2, 6: 39.0, 8: 88_200.0, 10: 287_000.0}  # Table 1, exhaustive
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnnealPlan:
     """What is run.
 
     seeds: cases of each setting.
@@ -91,14 +91,14 @@ class Plan:
     loads: tuple[tuple[float, ...], int, tuple[int, ...], int]
 
 
-FULL = Plan(
+FULL = AnnealPlan(
     40,
     (4, 6, 8, 10, 20, 40, 100, 1000),
     {1: 10, 2: 7, 4: 7},
     ((10, 20, 40), 10),
     ((0.7, 1.0, 1.5, 2.0), 300, (1, 2, 4, 8), 3),
 )
-QUICK = Plan(10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1))
+QUICK = AnnealPlan(10, (4, 6, 8, 10, 20, 40, 1000), {1: 10, 2: 6, 4: 6}, ((10, 40), 3), ((0.7, 1.5), 80, (1, 4), 1))
 _NOTES = (
     "Unless a setting says otherwise: by the paper's model of execution (batches one after another) and its Table 2;",
     "vllm is arrival order in full batches. G in requests per 1,000 s of latency; over vllm: of means.",
@@ -112,7 +112,7 @@ _ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the
 
 
 @experiment("anneal", "sim", f"SLO-aware scheduling ({SIMULATED})")
-def main(ask: Ask, plan: Plan | None = None) -> Result:
+def main(ask: Ask, plan: AnnealPlan | None = None) -> Result:
     """Run; `quick` takes fewer cases, and fewer settings of the event simulator."""
     plan, rows = plan or (QUICK if ask.quick else FULL), list[Row]()
     _compile(ask.seed)
@@ -122,7 +122,7 @@ def main(ask: Ask, plan: Plan | None = None) -> Result:
     return Result(rows, _describe(plan), lambda: {"anneal": _plot(rows)}, _grid(rows), _NOTES)
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: AnnealPlan) -> str:
     (_, cases), (_, arrivals, _, seeds) = plan.simulated, plan.loads
     return (
         f"{SIMULATED}: half code, half chat, {plan.seeds} cases a setting; event simulator: {cases} cases a"
@@ -132,7 +132,7 @@ def _describe(plan: Plan) -> str:
 
 def _compile(seed: int) -> None:
     """Run everything that is timed once, so that times do not include compilation."""
-    costs = Case.drawn(4, seed).costs()
+    costs = AnnealCase.drawn(4, seed).costs()
     for limit in BATCHES:
         annealed(costs, limit, seed)
         exhaustive(costs, limit)
@@ -168,11 +168,11 @@ def _more(ours: float, theirs: float) -> float:
 # ---- by the paper's model of execution
 
 
-def _orders(plan: Plan, seed: int) -> Iterator[Row]:
+def _orders(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Figure 7 and Table 1."""
     pairs, gaps = list[tuple[Worth, Worth]](), list[float]()
     for count in plan.counts:
-        cases = [Case.drawn(count, seed + i).costs() for i in range(plan.seeds)]
+        cases = [AnnealCase.drawn(count, seed + i).costs() for i in range(plan.seeds)]
         for limit in BATCHES:
             setting, spent = _setting(count, limit), list[float]()
             found = [_timed(costs, limit, seed + i, spent) for i, costs in enumerate(cases)]
@@ -217,10 +217,10 @@ def _against_best(
     yield Row("overhead.ms", BEST, setting, 1000 * seconds, "ms", paper)
 
 
-def _sweeps(plan: Plan, seed: int) -> Iterator[Row]:
+def _sweeps(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Figure 8: G over vllm by the first temperature and by the moves at each."""
     for count, limit in _SWEPT:
-        cases = [Case.drawn(count, seed + i).costs() for i in range(plan.seeds)]
+        cases = [AnnealCase.drawn(count, seed + i).costs() for i in range(plan.seeds)]
         theirs, usual = mean([arrival_order(c, limit) for c in cases]), Schedule.of(count, limit)
         tried = [(f"hot {hot:g}", usual._replace(hot=hot, cold=hot / 10)) for hot in _HOT]
         tried += [(f"moves {moves}", usual._replace(moves=moves)) for moves in _MOVES]
@@ -230,10 +230,10 @@ def _sweeps(plan: Plan, seed: int) -> Iterator[Row]:
             yield _row("g", ANNEAL, setting, _more(mean(ours).g, theirs.g), "%")
 
 
-def _errors(plan: Plan, seed: int) -> Iterator[Row]:
+def _errors(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Figure 9: G over vllm when the order is found with wrong lengths."""
     for count in (10, 20, 40):
-        cases = [Case.drawn(count, seed + i) for i in range(plan.seeds)]
+        cases = [AnnealCase.drawn(count, seed + i) for i in range(plan.seeds)]
         for limit in BATCHES:
             theirs = mean([arrival_order(case.costs(), limit) for case in cases])
             for name, error in _ERRORS:
@@ -245,13 +245,13 @@ def _errors(plan: Plan, seed: int) -> Iterator[Row]:
                 yield _row("g", ANNEAL, setting, _more(mean(ours).g, theirs.g), "%")
 
 
-def _instances(plan: Plan, seed: int) -> Iterator[Row]:
+def _instances(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Figure 11: as many copies of 10 requests as instances, assigned by memory and annealed one by one."""
     for instances in _INSTANCES:
         fleet = [replace(engine(1).instance, id=f"e{i}") for i in range(instances)]
         spent, ours, theirs = list[float](), list[Worth](), list[Worth]()
         for i in range(plan.seeds):
-            case = Case.drawn(10, seed + i)
+            case = AnnealCase.drawn(10, seed + i)
             many = replace(case, **{name: np.tile(getattr(case, name), instances) for name in case.__slots__})
             costs, began = many.costs(), time.perf_counter()
             parts = _assigned(many, fleet)
@@ -266,7 +266,7 @@ def _instances(plan: Plan, seed: int) -> Iterator[Row]:
         yield _row("g", ANNEAL, f"{setting}, over {VLLM}", gain, "%")
 
 
-def _assigned(case: Case, fleet: Sequence[Instance]) -> list[Ints]:
+def _assigned(case: AnnealCase, fleet: Sequence[Instance]) -> list[Ints]:
     """Return the requests of each instance (equation 20)."""
     places, names = Assignment(), [one.id for one in fleet]
     places.follow(fleet)
@@ -278,19 +278,19 @@ def _assigned(case: Case, fleet: Sequence[Instance]) -> list[Ints]:
 # ---- on the event simulator
 
 
-def _together(plan: Plan, seed: int) -> Iterator[Row]:
+def _together(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Return what recipes make of requests that all come at once."""
     counts, seeds = plan.simulated
     scale = slo_scale()
     for count in counts:
-        loads = [Case.drawn(count, seed + i).workload(np.zeros(count), scale) for i in range(seeds)]
+        loads = [AnnealCase.drawn(count, seed + i).workload(np.zeros(count), scale) for i in range(seeds)]
         for limit in BATCHES:
             for name in _RECIPES:
                 w = mean([simulated(name, load, limit) for load in loads])
                 yield from _figures(name, f"together, {_setting(count, limit)}", w)
 
 
-def _loads(plan: Plan, seed: int) -> Iterator[Row]:
+def _loads(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Return what recipes make of Poisson arrivals around an engine's capacity."""
     shares, count, limits, seeds = plan.loads
     for limit in limits:
@@ -299,7 +299,7 @@ def _loads(plan: Plan, seed: int) -> Iterator[Row]:
             loads = []
             for i in range(seeds):
                 at = poisson(share * rate, count / (share * rate), np.random.default_rng([seed + i, 2]))
-                loads.append(Case.drawn(at.size, seed + i).workload(at, scale))
+                loads.append(AnnealCase.drawn(at.size, seed + i).workload(at, scale))
             for name in (VLLM, ANNEAL, "headway"):
                 w = mean([simulated(name, load, limit) for load in loads])
                 yield from _figures(name, f"load {share:g}, batch {limit}", w)

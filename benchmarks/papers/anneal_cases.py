@@ -38,7 +38,7 @@ _PROFILED = 256  # answers of a task that its Gaussian profile is fitted to
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AnnealCase:
     """Requests that come together, in order of arrival."""
 
     prompt: Ints
@@ -46,7 +46,7 @@ class Case:
     code: Bools
 
     @classmethod
-    def drawn(cls, count: int, seed: int) -> Case:
+    def drawn(cls, count: int, seed: int) -> AnnealCase:
         """Draw that many requests, half of them code, shuffled."""
         rng = np.random.default_rng([seed, count])
         half = count // 2
@@ -173,7 +173,7 @@ def simulated(recipe: str, load: Workload, limit: int, *, learned: bool = False)
 
 def capacity(limit: int, seed: int, count: int = 200) -> float:
     """Return the requests per second that vLLM's order serves when all wait."""
-    load = Case.drawn(count, seed).workload(np.zeros(count), slo_scale())
+    load = AnnealCase.drawn(count, seed).workload(np.zeros(count), slo_scale())
     outcome = Simulation(find("vllm"), [engine(limit)], load, Oracle(load)).run()
     return count / float(outcome.end.max())
 

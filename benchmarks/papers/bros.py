@@ -18,9 +18,9 @@ from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers import bros_choices, closed_loop
-from benchmarks.papers.bros_claims import UNITS, Case, Point, claims, measured
+from benchmarks.papers.bros_claims import UNITS, ClaimCase, ClaimPoint, claims, measured
 from benchmarks.papers.observers import TokenDeadlines, inside
-from benchmarks.papers.parts import Experiment, part
+from benchmarks.papers.parts import PaperPart, part
 from headway.policy.forecast.latency import profiles
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.outcome import Outcome
@@ -40,10 +40,10 @@ TABLE_2 = {"sharegpt": (222.76, 234.51), "lmsys": (90.50, 237.04)}  # mean promp
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BrosPlan:
     """What is run: parts of the evaluation, seconds of arrivals, and seeds (from the given one on)."""
 
-    experiments: tuple[Experiment[Case], ...]
+    experiments: tuple[PaperPart[ClaimCase], ...]
     duration: float
     seeds: int
 
@@ -68,50 +68,52 @@ QUICK_SYSTEMS = ("bros", "bros-paper", "bros-no-parts", "vllm-v0", "rr", "tgi")
 _COMPARED = ("bros", "bros-paper", "vllm-v0", "rr", "tgi")
 _ALONE = ("bros", "bros-paper", "vllm-v0", "tgi")
 _SHARED = ("bros", "bros-recompute", "bros-plain-blocks")
-_SHARED_CASE = Case(OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")  # 7.4.1
+_SHARED_CASE = ClaimCase(OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")  # 7.4.1
 _MEASURED: dict[str, str] = {}  # parts beside the experiments
 
 
-def _both(profile: str, sharegpt: tuple[float, ...], lmsys: tuple[float, ...]) -> tuple[Case, ...]:
-    return Case(profile, 1.0, "sharegpt", sharegpt), Case(profile, 1.0, "lmsys", lmsys)
+def _both(profile: str, sharegpt: tuple[float, ...], lmsys: tuple[float, ...]) -> tuple[ClaimCase, ...]:
+    return ClaimCase(profile, 1.0, "sharegpt", sharegpt), ClaimCase(profile, 1.0, "lmsys", lmsys)
 
 
-def full() -> Plan:
+def full() -> BrosPlan:
     """Return figures 10 to 13, the slower engine, and each choice alone."""
     in_twos, in_threes = (2.0, 4.0, 6.0, 8.0, 10.0), (3.0, 6.0, 9.0, 12.0, 15.0)
-    slower = Case(OPT_13B, 1.6, "sharegpt", (2.0, 3.0, 4.0))
+    slower = ClaimCase(OPT_13B, 1.6, "sharegpt", (2.0, 3.0, 4.0))
     alone = (
-        Case(OPT_13B, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), "real-time only"),
-        Case(OPT_30B, 1.0, "sharegpt", (6.0, 8.0, 10.0, 12.0), "real-time only"),
+        ClaimCase(OPT_13B, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), "real-time only"),
+        ClaimCase(OPT_30B, 1.0, "sharegpt", (6.0, 8.0, 10.0, 12.0), "real-time only"),
     )
-    each = tuple(Case(OPT_13B, factor, "sharegpt", (rate,), "choices") for factor, rate in ((1.0, 4.0), (1.6, 3.0)))
+    each = tuple(
+        ClaimCase(OPT_13B, factor, "sharegpt", (rate,), "choices") for factor, rate in ((1.0, 4.0), (1.6, 3.0))
+    )
     experiments = (
-        Experiment("opt-13b", _both(OPT_13B, (2.0, 3.0, 4.0, 5.0, 6.0), (3.0, 4.0, 5.0, 6.0, 7.0)), SYSTEMS),
-        Experiment("opt-30b", _both(OPT_30B, in_twos, in_twos), _COMPARED),
-        Experiment("llama-3-70b", _both(LLAMA_3, in_threes, in_threes), _COMPARED),
-        Experiment("slower", (slower,), (*_COMPARED, "bros-no-parts")),
-        Experiment("real-time", alone, _ALONE),
-        Experiment("shared-blocks", (_SHARED_CASE,), _SHARED),
-        Experiment("choices", each, bros_choices.SYSTEMS),
+        PaperPart("opt-13b", _both(OPT_13B, (2.0, 3.0, 4.0, 5.0, 6.0), (3.0, 4.0, 5.0, 6.0, 7.0)), SYSTEMS),
+        PaperPart("opt-30b", _both(OPT_30B, in_twos, in_twos), _COMPARED),
+        PaperPart("llama-3-70b", _both(LLAMA_3, in_threes, in_threes), _COMPARED),
+        PaperPart("slower", (slower,), (*_COMPARED, "bros-no-parts")),
+        PaperPart("real-time", alone, _ALONE),
+        PaperPart("shared-blocks", (_SHARED_CASE,), _SHARED),
+        PaperPart("choices", each, bros_choices.SYSTEMS),
     )
-    return Plan(experiments, 600.0, 3)
+    return BrosPlan(experiments, 600.0, 3)
 
 
-def quick_plan() -> Plan:
+def quick_plan() -> BrosPlan:
     """Return one rate of each kind of case, 30 seconds, one seed."""
-    usual, slower = (Case(OPT_13B, factor, "sharegpt", (3.0,)) for factor in (1.0, 1.6))
-    alone = Case(OPT_13B, 1.0, "sharegpt", (6.0,), "real-time only")
+    usual, slower = (ClaimCase(OPT_13B, factor, "sharegpt", (3.0,)) for factor in (1.0, 1.6))
+    alone = ClaimCase(OPT_13B, 1.0, "sharegpt", (6.0,), "real-time only")
     experiments = (
-        Experiment("opt-13b", (usual,), QUICK_SYSTEMS),
-        Experiment("slower", (slower,), _COMPARED),
-        Experiment("real-time", (alone,), _ALONE),
-        Experiment("shared-blocks", (_SHARED_CASE,), _SHARED),
+        PaperPart("opt-13b", (usual,), QUICK_SYSTEMS),
+        PaperPart("slower", (slower,), _COMPARED),
+        PaperPart("real-time", (alone,), _ALONE),
+        PaperPart("shared-blocks", (_SHARED_CASE,), _SHARED),
     )
-    return Plan(experiments, 30.0, 1)
+    return BrosPlan(experiments, 30.0, 1)
 
 
 @experiment("papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: BrosPlan | None = None) -> Result:
     """Simulate every system at every rate; `quick`: few systems, one rate, 30 seconds, one seed."""
     plan = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED)
     points = sweep(plan, ask.seed, bar=not ask.as_json)
@@ -124,7 +126,7 @@ def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result
     return Result([*measured(points), *claims(points)], workload, lambda: plots(points), notes=notes)
 
 
-def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
+def sweep(plan: BrosPlan, seed: int, *, bar: bool) -> list[ClaimPoint]:
     """Run every system in every case of a plan, at every rate, with every seed; none twice."""
     jobs = dict.fromkeys(
         (case, rate, seed + i, system)
@@ -134,7 +136,7 @@ def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
         for i in range(plan.seeds)
         for system in one.systems
     )
-    loads: dict[tuple[Case, float, int], Workload] = {}
+    loads: dict[tuple[ClaimCase, float, int], Workload] = {}
     points = []
     for case, rate, number, system in track([*jobs], "simulating", disable=not bar):
         if (case, rate, number) not in loads:
@@ -144,7 +146,7 @@ def sweep(plan: Plan, seed: int, *, bar: bool) -> list[Point]:
     return points
 
 
-def traffic(case: Case, rate: float, duration: float, seed: int) -> Workload:
+def traffic(case: ClaimCase, rate: float, duration: float, seed: int) -> Workload:
     """Return real-time requests at `rate`, then the best-effort ones of batches, without too long ones."""
     rng = np.random.default_rng(seed)
     at = poisson(rate, duration, rng)
@@ -168,7 +170,7 @@ def table_2(lengths: str, size: int, rng: np.random.Generator) -> tuple[Ints, In
     return scaled[0], scaled[1]
 
 
-def measure(system: str, case: Case, workload: Workload, rate: float, duration: float, seed: int) -> Point:
+def measure(system: str, case: ClaimCase, workload: Workload, rate: float, duration: float, seed: int) -> ClaimPoint:
     """Run one system on the workload, for at most three times the seconds of arrivals."""
     clock, tokens = list[float](), TokenDeadlines(workload)
     outcome = closed_loop.run(
@@ -181,7 +183,7 @@ def measure(system: str, case: Case, workload: Workload, rate: float, duration: 
         until=3 * duration,
         observer=tokens,
     )
-    return Point(system, case, rate, seed, judge(workload, outcome, tokens, duration, clock[1:]))
+    return ClaimPoint(system, case, rate, seed, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
 class _Slower(profiles.FixedLatency):
@@ -198,7 +200,7 @@ class _Slower(profiles.FixedLatency):
         return self._factor * super().prefill_seconds(tokens)
 
 
-def instance(case: Case) -> InstanceSpec:
+def instance(case: ClaimCase) -> InstanceSpec:
     """Return the case's engine, with host memory for the systems that copy KV."""
     profile = profiles.load(case.profile)
     assert profile.kv_tokens is not None
@@ -264,7 +266,7 @@ _STYLE: dict[str, tuple[str, str]] = {
 _DRAWN = ("rt.normalized_latency", "rt.ttft_attainment", "rt.tpot_attainment", "be.req_per_s")
 
 
-def plots(points: Sequence[Point]) -> dict[str, bytes]:
+def plots(points: Sequence[ClaimPoint]) -> dict[str, bytes]:
     """Return {name: PNG} per case: four figures against the rate, of the first seed."""
     return {
         _name(case): _plot([p for p in points if p.case == case], case)
@@ -273,13 +275,13 @@ def plots(points: Sequence[Point]) -> dict[str, bytes]:
     }
 
 
-def _name(case: Case) -> str:
+def _name(case: ClaimCase) -> str:
     model = "" if case.profile == OPT_13B else f"-{case.profile.partition('-a100')[0]}"
     slower = "" if case.slower == 1 else f"-x{case.slower:g}"
     return f"bros{model}-{case.lengths}{slower}" + {"real-time only": "-real-time"}.get(case.kind, "")
 
 
-def _plot(points: Sequence[Point], case: Case) -> bytes:
+def _plot(points: Sequence[ClaimPoint], case: ClaimCase) -> bytes:
     figure, panels = sheet(2, 2, 11, 7)
     figure.suptitle(f"{SIMULATED}: {case.setting}", fontsize=10)
     seed = points[0].seed

@@ -33,7 +33,7 @@ _HYBRID, _ALONE, _SHARED = "hybrid", "real-time only", "shared blocks"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ClaimCase:
     """A model, a data set and the rates that a claim averages over.
 
     slower: factor of the profile's iteration times.
@@ -57,14 +57,14 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ClaimPoint:
     """One system at one rate.
 
     figures: by the names of `UNITS`; None = no request finished
     """
 
     system: str
-    case: Case
+    case: ClaimCase
     rate: float
     seed: int
     figures: dict[str, float | None]
@@ -107,7 +107,7 @@ AVERAGES: Mapping[tuple[str, str, str], float] = {
 }
 
 
-def measured(points: Sequence[Point]) -> list[Row]:
+def measured(points: Sequence[ClaimPoint]) -> list[Row]:
     """Return a row per system, setting and figure."""
     return [
         Row(name, point.system, point.setting, value, UNITS[name], _overhead(point, name))
@@ -116,13 +116,13 @@ def measured(points: Sequence[Point]) -> list[Row]:
     ]
 
 
-def _overhead(point: Point, name: str) -> float | None:
+def _overhead(point: ClaimPoint, name: str) -> float | None:
     if (point.system, name, point.case.kind) != (BROS, "sched.share_pct", _HYBRID):
         return None
     return next((share for model, share in _OVERHEAD.items() if point.case.profile.startswith(model)), None)
 
 
-def claims(points: Sequence[Point]) -> list[Row]:
+def claims(points: Sequence[ClaimPoint]) -> list[Row]:
     """Return the paper's claims beside ours: averages over the rates and models of what was run.
 
     change: the mean of the changes in %
@@ -143,7 +143,7 @@ def claims(points: Sequence[Point]) -> list[Row]:
     return found
 
 
-def _group(points: Sequence[Point], setting: str, *, stated: bool) -> list[Row]:
+def _group(points: Sequence[ClaimPoint], setting: str, *, stated: bool) -> list[Row]:
     """Return the claims and averages over these points."""
     case, found = points[0].case, []
     wanted = [(*claim[:3], claim[3].get((case.lengths, case.kind))) for claim in CLAIMS]
@@ -161,7 +161,7 @@ def _group(points: Sequence[Point], setting: str, *, stated: bool) -> list[Row]:
     return found
 
 
-def _by_seed(points: Sequence[Point]) -> list[list[Point]]:
+def _by_seed(points: Sequence[ClaimPoint]) -> list[list[ClaimPoint]]:
     return [[p for p in points if p.seed == seed] for seed in dict.fromkeys(p.seed for p in points)]
 
 
@@ -179,13 +179,13 @@ def _spread(
     return rows
 
 
-def _mean(points: Sequence[Point], name: str, system: str) -> float | None:
+def _mean(points: Sequence[ClaimPoint], name: str, system: str) -> float | None:
     values = [p.figures[name] for p in points if p.system == system]
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
 
 
-def _compared(points: Sequence[Point], name: str, other: str, how: str) -> float | None:
+def _compared(points: Sequence[ClaimPoint], name: str, other: str, how: str) -> float | None:
     """Return BROS's figure against another system's; None where one has none, or only 0."""
     ours, theirs = (
         {(p.case, p.rate): p.figures[name] for p in points if p.system == system} for system in (BROS, other)

@@ -23,7 +23,7 @@ from benchmarks.papers.ecoserve_tables import (
     BASE,
     ECOSERVE,
     ORACLE,
-    Case,
+    TableCase,
     Trials,
     averages,
     bounds,
@@ -32,7 +32,7 @@ from benchmarks.papers.ecoserve_tables import (
     measured,
     rates,
 )
-from benchmarks.papers.parts import Experiment, part
+from benchmarks.papers.parts import PaperPart, part
 from benchmarks.papers.trial import Trial, trial
 from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row
@@ -45,7 +45,7 @@ _MEASURED = {"choices": "choices", "sweeps": "points"}  # parts beside the exper
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EcoServePlan:
     """What is run.
 
     experiments: cases and their systems
@@ -57,7 +57,7 @@ class Plan:
     choices: every choice is run alone
     """
 
-    experiments: tuple[Experiment[Case], ...]
+    experiments: tuple[PaperPart[TableCase], ...]
     rates: dict[str, tuple[float, ...]] | None
     share: float
     seeds: int
@@ -65,28 +65,28 @@ class Plan:
     choices: bool
 
 
-def full() -> Plan:
+def full() -> EcoServePlan:
     """Return the whole evaluation."""
     experiments = (
-        Experiment("rates", (Case(),), (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES)),
-        Experiment("copies", (Case(copies=2.0), Case(copies=5.0)), _COMPARED),
-        Experiment("long", (Case(span=5.0),), (ECOSERVE, ORACLE, BASE)),
+        PaperPart("rates", (TableCase(),), (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES)),
+        PaperPart("copies", (TableCase(copies=2.0), TableCase(copies=5.0)), _COMPARED),
+        PaperPart("long", (TableCase(span=5.0),), (ECOSERVE, ORACLE, BASE)),
     )
-    return Plan(experiments, None, 1.0, 3, 6, True)
+    return EcoServePlan(experiments, None, 1.0, 3, 6, True)
 
 
-def quick_plan() -> Plan:
+def quick_plan() -> EcoServePlan:
     """Return fewer systems at few rates, one seed, a third of the arrivals.
 
     The highest rates are more than any of these systems sustains for so long.
     """
     rates = {"alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0), "bookcorpus": (0.3, 0.4, 0.5)}
     systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
-    return Plan((Experiment("rates", (Case(),), systems),), rates, 0.3, 1, 3, False)
+    return EcoServePlan((PaperPart("rates", (TableCase(),), systems),), rates, 0.3, 1, 3, False)
 
 
 @experiment("ecoserve", "sim", f"EcoServe ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: EcoServePlan | None = None) -> Result:
     """Simulate; `quick`: about a minute. only: parts, () = all."""
     plan, seed = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED), ask.seed
     seeds = [seed + i for i in range(plan.seeds)]
@@ -117,7 +117,7 @@ NOTES = (
 )
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: EcoServePlan) -> str:
     parts = (
         f"{d.name} {', '.join(f'{r:g}' for r in _rates(plan, d, ECOSERVE))} req/s for {d.seconds * plan.share:g} s"
         for d in DATA
@@ -146,23 +146,23 @@ def _compile(seed: int) -> None:
         trial(name, DATA[0], 5.0, load, seed)
 
 
-def _rates(plan: Plan, data: Data, name: str) -> tuple[float, ...]:
+def _rates(plan: EcoServePlan, data: Data, name: str) -> tuple[float, ...]:
     """Return the rates of a system: the sweep's and Table 2's."""
     if plan.rates is not None:
         return plan.rates[data.name]
     return tuple(sorted({*(data.low if name in MAX_ALLOCATION else data.rates), data.rate}))
 
 
-def _planned(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Data, float, int, str]]:
+def _planned(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, Data, float, int, str]]:
     cases = ((case, one.systems) for one in plan.experiments for case in one.settings)
     for (case, systems), data in product(cases, DATA):
         for name in systems:
-            spread = case == Case() and name in _SPREAD
+            spread = case == TableCase() and name in _SPREAD
             for rate, seed in product(_rates(plan, data, name), seeds if spread else seeds[:1]):
                 yield case, data, rate, seed, name
 
 
-def _trials(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Trial]]:
+def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, Trial]]:
     """Run every system at every rate; far beyond saturation for a third of the time."""
     for case, data, rate, seed, name in _planned(plan, seeds):
         share = plan.share * case.span / (3 if is_beyond(data, rate) else 1)
@@ -175,7 +175,7 @@ def _trials(plan: Plan, seeds: Sequence[int]) -> Iterator[tuple[Case, Trial]]:
 
 def _pictures(trials: Trials, swept: Sequence[Swept], seed: int) -> dict[str, bytes]:
     """Return {name: PNG} of what was run."""
-    found = {"rates": _rates_plot(trials[Case()], seed)} if Case() in trials else {}
+    found = {"rates": _rates_plot(trials[TableCase()], seed)} if TableCase() in trials else {}
     return found | ({"sweeps": _sweep_plot(swept)} if swept else {})
 
 

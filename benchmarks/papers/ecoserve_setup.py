@@ -42,7 +42,7 @@ _GRID = (np.arange(20_000) + 0.5) / 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """One side of a line of Table 2: mean, shortest and longest length in tokens."""
 
     mean: float
@@ -74,8 +74,8 @@ class Data:
     low: tuple[float, ...]
     swept: float
     seconds: float
-    prompt: Tokens
-    output: Tokens
+    prompt: TokenCounts
+    output: TokenCounts
     padding: float
     accuracy: float
     over: float
@@ -92,8 +92,8 @@ DATA = (
         (1.0, 2.0, 3.0, 4.0),
         60.0,
         60.0,
-        Tokens(19.31, 9, 2470),
-        Tokens(58.41, 13, 292),
+        TokenCounts(19.31, 9, 2470),
+        TokenCounts(58.41, 13, 292),
         0.10,
         0.775,
         0.0262,
@@ -108,8 +108,8 @@ DATA = (
         (0.2, 0.35, 0.5, 0.7),
         4.0,
         150.0,
-        Tokens(161.31, 16, 3200),
-        Tokens(337.99, 19, 991),
+        TokenCounts(161.31, 16, 3200),
+        TokenCounts(337.99, 19, 991),
         0.15,
         0.732,
         0.0562,
@@ -124,8 +124,8 @@ DATA = (
         (0.1, 0.15, 0.2, 0.3),
         0.3,
         450.0,
-        Tokens(1952.11, 18, 2048),
-        Tokens(681.2, 32, 1041),
+        TokenCounts(1952.11, 18, 2048),
+        TokenCounts(681.2, 32, 1041),
         0.20,
         0.698,
         0.0512,
@@ -139,7 +139,7 @@ DATA = (
 # ---- requests
 
 
-def table(source: Quantiles, side: Tokens) -> Quantiles:
+def table(source: Quantiles, side: TokenCounts) -> Quantiles:
     """Return a source's lengths times the factor that gives `side.mean` within `side`'s limits."""
     low, high = 0.01, 100.0
     for _ in range(60):
@@ -149,12 +149,12 @@ def table(source: Quantiles, side: Tokens) -> Quantiles:
     return _times(source, high, side)
 
 
-def _times(source: Quantiles, factor: float, side: Tokens) -> Quantiles:
+def _times(source: Quantiles, factor: float, side: TokenCounts) -> Quantiles:
     tokens = np.clip(np.rint(np.array(source.tokens) * factor), side.least, side.most)
     return Quantiles(tuple(int(one) for one in tokens), source.shares)
 
 
-def chunks(side: Tokens) -> Quantiles:
+def chunks(side: TokenCounts) -> Quantiles:
     """Return chunks of the longest length, and as many last chunks, log-uniform, as the mean requires."""
     last = (side.most - side.least) / math.log(side.most / side.least)
     share = (side.most - side.mean) / (side.most - last)

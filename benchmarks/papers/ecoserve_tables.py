@@ -34,7 +34,7 @@ _FIELDS: dict[str, Callable[[Trial], float]] = {
 }
 
 
-class Case(NamedTuple):
+class TableCase(NamedTuple):
     """Trials that are compared: copies to the host take so many times as long, arrivals last so long."""
 
     copies: float = 1.0
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return f"copies x{self.copies:g}" + (f", arrivals x{self.span:g}" if self.span != 1 else "")
 
 
-Trials = dict[Case, list[Trial]]
+Trials = dict[TableCase, list[Trial]]
 
 
 def figures(t: Trial) -> Iterator[tuple[str, float, str]]:
@@ -120,7 +120,7 @@ def rates(trials: Trials) -> Iterator[Row]:
         yield from _gaps(mine, case, seeds)
 
 
-def _gaps(mine: Sequence[Trial], case: Case, seeds: Sequence[int]) -> Iterator[Row]:
+def _gaps(mine: Sequence[Trial], case: TableCase, seeds: Sequence[int]) -> Iterator[Row]:
     """Yield by how much more the oracle sustains: by data set, where it is known, and the mean of these."""
     means, name = [], f"{ORACLE} over {ECOSERVE}"
     for data in _DATA:
@@ -135,7 +135,7 @@ def _gaps(mine: Sequence[Trial], case: Case, seeds: Sequence[int]) -> Iterator[R
         )
 
 
-def _ratios(mine: Sequence[Trial], case: Case, other: str, seeds: Sequence[int]) -> Iterator[Row]:
+def _ratios(mine: Sequence[Trial], case: TableCase, other: str, seeds: Sequence[int]) -> Iterator[Row]:
     times, name = [], f"{ECOSERVE} over {other}"
     for data in _DATA:
         each = [_over(mine, data, ECOSERVE, other, seed) for seed in seeds]
@@ -170,9 +170,9 @@ def _is_swept(t: Trial, data: str, system: str, seed: int) -> bool:
     return same and not is_beyond(_DATA[data], t.rate)
 
 
-def _paper(case: Case, value: float) -> float | None:
+def _paper(case: TableCase, value: float) -> float | None:
     """Return the paper's figure where the case is the plain one: it states no cost of copies."""
-    return value if case == Case() else None
+    return value if case == TableCase() else None
 
 
 def _mean(id: str, system: str, setting: str, found: Sequence[float | None], unit: str) -> Row:
@@ -203,7 +203,7 @@ def averages(trials: Trials) -> Iterator[Row]:
 
 
 def _spread(
-    id: str, system: str, setting: str, each: Sequence[float | None], paper: float | None, case: Case
+    id: str, system: str, setting: str, each: Sequence[float | None], paper: float | None, case: TableCase
 ) -> Iterator[Row]:
     """Yield the mean over seeds and, of several, the least and the most."""
     known = [one for one in each if one is not None]
@@ -247,7 +247,7 @@ def bounds(trials: Trials, seed: int) -> Iterator[Row]:
         load = workload(data, data.rates[-1], 5 * data.seconds, seed)
         for name, exact in (("any schedule", False), ("any schedule with exact allocation", True)):
             yield Row("throughput.bound", name, data.name, bound(load, exact=exact), "req/s")
-        best = [t.throughput for t in trials.get(Case(), []) if (t.system, t.data) == (BASE, data.name)]
+        best = [t.throughput for t in trials.get(TableCase(), []) if (t.system, t.data) == (BASE, data.name)]
         if best:
             gain = 100 * (bound(load, exact=False) / max(best) - 1)
             gains.append(gain)

@@ -24,12 +24,12 @@ from benchmarks.papers.hermes_workloads import (
     ORACLE,
     RUNS,
     WINDOWS,
-    Served,
-    Setting,
+    HermesSetting,
+    ServedRuns,
     serve,
     source,
 )
-from benchmarks.papers.parts import Experiment, part, run_each
+from benchmarks.papers.parts import PaperPart, part, run_each
 from headway.whatif.output.results import SIMULATED, Ask, Row
 
 SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
@@ -44,34 +44,34 @@ _INFLATED = {"hermes-no-refine": 15.3, "hermes-mean": 47.5}  # mean, over that o
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HermesPlan:
     """What is run.
 
     seeds: per setting and system. live: numbers of live runs whose policy is timed.
     ks: how aggressively backends are prewarmed, () = that is not run.
     """
 
-    experiments: tuple[Experiment[Setting], ...]
+    experiments: tuple[PaperPart[HermesSetting], ...]
     seeds: int
     live: tuple[int, ...]
     ks: tuple[float, ...]
 
 
-Results = Mapping[str, Sequence[Served]]
+Results = Mapping[str, Sequence[ServedRuns]]
 
 
-def full() -> Plan:
+def full() -> HermesPlan:
     """Return the whole evaluation."""
-    intensities = tuple(Setting(name, window=seconds) for name, seconds in WINDOWS.items())
-    wrong = tuple(Setting(f"graphs: {graphs}", graphs=graphs) for graphs in GRAPHS)
-    big = Setting("70b, 3x", runs=10 * RUNS, engine="70b")
-    return Plan(
+    intensities = tuple(HermesSetting(name, window=seconds) for name, seconds in WINDOWS.items())
+    wrong = tuple(HermesSetting(f"graphs: {graphs}", graphs=graphs) for graphs in GRAPHS)
+    big = HermesSetting("70b, 3x", runs=10 * RUNS, engine="70b")
+    return HermesPlan(
         (
-            Experiment("act", intensities, SYSTEMS),
-            Experiment("70b", (big,), (*SYSTEMS[:3], HERMES, DEFAULT)),
-            Experiment("ablation", (Setting("3x"),), _ABLATION),
-            Experiment("deadlines", (_deadlines(),), _DEADLINES),
-            Experiment("graphs", wrong, (HERMES,)),
+            PaperPart("act", intensities, SYSTEMS),
+            PaperPart("70b", (big,), (*SYSTEMS[:3], HERMES, DEFAULT)),
+            PaperPart("ablation", (HermesSetting("3x"),), _ABLATION),
+            PaperPart("deadlines", (_deadlines(),), _DEADLINES),
+            PaperPart("graphs", wrong, (HERMES,)),
         ),
         3,
         (100, 1000, 10_000),
@@ -79,13 +79,13 @@ def full() -> Plan:
     )
 
 
-def quick() -> Plan:
+def quick() -> HermesPlan:
     """Return one intensity with one seed, and a part of the rest."""
-    return Plan(
+    return HermesPlan(
         (
-            Experiment("act", (Setting("3x"),), SYSTEMS),
-            Experiment("ablation", (Setting("3x"),), _ABLATION),
-            Experiment("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
+            PaperPart("act", (HermesSetting("3x"),), SYSTEMS),
+            PaperPart("ablation", (HermesSetting("3x"),), _ABLATION),
+            PaperPart("deadlines", (_deadlines(),), ("edf", "hermes-ddl")),
         ),
         1,
         (100, 10_000),
@@ -93,8 +93,8 @@ def quick() -> Plan:
     )
 
 
-def _deadlines() -> Setting:
-    return Setting("15 minutes", window=WINDOWS["2x"], deadlines=True)
+def _deadlines() -> HermesSetting:
+    return HermesSetting("15 minutes", window=WINDOWS["2x"], deadlines=True)
 
 
 @experiment("papers hermes", "sim", f"Hermes, its ablations and its baselines ({SIMULATED})")
@@ -103,7 +103,7 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
     plan = part(quick() if ask.quick else full(), only, _MEASURED)
     seeds = range(ask.seed, ask.seed + plan.seeds)
 
-    def served(system: str, setting: Setting) -> Served:
+    def served(system: str, setting: HermesSetting) -> ServedRuns:
         return _together([serve(system, setting, number) for number in seeds])
 
     results: Results = run_each(plan.experiments, served, bar=not ask.as_json)
@@ -119,11 +119,11 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
     return Result(figures, workload, lambda: plots(results))
 
 
-def _together(some: Sequence[Served]) -> Served:
+def _together(some: Sequence[ServedRuns]) -> ServedRuns:
     """Return the runs of all seeds as one."""
     act, target, factor = (np.concatenate([getattr(one, name) for one in some]) for name in ("act", "target", "factor"))
     apps = [app for one in some for app in one.apps]
-    return Served(some[0].system, some[0].setting, act, target, factor, apps)
+    return ServedRuns(some[0].system, some[0].setting, act, target, factor, apps)
 
 
 def _act_rows(results: Results) -> list[Row]:
@@ -145,13 +145,13 @@ def _act_rows(results: Results) -> list[Row]:
     return rows
 
 
-def _times(one: Served) -> list[Row]:
+def _times(one: ServedRuns) -> list[Row]:
     setting = one.setting.name
     mean, p95 = float(one.act.mean()), float(np.quantile(one.act, 0.95))
     return [Row("act.mean", one.system, setting, mean, "s"), Row("act.p95", one.system, setting, p95, "s")]
 
 
-def _reductions(hermes: Served, other: Served, paper: tuple[float | None, float | None]) -> list[Row]:
+def _reductions(hermes: ServedRuns, other: ServedRuns, paper: tuple[float | None, float | None]) -> list[Row]:
     mean = 100 * (1 - hermes.act.mean() / other.act.mean())
     p95 = 100 * (1 - np.quantile(hermes.act, 0.95) / np.quantile(other.act, 0.95))
     setting = f"{other.setting.name}, against {other.system}"
@@ -181,5 +181,5 @@ def _graph_rows(results: Results) -> list[Row]:
     return [row for one in results.get("graphs", ()) for row in _times(one)]
 
 
-def _of(some: Sequence[Served], system: str, setting: str) -> Served:
+def _of(some: Sequence[ServedRuns], system: str, setting: str) -> ServedRuns:
     return next(one for one in some if one.system == system and one.setting.name == setting)

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.hermes_plots import hit_ratios
-from benchmarks.papers.hermes_workloads import GRAPHS, HERMES, Setting, engines, knowledge, pool, source, workload
+from benchmarks.papers.hermes_workloads import GRAPHS, HERMES, HermesSetting, engines, knowledge, pool, source, workload
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.hermes import variant
@@ -43,13 +43,13 @@ _LORA_GAIN = {"epwq": 21.1}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CacheCase:
     """One cache with one workload.
 
     gib: host memory for KV, of a case of KV. disk: bytes per second.
     """
 
-    setting: Setting
+    setting: HermesSetting
     gib: float = 0.0
     disk: float = _DISK
 
@@ -64,7 +64,7 @@ class Cached:
     """One case with one policy. act: completion times, seconds. The others are counters of the engine."""
 
     system: str
-    case: Case
+    case: CacheCase
     act: Floats
     requests: int = 0
     hits: int = 0
@@ -79,19 +79,19 @@ class Cached:
         return 100 * self.hits / self.requests
 
 
-def cases(*, quick: bool) -> list[Case]:
+def cases(*, quick: bool) -> list[CacheCase]:
     """Return the settings of figure 13; quick: a fifth of three of them."""
-    kv, lora = Setting("", runs=500, window=900.0), Setting("LoRA", runs=1000, window=1500.0, apps=_SMALL)
+    kv, lora = HermesSetting("", runs=500, window=900.0), HermesSetting("LoRA", runs=1000, window=1500.0, apps=_SMALL)
     if quick:
         kv, lora = replace(kv, runs=100, window=180.0), replace(lora, runs=200, window=300.0)
-        every = [Case(replace(kv, name="KV 8 GiB"), 8)]
-        return [*every, Case(lora), Case(replace(lora, name=_ALL, apps=()))]
-    every = [Case(replace(kv, name=f"KV {gib} GiB"), gib) for gib in (8, 16, 32)]
-    slow = Case(replace(kv, name="KV 8 GiB, slow disk"), 8, _SLOW_DISK)
-    return [*every, slow, Case(lora), Case(replace(lora, name=_ALL, apps=()))]
+        every = [CacheCase(replace(kv, name="KV 8 GiB"), 8)]
+        return [*every, CacheCase(lora), CacheCase(replace(lora, name=_ALL, apps=()))]
+    every = [CacheCase(replace(kv, name=f"KV {gib} GiB"), gib) for gib in (8, 16, 32)]
+    slow = CacheCase(replace(kv, name="KV 8 GiB, slow disk"), 8, _SLOW_DISK)
+    return [*every, slow, CacheCase(lora), CacheCase(replace(lora, name=_ALL, apps=()))]
 
 
-def run(some: Sequence[Case], seeds: Sequence[int], *, bar: bool) -> list[Cached]:
+def run(some: Sequence[CacheCase], seeds: Sequence[int], *, bar: bool) -> list[Cached]:
     """Run every case with every policy, and the first one without a cache; all seeds together."""
     jobs = [(NO_CACHE, some[0]), *((system, case) for case in some for system in POLICIES)]
     shown = track(jobs, "simulating", disable=not bar)
@@ -141,7 +141,7 @@ def pictures(results: Sequence[Cached]) -> Mapping[str, bytes]:
     return {"hermes-caches": hit_ratios(hits)}
 
 
-def _serve(system: str, case: Case, seed: int) -> Cached:
+def _serve(system: str, case: CacheCase, seed: int) -> Cached:
     apps, _ = workload(case.setting, seed)
     rng = np.random.default_rng([seed, 1])
     if case.gib:
@@ -171,7 +171,7 @@ def _serve(system: str, case: Case, seed: int) -> Cached:
     )
 
 
-def _cache(case: Case, policy: Policy) -> KvCache | Adapters:
+def _cache(case: CacheCase, policy: Policy) -> KvCache | Adapters:
     if case.gib:
         return KvCache(policy, int(case.gib * 2**30) // _TOKEN, _TOKEN / case.disk)
     return Adapters(policy, 10, 20, _ADAPTER_LOAD_S, _ADAPTER_COPY_S)
@@ -195,10 +195,10 @@ def _shares(one: Cached) -> list[Row]:
     return found
 
 
-def _is_the_papers(case: Case) -> bool:
+def _is_the_papers(case: CacheCase) -> bool:
     """Tell whether the paper's figures are of this case, and not of one of the further ones."""
     return case.disk == _DISK if case.gib else bool(case.setting.apps)
 
 
-def _of(results: Sequence[Cached], system: str, case: Case) -> Cached:
+def _of(results: Sequence[Cached], system: str, case: CacheCase) -> Cached:
     return next(one for one in results if (one.system, one.case) == (system, case))

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.papers.hermes_workloads import FACTORS, Served
+from benchmarks.papers.hermes_workloads import FACTORS, ServedRuns
 from headway.whatif.output.plots import colours, legend, line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED
 
 
-def plots(results: Mapping[str, Sequence[Served]]) -> dict[str, bytes]:
+def plots(results: Mapping[str, Sequence[ServedRuns]]) -> dict[str, bytes]:
     """Return {name: PNG} of the experiments that were run."""
     drawn = {}
     if "act" in results:
@@ -21,7 +21,7 @@ def plots(results: Mapping[str, Sequence[Served]]) -> dict[str, bytes]:
     return drawn
 
 
-def _bars(served: Sequence[Served]) -> bytes:
+def _bars(served: Sequence[ServedRuns]) -> bytes:
     """Draw the mean completion time by intensity (figure 9a)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     systems = list(dict.fromkeys(one.system for one in served))
@@ -36,7 +36,7 @@ def _bars(served: Sequence[Served]) -> bytes:
     return png(figure, SIMULATED)
 
 
-def _distribution(served: Sequence[Served]) -> bytes:
+def _distribution(served: Sequence[ServedRuns]) -> bytes:
     """Draw the distribution of completion times in the first setting (figure 9b)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     first = served[0].setting
@@ -51,7 +51,7 @@ def _distribution(served: Sequence[Served]) -> bytes:
     return png(figure, SIMULATED)
 
 
-def _deadlines(served: Sequence[Served]) -> bytes:
+def _deadlines(served: Sequence[ServedRuns]) -> bytes:
     """Draw the share of runs within their deadline, by the deadline's factor (figure 11)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     names = ["all", *(f"{factor:g}x" for factor in FACTORS)]

@@ -29,7 +29,7 @@ _LOADING = 0.5  # of the seconds of a tool
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class WarmCounts:
     """One application with one K.
 
     act: mean completion time, seconds. cold: the same without prewarming.
@@ -47,7 +47,7 @@ class Warmed:
     units: int
 
 
-def prewarmed(app: str, ks: Sequence[float], seed: int) -> list[Warmed]:
+def prewarmed(app: str, ks: Sequence[float], seed: int) -> list[WarmCounts]:
     """Run an application without prewarming, and with every K."""
     served, taught = pool()
     rng = np.random.default_rng(seed)
@@ -60,18 +60,18 @@ def prewarmed(app: str, ks: Sequence[float], seed: int) -> list[Warmed]:
             if step.backend != LLM:
                 seconds.setdefault(step.backend, []).append(step.seconds)
     cold_s = _cold_seconds(seconds)
-    out, cold = list[Warmed](), 0.0
+    out, cold = list[WarmCounts](), 0.0
     for k in (_NEVER, *ks):
         options = PrewarmOptions(default=k)
         recipe = variant(HERMES, HERMES, RankOptions(), knowledge(GRAPHS[0]), prewarm=options)
         replayed = replay(recipe, engine, apps, cold_s=cold_s)
         act, warm = float((replayed.end - apps.arrival).mean()), replayed.pool
         cold = cold or act
-        out.append(Warmed(app, k, act, cold, warm.idle, warm.used, warm.hits, warm.units))
+        out.append(WarmCounts(app, k, act, cold, warm.idle, warm.used, warm.hits, warm.units))
     return out[1:]
 
 
-def prewarm_rows(results: Sequence[Warmed]) -> list[Row]:
+def prewarm_rows(results: Sequence[WarmCounts]) -> list[Row]:
     """Return the latency that prewarming saves, what it wastes, and how often a backend was ready."""
     rows = []
     for one in results:

@@ -55,7 +55,7 @@ GRAPHS = ("the other half", "the same half", "nothing at first", "shuffled units
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class HermesSetting:
     """One workload on one engine or fleet.
 
     runs: applications that arrive. window: seconds of arrivals. deadlines: runs have some.
@@ -72,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRuns:
     """A setting that was served by a system.
 
     act: application completion time by run, seconds. target: seconds that it may take. factor: its class of
@@ -80,7 +80,7 @@ class Served:
     """
 
     system: str
-    setting: Setting
+    setting: HermesSetting
     act: Floats
     target: Floats
     factor: Floats
@@ -105,7 +105,7 @@ def pool() -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
     return {app: some[1::2] for app, some in runs.items()}, {app: some[::2] for app, some in runs.items()}
 
 
-def workload(setting: Setting, seed: int) -> tuple[Applications, Floats]:
+def workload(setting: HermesSetting, seed: int) -> tuple[Applications, Floats]:
     """Return the runs of a setting, and the factor of each one's deadline."""
     rng = np.random.default_rng(seed)
     shares = dict.fromkeys(setting.apps, 1.0) or SHARES
@@ -126,15 +126,15 @@ def engines(name: str) -> tuple[InstanceSpec, ...]:
     return tuple(fleet.build([spec]))
 
 
-def serve(system: str, setting: Setting, seed: int) -> Served:
+def serve(system: str, setting: HermesSetting, seed: int) -> ServedRuns:
     """Run a system on a setting."""
     apps, factor = workload(setting, seed)
     replayed: Replayed = replay(recipe(system, setting, apps), engines(setting.engine), apps)
     act = replayed.end - apps.arrival
-    return Served(system, setting, act, apps.target, factor, [run.app for run in apps.runs])
+    return ServedRuns(system, setting, act, apps.target, factor, [run.app for run in apps.runs])
 
 
-def recipe(system: str, setting: Setting, apps: Applications) -> Recipe:
+def recipe(system: str, setting: HermesSetting, apps: Applications) -> Recipe:
     """Return a system's recipe, with the graphs that the setting gives it."""
     if system == ORACLE:
         return variant(ORACLE, "every run's true demand", RankOptions(), futures=oracle(apps))
@@ -197,7 +197,7 @@ def _swapped(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
     return swapped
 
 
-def _arrivals(setting: Setting, rng: np.random.Generator) -> Floats:
+def _arrivals(setting: HermesSetting, rng: np.random.Generator) -> Floats:
     if _data() is None:
         at = bursty(setting.runs / setting.window, _BURSTINESS, setting.window, rng)
     else:

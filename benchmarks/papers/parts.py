@@ -16,7 +16,7 @@ PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment(Generic[SettingT]):
+class PaperPart(Generic[SettingT]):
     """Settings that differ in one thing, and the systems that run in each of them."""
 
     name: str
@@ -43,7 +43,7 @@ def part(plan: PlanT, only: Sequence[str], measured: Mapping[str, str]) -> PlanT
 
 
 def run_each(
-    experiments: Sequence[Experiment[SettingT]], serve: Callable[[str, SettingT], ServedT], *, bar: bool
+    experiments: Sequence[PaperPart[SettingT]], serve: Callable[[str, SettingT], ServedT], *, bar: bool
 ) -> dict[str, list[ServedT]]:
     """Run every system in every setting of each experiment; what two of them have in common runs once."""
     jobs = {(system, one): None for e in experiments for one in e.settings for system in e.systems}

@@ -15,11 +15,11 @@ from itertools import chain
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.papers.parts import Experiment, part, run_each
+from benchmarks.papers.parts import PaperPart, part, run_each
 from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
 from benchmarks.papers.qlm_plots import plots
-from benchmarks.papers.qlm_tables import COLD, QLM, Results, Trial, claims, rows, trial
-from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, Setting
+from benchmarks.papers.qlm_tables import COLD, QLM, QlmResults, QlmTrial, claims, rows, trial
+from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, QlmSetting
 from headway.policy.recipes.registry import find
 from headway.whatif.output.results import SIMULATED, Ask
 
@@ -36,7 +36,7 @@ _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QlmPlan:
     """What is run.
 
     queues: lengths of the queues that are planned.
@@ -45,53 +45,53 @@ class Plan:
     delta_setting: the workload they are compared on.
     """
 
-    experiments: tuple[Experiment[Setting], ...]
+    experiments: tuple[PaperPart[QlmSetting], ...]
     queues: tuple[int, ...]
     estimated: int
     deltas: tuple[int, ...]
-    delta_setting: Setting
+    delta_setting: QlmSetting
 
 
-def _multi(seconds: float) -> Setting:
+def _multi(seconds: float) -> QlmSetting:
     first = (("mistral-7b", "vicuna-13b"),)
-    return Setting("W_A", (("a100", 3),), FIVE, 0.8, seconds, first)
+    return QlmSetting("W_A", (("a100", 3),), FIVE, 0.8, seconds, first)
 
 
-def _single(seconds: float) -> Setting:
-    return Setting("W_B", (("a100", 2),), ONE, 1.2, seconds)
+def _single(seconds: float) -> QlmSetting:
+    return QlmSetting("W_B", (("a100", 2),), ONE, 1.2, seconds)
 
 
-def _mixed(seconds: float, a10: int) -> Setting:
+def _mixed(seconds: float, a10: int) -> QlmSetting:
     gpus, names = (("a100", 10 - a10), ("a10", a10)), tuple(model.name for model in TWELVE)
-    return Setting("W_A of 7B models", gpus, TWELVE, 0.8, seconds, (names, names[10 - a10 :] + names))
+    return QlmSetting("W_A of 7B models", gpus, TWELVE, 0.8, seconds, (names, names[10 - a10 :] + names))
 
 
-def _fleet(seconds: float, name: str) -> Setting:
+def _fleet(seconds: float, name: str) -> QlmSetting:
     """Return 8 A100s and 8 A10s that begin with instances for every model by its demand."""
     often, half = "vicuna-13b", "mistral-7b"
     a100 = (often, often, half, often, "vicuna-13b-law", often, half, often)
     a10 = ("mistral-7b-sql", "mistral-7b-med")
-    return Setting(name, (("a100", 8), ("a10", 8)), FIVE, 1.0, seconds, (a100, a10))
+    return QlmSetting(name, (("a100", 8), ("a10", 8)), FIVE, 1.0, seconds, (a100, a10))
 
 
-def full() -> Plan:
+def full() -> QlmPlan:
     """Return the whole evaluation."""
     multi, single = _multi(120.0), _single(120.0)
     mega = replace(multi, name="W_C", load=0.4)
     queued = replace(single, load=0.5)
-    return Plan(
+    return QlmPlan(
         (
-            Experiment("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.5, 1.0)), MULTI),
-            Experiment("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
-            Experiment("multi-ablation", (multi,), ABLATION),
-            Experiment("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
-            Experiment("single-ablation", (single,), ABLATION),
-            Experiment("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
-            Experiment("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
-            Experiment("queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]),
-            Experiment("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
-            Experiment("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
-            Experiment("hour", (_fleet(3600.0, "W_A for an hour"),), (QLM,)),
+            PaperPart("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.5, 1.0)), MULTI),
+            PaperPart("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
+            PaperPart("multi-ablation", (multi,), ABLATION),
+            PaperPart("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
+            PaperPart("single-ablation", (single,), ABLATION),
+            PaperPart("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
+            PaperPart("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
+            PaperPart("queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]),
+            PaperPart("slo", tuple(replace(multi, slo_scale=s) for s in _SCALES), MULTI),
+            PaperPart("fleet", (_fleet(120.0, "W_A on a fleet"),), ROUTED),
+            PaperPart("hour", (_fleet(3600.0, "W_A for an hour"),), (QLM,)),
         ),
         (1_000, 10_000, 100_000, 400_000),
         4000,
@@ -100,11 +100,11 @@ def full() -> Plan:
     )
 
 
-def quick() -> Plan:
+def quick() -> QlmPlan:
     """Return W_A and W_B in one setting each, and a part of the rest."""
     multi, single = _multi(120.0), _single(120.0)
-    return Plan(
-        (Experiment("multi", (multi,), MULTI), Experiment("single", (single,), SINGLE[:5])),
+    return QlmPlan(
+        (PaperPart("multi", (multi,), MULTI), PaperPart("single", (single,), SINGLE[:5])),
         (10_000,),
         2000,
         (1, 4),
@@ -117,7 +117,7 @@ _SCALES = (1.0, 3.0, 11.0)
 
 
 @experiment("papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None) -> Result:
     """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
     results = run(part(plan or (quick() if ask.quick else full()), only, _MEASURED), ask.seed, bar=not ask.as_json)
     workload = (
@@ -130,11 +130,11 @@ def main(ask: Ask, only: Sequence[str] = (), plan: Plan | None = None) -> Result
     return Result([*rows(results), *claims(results)], workload, lambda: plots(results), notes=notes)
 
 
-def run(plan: Plan, seed: int, *, bar: bool) -> Results:
+def run(plan: QlmPlan, seed: int, *, bar: bool) -> QlmResults:
     """Run a plan."""
     from headway.policy.recipes.qlm import with_delta
 
-    def served(system: str, setting: Setting) -> Trial:
+    def served(system: str, setting: QlmSetting) -> QlmTrial:
         return trial(system, find(system), setting, seed)
 
     trials, shown = run_each(plan.experiments, served, bar=bar), partial(track, disable=not bar)
@@ -145,4 +145,4 @@ def run(plan: Plan, seed: int, *, bar: bool) -> Results:
     estimated = (estimates(*one, plan.estimated, seed) for one in shown(profiles, "estimating"))
     forecasts = [*chain.from_iterable(estimated)]
     planned = [planning(find(QLM), queued, _PLANNED, seed) for queued in shown(plan.queues, "planning")]
-    return Results(trials, deltas, forecasts, planned)
+    return QlmResults(trials, deltas, forecasts, planned)

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.qlm_workloads import ANSWER, BATCH, FIVE, INTERACTIVE, LONGEST, RUNNING, Setting, burst, capacity
+from benchmarks.papers.qlm_workloads import (
+    ANSWER,
+    BATCH,
+    FIVE,
+    INTERACTIVE,
+    LONGEST,
+    RUNNING,
+    QlmSetting,
+    burst,
+    capacity,
+)
 from headway.events import Arrived, Event, InstanceUp
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller
@@ -110,7 +120,7 @@ class _Timed(Planner):
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
+class PlanningTimes:
     """Wall seconds of a planner with a queue.
 
     noting: of all arrivals.
@@ -133,12 +143,12 @@ class Planning:
         return self.noting / self.queued * 1e6
 
 
-def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
+def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes:
     """Fill a fleet of A100s with requests of five models, then a queue, and plan for that.
 
     Every group of the queue is placed and all are ordered.
     """
-    setting = Setting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
+    setting = QlmSetting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
     timed = _Timed(recipe.planner())
     core = Controller(timed, TaskLengths(), max_queued=1 << 40)
     for spec in setting.instances():
@@ -156,7 +166,7 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> Planning:
     noting = timed.noting
     core.decide(now)
     timed.generate(core.cluster, now)
-    return Planning(queued, gpus, noting, timed.planning)
+    return PlanningTimes(queued, gpus, noting, timed.planning)
 
 
 def _crowd(queued: int, before: int, seed: int) -> Iterator[Request]:

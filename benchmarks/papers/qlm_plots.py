@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from benchmarks.papers.qlm_estimates import Estimate
-from benchmarks.papers.qlm_tables import Results, Trial
-from benchmarks.papers.qlm_workloads import Setting
+from benchmarks.papers.qlm_tables import QlmResults, QlmTrial
+from benchmarks.papers.qlm_workloads import QlmSetting
 from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED
 
 # Experiment, title, figure, what is varied, its name.
-_Panel = tuple[str, str, str, Callable[[Setting], float], str]
+_Panel = tuple[str, str, str, Callable[[QlmSetting], float], str]
 _PANELS: tuple[_Panel, ...] = (
     ("tail", "Figure 8: W_A", "throughput.req_per_s", lambda s: s.tail, "rate of tail models / peak"),
     ("multi", "Figure 9: W_A", "attainment", lambda s: 100 * s.interactive, "latency-sensitive, %"),
@@ -27,7 +27,7 @@ _PANELS: tuple[_Panel, ...] = (
 _BARS = (("multi-ablation", "Figure 10: W_A"), ("single-ablation", "Figure 13: W_B"))
 
 
-def plots(results: Results) -> dict[str, bytes]:
+def plots(results: QlmResults) -> dict[str, bytes]:
     """Return {name: PNG}: what was varied, the ablations, the estimator; without what was not run."""
     trials = results.trials
     drawn = {f"qlm-{panel[0]}": _lines(trials[panel[0]], panel) for panel in _PANELS if panel[0] in trials}
@@ -38,7 +38,7 @@ def plots(results: Results) -> dict[str, bytes]:
     return drawn | ({"qlm-estimator": _estimator(shown)} if shown else {})
 
 
-def _lines(trials: Sequence[Trial], panel: _Panel) -> bytes:
+def _lines(trials: Sequence[QlmTrial], panel: _Panel) -> bytes:
     _, title, figure_name, varied, label = panel
     figure, (axes,) = sheet(1, 1, 6, 4)
     for system, shade in colours(one.system for one in trials).items():
@@ -55,7 +55,7 @@ def _lines(trials: Sequence[Trial], panel: _Panel) -> bytes:
     return png(figure, SIMULATED)
 
 
-def _ablation(parts: Sequence[tuple[str, Sequence[Trial]]]) -> bytes:
+def _ablation(parts: Sequence[tuple[str, Sequence[QlmTrial]]]) -> bytes:
     figure, panels = sheet(len(parts), 2, 11, 3.2 * len(parts))
     for i, (title, trials) in enumerate(parts):
         _bars(panels[2 * i], title, trials, "attainment")
@@ -63,7 +63,7 @@ def _ablation(parts: Sequence[tuple[str, Sequence[Trial]]]) -> bytes:
     return png(figure, SIMULATED)
 
 
-def _bars(axes: Axes, title: str, trials: Sequence[Trial], name: str) -> None:
+def _bars(axes: Axes, title: str, trials: Sequence[QlmTrial], name: str) -> None:
     values = np.array([one.figures[name] for one in trials], float)
     shades = colours(one.system for one in trials)
     axes.barh([one.system for one in trials], values, color=[shades[one.system] for one in trials])

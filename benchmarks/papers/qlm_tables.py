@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.papers.qlm_estimates import Estimate, Planning
-from benchmarks.papers.qlm_workloads import Setting
+from benchmarks.papers.qlm_estimates import Estimate, PlanningTimes
+from benchmarks.papers.qlm_workloads import QlmSetting
 from headway.policy.recipes.recipe import Recipe
 from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
@@ -23,37 +23,37 @@ _GROUP_PAPER = 5000.0  # us per request at 400,000 queued in the paper
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class QlmTrial:
     """One system in one setting.
 
     figures: by the names of `_UNITS`; None = no request was of that kind.
     """
 
     system: str
-    setting: Setting
+    setting: QlmSetting
     figures: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class QlmResults:
     """What a plan's runs came to.
 
     trials: by experiment.
     deltas: by group size.
     """
 
-    trials: Mapping[str, Sequence[Trial]]
-    deltas: Mapping[int, Trial]
+    trials: Mapping[str, Sequence[QlmTrial]]
+    deltas: Mapping[int, QlmTrial]
     estimates: Sequence[Estimate]
-    planning: Sequence[Planning]
+    planning: Sequence[PlanningTimes]
 
 
-def trial(system: str, recipe: Recipe, setting: Setting, seed: int) -> Trial:
+def trial(system: str, recipe: Recipe, setting: QlmSetting, seed: int) -> QlmTrial:
     """Run one system in one setting."""
     fleet = replace(setting, host_gb=0.0) if system == COLD else setting
     work = setting.workload(seed)
     outcome = Simulation(recipe, fleet.instances(), work, until=setting.until).run()
-    return Trial(system, setting, judge(work, outcome, setting.until))
+    return QlmTrial(system, setting, judge(work, outcome, setting.until))
 
 
 def judge(work: Workload, outcome: Outcome, until: float) -> dict[str, float | None]:
@@ -74,7 +74,7 @@ def judge(work: Workload, outcome: Outcome, until: float) -> dict[str, float | N
     }
 
 
-def rows(results: Results) -> list[Row]:
+def rows(results: QlmResults) -> list[Row]:
     """Return every figure, each system and setting once."""
     found: dict[tuple[str, str, str], Row] = {}
     trials = [one for some in results.trials.values() for one in some]
@@ -90,13 +90,13 @@ def rows(results: Results) -> list[Row]:
     return [*found.values(), *_estimates(results)]
 
 
-def _paper(name: str, one: Trial) -> float | None:
+def _paper(name: str, one: QlmTrial) -> float | None:
     """Return the paper's figure for QLM with at most 5 % latency-sensitive requests (8.1)."""
     stated = (one.system, name, one.setting.name) == (QLM, "attainment", "W_A")
     return 90.0 if stated and one.setting.interactive <= 0.05 else None
 
 
-def _estimates(results: Results) -> list[Row]:
+def _estimates(results: QlmResults) -> list[Row]:
     found = [Row("estimator.r2", QLM, one.name, one.r2, "R2", 0.99) for one in results.estimates]
     for one in results.planning:
         setting = f"{one.queued} queued, {one.instances} instances"
@@ -133,7 +133,7 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...], str, float | None], ...] = (
 _SCALE_PAPER = {"vllm-model-swap": 11.0, "edf-model-swap": 3.0, "shepherd": 5.0}
 
 
-def claims(results: Results) -> list[Row]:
+def claims(results: QlmResults) -> list[Row]:
     """Return the paper's claims beside ours: QLM against another system, in the best setting for each."""
     found = []
     for name, other, experiments, how, paper in CLAIMS:
@@ -151,7 +151,7 @@ def claims(results: Results) -> list[Row]:
     return found + _scales(results.trials.get("slo", ()))
 
 
-def _uneven(setting: Setting) -> bool:
+def _uneven(setting: QlmSetting) -> bool:
     """Tell whether 20 to 50 % of the instances are A10s, for which the paper states its gain (8.3)."""
     counts = dict(setting.gpus)
     return 0.2 <= counts.get("a10", 0) / sum(counts.values()) <= 0.5
@@ -161,7 +161,7 @@ def _compared(how: str, ours: float, theirs: float) -> float:
     return ours - theirs if how == "points" else ours / theirs
 
 
-def _scales(trials: Sequence[Trial]) -> list[Row]:
+def _scales(trials: Sequence[QlmTrial]) -> list[Row]:
     """Return the smallest SLO scale at which each system met all SLOs (figure 20); None = at none."""
     found = []
     for system in dict.fromkeys(one.system for one in trials):

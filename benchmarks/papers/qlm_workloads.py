@@ -41,7 +41,7 @@ PROFILES: Mapping[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class QlmModel:
     """A model: its name, size (a key of `PROFILES`) and share of the requests at its peak.
 
     tail: it is used now and then.
@@ -58,22 +58,22 @@ class Model:
 
 
 FIVE = (
-    Model("mistral-7b", "7b", 0.35),
-    Model("vicuna-13b", "13b", 0.35),
-    Model("mistral-7b-sql", "7b", 0.1, tail=True),
-    Model("vicuna-13b-law", "13b", 0.1, tail=True),
-    Model("mistral-7b-med", "7b", 0.1, tail=True),
+    QlmModel("mistral-7b", "7b", 0.35),
+    QlmModel("vicuna-13b", "13b", 0.35),
+    QlmModel("mistral-7b-sql", "7b", 0.1, tail=True),
+    QlmModel("vicuna-13b-law", "13b", 0.1, tail=True),
+    QlmModel("mistral-7b-med", "7b", 0.1, tail=True),
 )
-ONE = (Model("vicuna-13b", "13b", 1.0),)
+ONE = (QlmModel("vicuna-13b", "13b", 1.0),)
 # For fleets of A10s: as many models as instances and more, all of 7B.
 TWELVE = (
-    *(Model(f"mistral-7b-{i}", "7b", 0.16) for i in range(4)),
-    *(Model(f"mistral-7b-tail-{i}", "7b", 0.045, tail=True) for i in range(8)),
+    *(QlmModel(f"mistral-7b-{i}", "7b", 0.16) for i in range(4)),
+    *(QlmModel(f"mistral-7b-tail-{i}", "7b", 0.045, tail=True) for i in range(8)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class QlmSetting:
     """A workload and a fleet.
 
     name: of the workload.
@@ -92,7 +92,7 @@ class Setting:
 
     name: str
     gpus: tuple[tuple[str, int], ...]
-    models: tuple[Model, ...]
+    models: tuple[QlmModel, ...]
     load: float
     seconds: float
     first: tuple[tuple[str, ...], ...] = ()
@@ -134,7 +134,7 @@ class Setting:
             specs += [self._spec(gpu, firsts[i % len(firsts)], fit) for i in range(count)]
         return fleet.build(specs)
 
-    def _spec(self, gpu: str, first: Model, fit: Sequence[Model]) -> fleet.Spec:
+    def _spec(self, gpu: str, first: QlmModel, fit: Sequence[QlmModel]) -> fleet.Spec:
         loads = tuple(f"{other.name}@{other.profile(gpu)}" for other in fit if other is not first)
         return fleet.Spec(
             str(first.profile(gpu)),
@@ -149,7 +149,7 @@ class Setting:
         """Return the requests per second of all models at their peak."""
         return self.load / sum(model.share / self._capacity(model) for model in self.models)
 
-    def _capacity(self, model: Model) -> float:
+    def _capacity(self, model: QlmModel) -> float:
         """Return the requests per second of a model, if the whole fleet served nothing else."""
         return sum(
             capacity(profile) * count

@@ -28,7 +28,7 @@ from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 from headway.whatif.output.results import say as note
 from testing.fake_engine import NAME
-from testing.servers.parts import Cluster, Shape, clusters
+from testing.servers.parts import ClusterShape, HeadwayCluster, clusters
 
 SQLITE = "sqlite, one process"
 _CLIENTS = 32
@@ -52,7 +52,7 @@ Tick = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class AcceptSizes:
     """seconds: of each measurement. grid: gateways and nodes of RabbitMQ. backlog: requests."""
 
     seconds: float
@@ -60,8 +60,8 @@ class Sizes:
     backlog: int
 
 
-QUICK = Sizes(2.0, ((1, 1), (2, 1)), 3000)
-WHOLE = Sizes(15.0, ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3)), 100_000)
+QUICK = AcceptSizes(2.0, ((1, 1), (2, 1)), 3000)
+WHOLE = AcceptSizes(15.0, ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3)), 100_000)
 
 
 @experiment("accept", "vllm", "Accepting requests")
@@ -76,7 +76,7 @@ def result(rows: Sequence[Row]) -> Result:
     return Result(rows, WORKLOAD, lambda: {"accept": plot(rows)}, notes=_NOTES)
 
 
-def measure(sizes: Sizes, tick: Tick) -> list[Row]:
+def measure(sizes: AcceptSizes, tick: Tick) -> list[Row]:
     """Accept with each queue and number of gateways, then pile up a backlog and kill the controller."""
     rows = list[Row]()
     tick(SQLITE)
@@ -94,10 +94,10 @@ def measure(sizes: Sizes, tick: Tick) -> list[Row]:
     return rows
 
 
-def _shape(gateways: int, nodes: int) -> Shape:
+def _shape(gateways: int, nodes: int) -> ClusterShape:
     """Return one with the leases and heartbeats that a Headway has unless it is configured otherwise."""
     wire = Wire()
-    return Shape(
+    return ClusterShape(
         nodes,
         gateways,
         controllers=2,
@@ -170,7 +170,7 @@ async def _send(ports: Sequence[int], goes_on: Callable[[int, float], bool]) -> 
 # ---- a backlog
 
 
-def _backlog(made: Cluster, count: int) -> list[Row]:
+def _backlog(made: HeadwayCluster, count: int) -> list[Row]:
     """Queue many requests, then kill the controller that leads."""
     setting = f"{count:,} queued"
     asyncio.run(_send([part.port for part in made.gateways], lambda sent, spent: sent < count))

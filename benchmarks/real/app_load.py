@@ -44,7 +44,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AppLoad:
     """What arrives at a system in a round."""
 
     scripts: tuple[Script, ...]
@@ -57,7 +57,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AppShape:
     """How the load is made.
 
     scale: of the recorded tokens and of the seconds outside the LLM
@@ -69,7 +69,7 @@ class Shape:
     burstiness: float = BURSTINESS
     chat: mix.Mix = CHAT
 
-    def load(self, rate: float, seconds: float, seed: Sequence[int]) -> Load:
+    def load(self, rate: float, seconds: float, seed: Sequence[int]) -> AppLoad:
         """Return what arrives in so many seconds at `rate` runs/s; the same for the same seed."""
         rng = np.random.default_rng(seed)
         at = arrivals.bursty(rate, self.burstiness, seconds, rng)
@@ -79,7 +79,7 @@ class Shape:
             for number, (when, run) in enumerate(zip(at.tolist(), runs, strict=True))
         ]
         beside = arrivals.poisson(_CHATS * rate, seconds, rng)
-        return Load(tuple(scripts), tuple(mix.calls(self.chat, beside, rng, warn=_silent)))
+        return AppLoad(tuple(scripts), tuple(mix.calls(self.chat, beside, rng, warn=_silent)))
 
     def graphs(self) -> list[Graph]:
         """Return the demand graphs that the other half of the runs teaches."""

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.real.app_load import APP_CLASS, APPS, BURSTINESS, SCALE, Load, Script, Shape, call, calls_of
+from benchmarks.real.app_load import APP_CLASS, APPS, BURSTINESS, SCALE, AppLoad, AppShape, Script, call, calls_of
 from headway.config import Engine, Key
 from headway.models.resolve import resolve
 from headway.simulate.workload.applications import Step
@@ -43,7 +43,7 @@ _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class AppsTrial:
     """What to run.
 
     load: runs per second as a multiple of the capacity, which is measured on the first system
@@ -54,7 +54,7 @@ class Trial:
 
     engine: Engine
     systems: tuple[str, ...] = SYSTEMS
-    shape: Shape = field(default_factory=Shape)
+    shape: AppShape = field(default_factory=AppShape)
     load: float = LOAD
     rate: float | None = None
     duration: float = DURATION
@@ -74,7 +74,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunResult:
     """What became of a run; seconds from the start of its round.
 
     end: of its last unit, NaN = a request had no answer, and the rest of the run was not made
@@ -93,19 +93,19 @@ class Ran:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedApps:
     """What a system did in all rounds.
 
     counts: what its gateway's counters gained; empty for stock vLLM
     refused: reports that its gateway did not take
     """
 
-    runs: list[Ran] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     chat: list[Record] = field(default_factory=list)
     counts: dict[tuple[str, ...], float] = field(default_factory=dict)
     refused: int = 0
 
-    def add(self, other: Served) -> None:
+    def add(self, other: ServedApps) -> None:
         """Add another round."""
         self.runs += other.runs
         self.chat += other.chat
@@ -115,28 +115,28 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AppsOutcome:
     """What the systems did. rate: runs per second. capacity: the measured one; None with a given rate."""
 
-    served: dict[str, Served]
+    served: dict[str, ServedApps]
     rate: float
     capacity: float | None
 
 
-def completion_times(runs: Sequence[Ran], app: str = ALL) -> Floats:
+def completion_times(runs: Sequence[RunResult], app: str = ALL) -> Floats:
     """Return the completion times of the runs that were complete, of one application or of all."""
     seconds = np.array([run.act for run in runs if app in (ALL, run.app)], float)
     return np.asarray(seconds[~np.isnan(seconds)], float)
 
 
-async def run(trial: Trial) -> Outcome:
+async def run(trial: AppsTrial) -> AppsOutcome:
     """Run all systems. Raises ConfigError or EngineError when one cannot be run."""
     check(trial.systems, trial.engine)
     resolve(trial.engine.model)
     async with _systems(trial) as at:
         capacity = None if trial.rate else await _capacity(trial, at)
         rate = trial.rate or trial.load * (capacity or 0.0)
-        served = {name: Served() for name in trial.systems}
+        served = {name: ServedApps() for name in trial.systems}
         for number in range(trial.rounds):
             load = trial.shape.load(rate, trial.duration, [trial.seed, number])
             load = replace(load, scripts=tuple(replace(s, id=f"{number}-{s.id}") for s in load.scripts))
@@ -144,7 +144,7 @@ async def run(trial: Trial) -> Outcome:
                 async with at(name) as url:
                     _console.print(f"[bold]{name}[/], round {number + 1} of {trial.rounds}")
                     served[name].add(await send(name, url, trial.engine.name, load))
-    return Outcome(served, rate, capacity)
+    return AppsOutcome(served, rate, capacity)
 
 
 # ---- systems
@@ -156,7 +156,7 @@ def key_of(tenant: str) -> str:
 
 
 @asynccontextmanager
-async def _systems(trial: Trial) -> AsyncIterator[At]:
+async def _systems(trial: AppsTrial) -> AsyncIterator[At]:
     """Yield what gives a system's address; those that run throughout are started first."""
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
@@ -180,7 +180,7 @@ async def _systems(trial: Trial) -> AsyncIterator[At]:
 
 
 @asynccontextmanager
-async def _started(name: str, trial: Trial, logs: Path) -> AsyncIterator[str]:
+async def _started(name: str, trial: AppsTrial, logs: Path) -> AsyncIterator[str]:
     _console.print(f"[dim]starting {name} ...[/]")
     keys = tuple(Key(key_of(tenant), tenant) for tenant in (*APPS, _CHAT))
     classes = (APP_CLASS, *trial.shape.chat.names)
@@ -188,16 +188,16 @@ async def _started(name: str, trial: Trial, logs: Path) -> AsyncIterator[str]:
         yield url
 
 
-async def _warm(name: str, url: str, trial: Trial) -> None:
+async def _warm(name: str, url: str, trial: AppsTrial) -> None:
     """Make a run of each application that is not measured: what runs for the first time is slow."""
     load = trial.shape.load(1.0, 60.0, [trial.seed, 1000])
     first = {script.run.app: script for script in reversed(load.scripts)}
     scripts = tuple(replace(script, id=f"warm-{app}", at=0.0) for app, script in first.items())
     chat = tuple(replace(one, at=0.0, max_tokens=8) for one in load.chat[:4])
-    await send(name, url, trial.engine.name, Load(scripts, chat), progress=False)
+    await send(name, url, trial.engine.name, AppLoad(scripts, chat), progress=False)
 
 
-async def _capacity(trial: Trial, at: At) -> float:
+async def _capacity(trial: AppsTrial, at: At) -> float:
     """Return the runs per second (and the chat beside them) that the first system serves under saturation."""
     name, shape = trial.systems[0], trial.shape
     load = shape.load(1.0, _BURST, [trial.seed, 2000])
@@ -219,7 +219,7 @@ async def _capacity(trial: Trial, at: At) -> float:
 # ---- a round
 
 
-async def send(name: str, url: str, model: str, load: Load, *, progress: bool = True) -> Served:
+async def send(name: str, url: str, model: str, load: AppLoad, *, progress: bool = True) -> ServedApps:
     """Make the runs at a system and send the chat; return what became of both, and of the counters."""
     stock = name in STOCK
     before: Counts = {} if stock else await counts(url)
@@ -231,7 +231,7 @@ async def send(name: str, url: str, model: str, load: Load, *, progress: bool = 
                 chat = group.create_task(generator.run(url, model, load.chat, api_key=key_of(_CHAT), progress=False))
                 runs = [group.create_task(client.make(script, advance)) for script in load.scripts]
     gained = {} if stock else await _gained(url, before, len(runs))
-    return Served([task.result() for task in runs], chat.result(), gained, client.refused)
+    return ServedApps([task.result() for task in runs], chat.result(), gained, client.refused)
 
 
 async def _gained(url: str, before: Counts, ended: int) -> dict[tuple[str, ...], float]:
@@ -254,7 +254,7 @@ class _Client:
         self._http, self._url, self._model = http, url, model
         self._start, self._reports, self.refused = start, reports, 0
 
-    async def make(self, script: Script, ended: Callable[[], None]) -> Ran:
+    async def make(self, script: Script, ended: Callable[[], None]) -> RunResult:
         """Make a run at its time."""
         await asyncio.sleep(max(script.at - self._now(), 0.0))
         records: list[Record] = []
@@ -275,7 +275,7 @@ class _Client:
             end = self._now()
         await self._report(script, "end", {})
         ended()
-        return Ran(script.run.app, script.at, end, records)
+        return RunResult(script.run.app, script.at, end, records)
 
     async def _ask(self, script: Script, unit: str, text: str, output: int) -> Record:
         headers = {"x-headway-app": script.run.app, "x-headway-run": script.id, "x-headway-unit": unit}

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, shares, source
-from benchmarks.real.apps import ALL, RUNS, Outcome, Ran, Served, Trial, completion_times
+from benchmarks.real.apps import ALL, RUNS, AppsOutcome, AppsTrial, RunResult, ServedApps, completion_times
 from headway.types import Floats
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Record, Results
@@ -28,7 +28,7 @@ Figure = tuple[str, str, float | None, str]
 
 
 @experiment("apps", "vllm", "Application runs beside chat on vLLM")
-def main(ask: Ask, trial: Trial) -> Result:
+def main(ask: Ask, trial: AppsTrial) -> Result:
     """Run; `quick`: two systems, some seconds of small runs at a rate that is given."""
     if ask.quick:
         names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
@@ -44,7 +44,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     return result(trial, asyncio.run(apps.run(trial)))
 
 
-def result(trial: Trial, outcome: Outcome) -> Result:
+def result(trial: AppsTrial, outcome: AppsOutcome) -> Result:
     """Return the findings; the table has a line per figure, a column per system."""
     rows = [row for name, served in outcome.served.items() for row in rows_of(name, served)]
     rows += reductions(outcome.served)
@@ -58,7 +58,7 @@ def result(trial: Trial, outcome: Outcome) -> Result:
     )
 
 
-def _describe(trial: Trial, outcome: Outcome) -> str:
+def _describe(trial: AppsTrial, outcome: AppsOutcome) -> str:
     shape = trial.shape
     asked = ", ".join(f"{share:.0%} {name}" for name, share in shares().items())
     capacity = f" (capacity {outcome.capacity:.3f} runs/s)" if outcome.capacity else ""
@@ -70,7 +70,7 @@ def _describe(trial: Trial, outcome: Outcome) -> str:
     )
 
 
-def _notes(results: Mapping[str, Served]) -> list[str]:
+def _notes(results: Mapping[str, ServedApps]) -> list[str]:
     asked: Results = {name: ([*served.chat, *requests(served.runs)], {}) for name, served in results.items()}
     refused = [
         f"{name}: {served.refused} reports of runs were not taken."
@@ -83,12 +83,12 @@ def _notes(results: Mapping[str, Served]) -> list[str]:
 # ---- figures
 
 
-def requests(runs: Sequence[Ran]) -> list[Record]:
+def requests(runs: Sequence[RunResult]) -> list[Record]:
     """Return the records of the runs' requests."""
     return [record for run in runs for record in run.records]
 
 
-def rows_of(system: str, served: Served) -> list[Row]:
+def rows_of(system: str, served: ServedApps) -> list[Row]:
     """Return the figures of a system.
 
     act.mean, act.p95: application completion time of complete runs, by application and over all. runs: made.
@@ -99,7 +99,7 @@ def rows_of(system: str, served: Served) -> list[Row]:
     return [Row(id, system, setting, value, unit) for id, setting, value, unit in _figures(system, served)]
 
 
-def _figures(system: str, served: Served) -> Iterator[Figure]:
+def _figures(system: str, served: ServedApps) -> Iterator[Figure]:
     for setting in (ALL, *APPS):
         seconds = completion_times(served.runs, setting)
         yield "act.mean", setting, float(seconds.mean()) if seconds.size else None, "s"
@@ -119,7 +119,7 @@ def _figures(system: str, served: Served) -> Iterator[Figure]:
         yield from _gateway(served)
 
 
-def _gateway(served: Served) -> Iterator[Figure]:
+def _gateway(served: ServedApps) -> Iterator[Figure]:
     for setting in (ALL, *APPS):
         labels = () if setting == ALL else (setting,)
         ended = total(served.counts, f"{_SECONDS}_count", *labels)
@@ -128,7 +128,7 @@ def _gateway(served: Served) -> Iterator[Figure]:
         yield "gateway.act.mean", setting, seconds / ended if ended else None, "s"
 
 
-def reductions(results: Mapping[str, Served]) -> list[Row]:
+def reductions(results: Mapping[str, ServedApps]) -> list[Row]:
     """Return by how many percent the completion times of `hermes` are below those of the others."""
     rows: list[Row] = []
     if _HERMES not in results:
@@ -148,12 +148,12 @@ def reductions(results: Mapping[str, Served]) -> list[Row]:
 # ---- plots
 
 
-def draw(results: Mapping[str, Served]) -> dict[str, bytes]:
+def draw(results: Mapping[str, ServedApps]) -> dict[str, bytes]:
     """Return {name: PNG}: completion times by application and system, and their distribution."""
     return {"act": _bars(results), "act-cdf": _distribution(results)}
 
 
-def _bars(results: Mapping[str, Served]) -> bytes:
+def _bars(results: Mapping[str, ServedApps]) -> bytes:
     figure, grid = sheet(1, 2, 11, 4)
     settings, shades = (ALL, *APPS), list(colours(results).values())
     for axes, title, p in zip(grid, ("mean", "P95"), (None, 0.95), strict=True):
@@ -176,7 +176,7 @@ def _of(seconds: Floats, p: float | None) -> float:
     return float(seconds.mean() if p is None else np.quantile(seconds, p))
 
 
-def _distribution(results: Mapping[str, Served]) -> bytes:
+def _distribution(results: Mapping[str, ServedApps]) -> bytes:
     """Draw the share of all runs up to a completion time; lost runs keep the curve below 100 %."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     shades = colours(results)

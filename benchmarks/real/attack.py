@@ -16,7 +16,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.attack_clients import ATTACKS, BETA, BURST, FLOOD, HANG_S, KEYS, TENANTS, Target, bearer
+from benchmarks.real.attack_clients import ATTACKS, BETA, BURST, FLOOD, HANG_S, KEYS, TENANTS, AttackTarget, bearer
 from benchmarks.real.health_watch import HealthWatch, health_watch
 from benchmarks.real.peers import servers
 from headway.errors import ConfigError
@@ -83,9 +83,9 @@ def measure(seconds: float, names: tuple[str, ...] = (*ATTACKS, *TENANTS), flood
         with servers(folder, server=_SERVER, engines={"health_timeout_s": _HEALTH_S}) as (engine, gateway):
             rows = list[Row]()
             with health_watch(gateway.port, gateway.process.pid) as watch:
-                _attacked(Target(gateway, engine, folder), watch, "", 1.0)  # warms up
+                _attacked(AttackTarget(gateway, engine, folder), watch, "", 1.0)  # warms up
                 for attack in ("", *(name for name in names if name in ATTACKS)):
-                    rows += _attacked(Target(gateway, engine, folder), watch, attack, seconds)
+                    rows += _attacked(AttackTarget(gateway, engine, folder), watch, attack, seconds)
         return rows + _between_tenants(folder, [name for name in names if name in TENANTS], seconds, flood)
 
 
@@ -98,13 +98,13 @@ def _between_tenants(folder: Path, names: list[str], seconds: float, flood: int)
             servers(here, "headway", limits, keys=KEYS) as (engine, gateway),
             health_watch(gateway.port, gateway.process.pid) as watch,
         ):
-            _attacked(Target(gateway, engine, here, headers=bearer(BETA)), watch, "", 1.0)  # warms up
-            target = Target(gateway, engine, here, headers=bearer(BETA), flood=flood)
+            _attacked(AttackTarget(gateway, engine, here, headers=bearer(BETA)), watch, "", 1.0)  # warms up
+            target = AttackTarget(gateway, engine, here, headers=bearer(BETA), flood=flood)
             rows += _attacked(target, watch, name, seconds)
     return rows
 
 
-def _attacked(target: Target, watch: HealthWatch, attack: str, seconds: float) -> list[Row]:
+def _attacked(target: AttackTarget, watch: HealthWatch, attack: str, seconds: float) -> list[Row]:
     with watch.watching() as seen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_clients(target, attack, seconds))
     figures = {
@@ -118,14 +118,14 @@ def _attacked(target: Target, watch: HealthWatch, attack: str, seconds: float) -
     return [Row(id, _SYSTEM, attack or "no attack", value, UNITS[id]) for id, value in figures.items()]
 
 
-async def _clients(target: Target, attack: str, seconds: float) -> None:
+async def _clients(target: AttackTarget, attack: str, seconds: float) -> None:
     """Run the attackers and an honest client beside them."""
     target.stop = asyncio.get_running_loop().time() + seconds
     work, clients = (ATTACKS | TENANTS)[attack] if attack else (_honest, 0)
     await asyncio.gather(_honest(target), *(work(target) for _ in range(clients)))
 
 
-async def _honest(target: Target) -> None:
+async def _honest(target: AttackTarget) -> None:
     while target.going:
         await target.chat()
         await asyncio.sleep(0.05)

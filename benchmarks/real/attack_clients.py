@@ -28,7 +28,7 @@ KEYS = ({"key": ALPHA, "tenant": "alpha"}, {"key": BETA, "tenant": "beta"})
 
 
 @dataclass(slots=True)
-class Target:
+class AttackTarget:
     """The gateway under attack, and what its clients have seen.
 
     engine: the FAKE engine behind it. folder: its queue's directory.
@@ -74,7 +74,7 @@ class Target:
         return status
 
 
-Attack = Callable[[Target], Awaitable[None]]
+Attack = Callable[[AttackTarget], Awaitable[None]]
 
 
 async def exchange(port: int, data: bytes) -> tuple[int, bytes]:
@@ -115,14 +115,14 @@ def _mib(before: str, element: str) -> bytes:
 def repeated(data: bytes) -> Attack:
     """Return the attack that sends the same bytes again and again."""
 
-    async def attack(target: Target) -> None:
+    async def attack(target: AttackTarget) -> None:
         while target.going:
             await target.send(data)
 
     return attack
 
 
-async def waiting(target: Target) -> None:
+async def waiting(target: AttackTarget) -> None:
     """Queue bodies of a MiB whose answers never begin, and leave."""
     data = request(_CHAT, say(metadata="x" * (MIB - 400), vllm_xargs={"fake_hold": "never"}))
     lines = list[asyncio.StreamWriter]()
@@ -139,7 +139,7 @@ async def waiting(target: Target) -> None:
             writer.transport.abort()
 
 
-async def aborted(target: Target) -> None:
+async def aborted(target: AttackTarget) -> None:
     """Begin uploads of a MiB and break them off."""
     data = request(_CHAT, say(metadata="x" * (MIB - 400)))[: MIB // 2]
     while target.going:
@@ -150,14 +150,14 @@ async def aborted(target: Target) -> None:
             writer.transport.abort()
 
 
-async def made_up_tasks(target: Target) -> None:
+async def made_up_tasks(target: AttackTarget) -> None:
     """Name another task with every request."""
     while target.going:
         task = f"{next(target.numbers):0128d}"
         await target.send(request(_CHAT, say(), f"x-headway-task: {task}\r\n"))
 
 
-async def background(target: Target) -> None:
+async def background(target: AttackTarget) -> None:
     """Queue background bodies of a MiB; each is a loss that does not complete."""
     ids = list[str]()
     data = request(_CHAT, say(metadata="x" * (MIB - 400), background=True))
@@ -167,7 +167,7 @@ async def background(target: Target) -> None:
     await _completed(target, ids)
 
 
-async def full_disk(target: Target) -> None:
+async def full_disk(target: AttackTarget) -> None:
     """Let background work end while the queue's file cannot grow; each is a loss that does not complete."""
     hold = f"disk-{next(target.numbers)}"
     data = request(_CHAT, say(background=True, max_tokens=2000, vllm_xargs={"fake_hold": hold}))
@@ -184,7 +184,7 @@ async def full_disk(target: Target) -> None:
     await _completed(target, [json.loads(body)["id"] for status, body in answers if status == 202])
 
 
-async def hung(target: Target) -> None:
+async def hung(target: AttackTarget) -> None:
     """Stop the engine's process while requests are inside, and let it go on; each is owed an answer."""
     process = target.engine.process
     while target.going:
@@ -198,7 +198,7 @@ async def hung(target: Target) -> None:
         await asyncio.gather(*asked)
 
 
-async def untrusted(target: Target) -> None:
+async def untrusted(target: AttackTarget) -> None:
     """Have the engine answer nonsense, in streams and whole; a request that is not refused counts."""
     asks = [request(_CHAT, say(stream=stream, vllm_xargs={"fake_end": name})) for name, stream in _UNTRUSTED]
     while target.going:
@@ -208,7 +208,7 @@ async def untrusted(target: Target) -> None:
             target.broken += 0 < status < 500
 
 
-async def tenant(target: Target) -> None:
+async def tenant(target: AttackTarget) -> None:
     """Send a flood of requests as one tenant, all at once; those accepted that do not complete are lost."""
     ids, header = list[str](), bearer(ALPHA)
     slow = {"fake_tokens": 8, "fake_delay": 0.5}
@@ -230,7 +230,7 @@ def bearer(key: str) -> str:
     return f"authorization: Bearer {key}\r\n"
 
 
-async def _completed(target: Target, ids: list[str], headers: str = "") -> None:
+async def _completed(target: AttackTarget, ids: list[str], headers: str = "") -> None:
     """Count as lost what is not completed in time."""
     left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
     while left and asyncio.get_running_loop().time() < deadline:
@@ -243,7 +243,7 @@ async def _completed(target: Target, ids: list[str], headers: str = "") -> None:
     target.lost += len(left)
 
 
-async def full_of(target: Target, count: int, data: bytes, drip: bytes) -> None:
+async def full_of(target: AttackTarget, count: int, data: bytes, drip: bytes) -> None:
     """Keep so many connections open with the beginning of a request, a byte or two of which come at times."""
     lines = list[asyncio.StreamWriter]()
     try:
@@ -259,7 +259,7 @@ async def full_of(target: Target, count: int, data: bytes, drip: bytes) -> None:
             writer.transport.abort()
 
 
-async def _connected(target: Target, data: bytes) -> list[asyncio.StreamWriter]:
+async def _connected(target: AttackTarget, data: bytes) -> list[asyncio.StreamWriter]:
     """Open a connection, send bytes and read nothing; an empty list when there is none."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port, limit=1)
@@ -269,24 +269,24 @@ async def _connected(target: Target, data: bytes) -> list[asyncio.StreamWriter]:
     return [writer]
 
 
-async def slow_heads(target: Target) -> None:
+async def slow_heads(target: AttackTarget) -> None:
     """Send heads that never end, on 1,000 connections at a time."""
     await full_of(target, 1000, b"GET /health HTTP/1.1\r\n", b"x: y\r\n")
 
 
-async def slow_bodies(target: Target) -> None:
+async def slow_bodies(target: AttackTarget) -> None:
     """Send bodies that never end, on 1,000 connections at a time."""
     head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
     await full_of(target, 1000, head.encode(), b" ")
 
 
-async def unread(target: Target) -> None:
+async def unread(target: AttackTarget) -> None:
     """Ask for long streams and read none, on 32 connections at a time."""
     data = request(_CHAT, say(stream=True, n=64, max_tokens=1500, vllm_xargs={"fake_tokens": 1500}))
     await full_of(target, 32, data, b"\r\n")  # which begins no request
 
 
-async def burst(target: Target) -> None:
+async def burst(target: AttackTarget) -> None:
     """Open 5,000 connections at once; each that gets no answer is a loss."""
     health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     answers = await asyncio.gather(*(target.send(health) for _ in range(BURST)))
@@ -294,7 +294,7 @@ async def burst(target: Target) -> None:
     await target.end()
 
 
-async def replaced_file(target: Target) -> None:
+async def replaced_file(target: AttackTarget) -> None:
     """Put another file in the place of the queue's for a while.
 
     Background work that is accepted meanwhile is a loss unless it completes when the file is back.

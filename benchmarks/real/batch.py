@@ -35,15 +35,15 @@ from headway.whatif.output.results import Ask, Row, say
 ALONE, BESIDE = "interactive alone", "interactive beside the batch"
 _NAME, _WINDOW, _LEASE_S = "headway", "24h", 5.0
 _PATH = "/v1/chat/completions"
-_INTERACTIVE = mix.Tier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=32)
-_LINES = mix.Tier("batch", 1.0, Slo(), "sharegpt_first_turn", max_tokens=4, prompt_tokens=(8, 48))
+_INTERACTIVE = mix.TrafficTier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=32)
+_LINES = mix.TrafficTier("batch", 1.0, Slo(), "sharegpt_first_turn", max_tokens=4, prompt_tokens=(8, 48))
 _QUICK_LINES, _QUICK_SECONDS = 300, 4.0
 _WARM = 16  # requests before anything is measured
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BatchTrial:
     """What to run.
 
     lines: of the batch. rate: interactive requests/s, Poisson, for so many `seconds` in each of both settings
@@ -82,7 +82,7 @@ def _line(number: int, call: Call, model: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BatchOutcome:
     """What was measured.
 
     records: of the interactive requests, by setting. batch: as its endpoint describes it at the end.
@@ -97,7 +97,7 @@ class Outcome:
     killed_at: int
 
 
-async def run(trial: Trial) -> Outcome:
+async def run(trial: BatchTrial) -> BatchOutcome:
     """Run both settings. ConfigError or EngineError when that cannot be done."""
     folder, calls = Path(tempfile.mkdtemp(prefix="headway-batch-")), trial.calls
     if not calls:
@@ -112,7 +112,7 @@ async def run(trial: Trial) -> Outcome:
         return await _measure(trial, calls, engine, folder)
 
 
-async def _measure(trial: Trial, calls: Sequence[Call], engine: Engine, folder: Path) -> Outcome:
+async def _measure(trial: BatchTrial, calls: Sequence[Call], engine: Engine, folder: Path) -> BatchOutcome:
     """Measure with gateways in front of an engine that is up."""
     port = free_port()
     url, child = f"http://127.0.0.1:{port}", _gateway(engine, folder, port)
@@ -130,7 +130,7 @@ async def _measure(trial: Trial, calls: Sequence[Call], engine: Engine, folder: 
         batch = await _until_ended(url, id)
         answered = await _ids(url, batch["output_file_id"])
         refused = await _ids(url, batch["error_file_id"])
-    return Outcome(records, batch, answered, refused, killed_at)
+    return BatchOutcome(records, batch, answered, refused, killed_at)
 
 
 def _gateway(engine: Engine, folder: Path, port: int) -> Child:
@@ -212,7 +212,7 @@ async def _ids(url: str, file: str | None) -> list[str]:
 # ---- the report
 
 
-def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
+def rows_of(trial: BatchTrial, outcome: BatchOutcome) -> list[Row]:
     """Return the figures; requests without a first token have an infinite ttft."""
     found = list[Row]()
     for setting, records in outcome.records.items():
@@ -234,7 +234,7 @@ def rows_of(trial: Trial, outcome: Outcome) -> list[Row]:
 
 
 @experiment("batch", "vllm", "Interactive requests beside a batch on vLLM")
-def main(ask: Ask, trial: Trial) -> Result:
+def main(ask: Ask, trial: BatchTrial) -> Result:
     """Run; `quick`: a small batch beside some seconds of interactive requests."""
     if ask.quick:
         trial = replace(trial, lines=min(trial.lines, _QUICK_LINES), seconds=min(trial.seconds, _QUICK_SECONDS))
@@ -249,7 +249,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     return Result(rows_of(trial, outcome), workload, lambda: {"batch": plot(outcome)}, notes=notes)
 
 
-def plot(outcome: Outcome) -> bytes:
+def plot(outcome: BatchOutcome) -> bytes:
     """Return the distributions of interactive ttft, alone and beside the batch, as PNG."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     shades = colours(outcome.records)

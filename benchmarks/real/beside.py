@@ -24,7 +24,7 @@ from headway.whatif.load.records import Call, Record, Results
 from headway.whatif.measured import compare
 from headway.whatif.output.results import Ask
 
-_INTERACTIVE = mix.Tier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
+_INTERACTIVE = mix.TrafficTier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _PHASES = 6  # three bursts, each followed by idle time
 _QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # with such short answers, requests/s
 
@@ -32,7 +32,7 @@ Found = dict[tuple[str, str], list[Record]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BesideTrial:
     """What to run.
 
     seconds: until the batch is due; the interactive requests arrive in as many
@@ -46,15 +46,15 @@ class Trial:
     rounds: int = 1
     seed: int = 0
     capacity: float | None = None
-    interactive: mix.Tier = _INTERACTIVE
+    interactive: mix.TrafficTier = _INTERACTIVE
 
     @property
-    def plain(self) -> mix.Tier:
+    def plain(self) -> mix.TrafficTier:
         """The class of interactive requests that promise nothing."""
         return replace(self.interactive, name=beside.PLAIN, slo=Slo())
 
     @property
-    def batch(self) -> mix.Tier:
+    def batch(self) -> mix.TrafficTier:
         """The class of the batch: to be complete by the deadline, less urgent than all others."""
         return replace(self.interactive, name="batch", slo=Slo(e2e=self.seconds), priority=10)
 
@@ -70,19 +70,19 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BesideOutcome:
     """The records by system and setting, and the engine's capacity in requests/s."""
 
     found: Found
     capacity: float
 
 
-async def run(trial: Trial) -> Outcome:
+async def run(trial: BesideTrial) -> BesideOutcome:
     """Run all systems, with and without the batch.
 
     Raises ConfigError or EngineError when one cannot be run.
     """
-    setup = compare.Setup(
+    setup = compare.CompareSetup(
         mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)),
         without_prefixes(trial.engine),
         trial.systems,
@@ -100,7 +100,7 @@ async def run(trial: Trial) -> Outcome:
                     label = f"{setting}, round {number + 1} of {trial.rounds}"
                     records, _ = await systems.send(name, calls, label)
                     found[name, setting] += records
-    return Outcome(found, capacity)
+    return BesideOutcome(found, capacity)
 
 
 def without_prefixes(engine: Engine) -> Engine:
@@ -127,7 +127,7 @@ def _p99(records: Sequence[Record]) -> float:
 
 
 @experiment("beside", "vllm", "Interactive bursts beside a batch with a deadline on vLLM")
-def main(ask: Ask, trial: Trial) -> Result:
+def main(ask: Ask, trial: BesideTrial) -> Result:
     """Run; `quick`: some seconds of short answers, with a capacity that is given."""
     if ask.quick:
         trial = replace(
@@ -145,7 +145,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     return Result(rows, workload, lambda: {"beside": beside.plot(plain)}, notes=notes)
 
 
-def _describe(trial: Trial, outcome: Outcome) -> str:
+def _describe(trial: BesideTrial, outcome: BesideOutcome) -> str:
     records = next(found for (_, setting), found in outcome.found.items() if setting == BESIDE)
     batch = sum(record.tier == "batch" for record in records)
     measured = "" if trial.capacity else ", measured on the first system"

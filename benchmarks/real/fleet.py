@@ -43,10 +43,10 @@ _LAYERS = 12  # of the model of another shape
 _NOISE = 0.01  # answers stay sensible
 _POLL, _PATIENCE = 0.5, 20  # seconds, and how often to look for what is due
 FINISHED = "headway_requests_total"
-_FAST = mix.Tier(
+_FAST = mix.TrafficTier(
     "fast", 0.6, Slo(e2e=20.0), "sharegpt_first_turn", max_tokens=32, ignore_eos=True, prompt_tokens=(8, 100)
 )
-_BATCH = mix.Tier(
+_BATCH = mix.TrafficTier(
     "batch",
     0.4,
     Slo(e2e=240.0),
@@ -61,7 +61,7 @@ _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FleetTrial:
     """What to run.
 
     models: the frequent ones, then the tail; engine i serves the i-th frequent one first
@@ -156,7 +156,7 @@ def swapping() -> list[str]:
     return [name for name in names() if find(name).planner().swaps]
 
 
-def check(trial: Trial) -> None:
+def check(trial: FleetTrial) -> None:
     """Raise ConfigError unless every system can serve all models on two instances."""
     from headway.gateway.main import preflight
 
@@ -184,7 +184,7 @@ def shares_of(models: int, tail: float) -> list[float]:
 
 
 @asynccontextmanager
-async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
+async def running(name: str, trial: FleetTrial, logs: Path) -> AsyncIterator[ServedFleet]:
     """Start a system, yield it once all of its engines are up, then stop all of its processes."""
     port, engines = free_port(), trial.engines()
     child = gateway(name, engines, port, logs, trial.mix.names)
@@ -192,13 +192,13 @@ async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
     async with answering(name, child, f"{url}/ready"):
         assert child.process is not None
         ports = {id: str(engine.port) for id, engine in zip(INSTANCES, engines, strict=True)}
-        served = Served(url, child.process.pid, ports)
+        served = ServedFleet(url, child.process.pid, ports)
         await served.up()
         yield served
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class FleetState:
     """What an instance does: the model that it serves, or the one that it loads; neither = it is down."""
 
     model: str | None
@@ -206,7 +206,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedFleet:
     """A system that runs.
 
     pid: of the gateway. ports: of the engines, by instance
@@ -216,11 +216,11 @@ class Served:
     pid: int
     ports: Mapping[str, str]
 
-    async def states(self) -> dict[str, State]:
+    async def states(self) -> dict[str, FleetState]:
         """Return what each instance does."""
         engines = (await self._get("/ready"))["engines"]
         return {
-            id: State(one["model"] if one["up"] and not one["loading"] else None, one["loading"])
+            id: FleetState(one["model"] if one["up"] and not one["loading"] else None, one["loading"])
             for id, one in engines.items()
         }
 
@@ -256,10 +256,10 @@ class Watched:
     states: instance -> (since, state), a pair for each change. killed: (when, instance), None = none was
     """
 
-    states: dict[str, list[tuple[float, State]]] = field(default_factory=dict)
+    states: dict[str, list[tuple[float, FleetState]]] = field(default_factory=dict)
     killed: tuple[float, str] | None = None
 
-    def note(self, now: float, states: Mapping[str, State]) -> None:
+    def note(self, now: float, states: Mapping[str, FleetState]) -> None:
         """Take note of what the instances do."""
         for id, state in states.items():
             seen = self.states.setdefault(id, [])
@@ -278,7 +278,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FleetRun:
     """The run of a system: records, counters gained, and what was seen of its instances."""
 
     records: Sequence[Record]
@@ -286,7 +286,7 @@ class Run:
     watched: Watched
 
 
-async def run(trial: Trial) -> dict[str, Run]:
+async def run(trial: FleetTrial) -> dict[str, FleetRun]:
     """Run all systems one after the other. ConfigError or EngineError when one cannot be run."""
     check(trial)
     calls, logs = trial.calls(), Path(tempfile.mkdtemp(prefix="headway-bench-"))
@@ -301,7 +301,7 @@ async def run(trial: Trial) -> dict[str, Run]:
     return found
 
 
-async def measure(served: Served, trial: Trial, calls: Sequence[Call], before: Counts) -> Run:
+async def measure(served: ServedFleet, trial: FleetTrial, calls: Sequence[Call], before: Counts) -> FleetRun:
     """Send the calls to a system and watch its instances; KeyboardInterrupt when it was cut off.
 
     before: the counters at the start.
@@ -324,16 +324,16 @@ async def measure(served: Served, trial: Trial, calls: Sequence[Call], before: C
         if isinstance(error, Exception):
             raise error
     after = await _counted(served, before, sum(record.ok for record in records))
-    return Run(records, {key: value - before.get(key, 0.0) for key, value in after.items()}, watched)
+    return FleetRun(records, {key: value - before.get(key, 0.0) for key, value in after.items()}, watched)
 
 
-async def _watch(served: Served, watched: Watched, start: float) -> None:
+async def _watch(served: ServedFleet, watched: Watched, start: float) -> None:
     while True:
         watched.note(time.monotonic() - start, await served.states())
         await asyncio.sleep(_POLL)
 
 
-async def _kill(served: Served, watched: Watched, start: float, at: float) -> None:
+async def _kill(served: ServedFleet, watched: Watched, start: float, at: float) -> None:
     """Kill the first engine that serves, as soon as one does after `at` seconds."""
     await asyncio.sleep(max(start + at - time.monotonic(), 0.0))
     while watched.killed is None:
@@ -353,7 +353,7 @@ async def _until_back(watched: Watched) -> None:
                 await asyncio.sleep(_POLL)
 
 
-async def _warm(served: Served, trial: Trial) -> Counts:
+async def _warm(served: ServedFleet, trial: FleetTrial) -> Counts:
     """Send each engine a few requests that are not measured (its first batches are slow); return counters."""
     first = {engine.name for engine in trial.engines()}
     calls = [replace(call, at=0.0, max_tokens=8) for call in trial.calls() if call.model in first][:8]
@@ -362,7 +362,7 @@ async def _warm(served: Served, trial: Trial) -> Counts:
     return await _counted(served, before, sum(record.ok for record in records))
 
 
-async def _counted(served: Served, before: Counts, answered: int) -> Counts:
+async def _counted(served: ServedFleet, before: Counts, answered: int) -> Counts:
     """Return the counters once the gateway has counted these answers: it does after the client has them."""
     for _ in range(_PATIENCE):
         after = await served.counts()

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import fleet
-from benchmarks.real.fleet import FINISHED, Run, Trial
+from benchmarks.real.fleet import FINISHED, FleetRun, FleetTrial
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Results
 from headway.whatif.measured.systems import Counts, total
@@ -24,7 +24,7 @@ Figure = tuple[str, str, float | None, str]
 
 
 @experiment("fleet", "vllm", "Several models on two vLLM instances")
-def main(ask: Ask, trial: Trial) -> Result:
+def main(ask: Ask, trial: FleetTrial) -> Result:
     """Run; `quick`: one system, no model of another shape, some seconds of arrivals."""
     if ask.quick:
         models, seconds = trial.models[:-1], min(trial.duration, _QUICK_SECONDS)
@@ -42,7 +42,7 @@ def main(ask: Ask, trial: Trial) -> Result:
     )
 
 
-def _describe(trial: Trial) -> str:
+def _describe(trial: FleetTrial) -> str:
     arrivals = "Poisson arrivals"
     if trial.burstiness != 1.0:
         arrivals = f"arrivals of burstiness {trial.burstiness:g}"
@@ -59,7 +59,7 @@ def _describe(trial: Trial) -> str:
 # ---- figures
 
 
-def rows_of(system: str, run: Run) -> list[Row]:
+def rows_of(system: str, run: FleetRun) -> list[Row]:
     """Return the figures of a system.
 
     attainment: share of requests that met their SLO, by class, model and over all. e2el.p99: of those that
@@ -72,7 +72,7 @@ def rows_of(system: str, run: Run) -> list[Row]:
     return [Row(id, system, setting, value, unit) for id, setting, value, unit in _figures(run)]
 
 
-def _figures(run: Run) -> Iterator[Figure]:
+def _figures(run: FleetRun) -> Iterator[Figure]:
     records, counts = run.records, run.counts
     models = sorted({record.model for record in records if record.model is not None})
     parts = metrics.split(records)
@@ -113,7 +113,7 @@ def _swaps(counts: Counts) -> Iterator[Figure]:
 # ---- pictures
 
 
-def draw(runs: Mapping[str, Run]) -> dict[str, bytes]:
+def draw(runs: Mapping[str, FleetRun]) -> dict[str, bytes]:
     """Return {name: PNG}: attainment and latency by class and system, and what the instances served."""
     from headway.whatif.load import plots
 
@@ -121,7 +121,7 @@ def draw(runs: Mapping[str, Run]) -> dict[str, bytes]:
     return plots.draw(results) | {"models": _models(runs)}
 
 
-def _models(runs: Mapping[str, Run]) -> bytes:
+def _models(runs: Mapping[str, FleetRun]) -> bytes:
     """Return a PNG: a bar per instance and system, coloured by the model that was served."""
     from matplotlib.patches import Patch
 

@@ -24,7 +24,7 @@ from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload import arrivals
 from headway.simulate.workload.traffic import Workload
-from headway.store.journal.reader import Journal, read
+from headway.store.journal.reader import JournalReader, read
 from headway.whatif.experiment import records
 from headway.whatif.journal.calibrate import Calibration, instances_of
 from headway.whatif.journal.replay import traffic_of
@@ -41,7 +41,7 @@ _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ForesightTrial:
     """What to run.
 
     loads: multiples of the capacity; the journal is of the first. duration: seconds of arrivals at the first.
@@ -58,21 +58,21 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ForesightOutcome:
     """What was served at each load, the journal of the first, and the capacity in requests/s."""
 
     served: dict[float, list[Record]]
-    journal: Journal
+    journal: JournalReader
     capacity: float
 
 
-async def run(trial: Trial) -> Outcome:
+async def run(trial: ForesightTrial) -> ForesightOutcome:
     """Serve the mix at every load. EngineError when the gateway does not start."""
     folder = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     port, notes = free_port(), folder / "journal"
     engine = replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching"))
     child = gateway(trial.recipe, (engine,), port, folder, trial.mix.names, journal=str(notes))
-    url, served, journal = f"http://127.0.0.1:{port}", dict[float, list[Record]](), Journal()
+    url, served, journal = f"http://127.0.0.1:{port}", dict[float, list[Record]](), JournalReader()
     _console.print(f"[dim]logs: {folder}[/]\nstarting {trial.recipe} ...")
     async with answering(trial.recipe, child, f"{url}/ready"):
         await generator.run(url, engine.name, _at_once(trial, 16, 8), progress=False)
@@ -84,21 +84,21 @@ async def run(trial: Trial) -> Outcome:
             await asyncio.sleep(_SETTLE_S)
             if load == trial.loads[0]:
                 journal = read(notes, since=began)
-    return Outcome(served, journal, capacity)
+    return ForesightOutcome(served, journal, capacity)
 
 
-async def _capacity(trial: Trial, url: str) -> float:
+async def _capacity(trial: ForesightTrial, url: str) -> float:
     found = await generator.run(url, trial.engine.name, _at_once(trial, BURST, None), progress=False)
     return steady(found)
 
 
-def _at_once(trial: Trial, count: int, tokens: int | None) -> list[Call]:
+def _at_once(trial: ForesightTrial, count: int, tokens: int | None) -> list[Call]:
     rng = np.random.default_rng([trial.seed, 1])
     calls = mix.calls(trial.mix, np.zeros(count), rng)
     return [replace(call, max_tokens=tokens or call.max_tokens) for call in calls]
 
 
-def _calls(trial: Trial, capacity: float, load: float) -> list[Call]:
+def _calls(trial: ForesightTrial, capacity: float, load: float) -> list[Call]:
     """Return the same requests for every load, as much faster as it is higher."""
     rng, first = np.random.default_rng(trial.seed), trial.loads[0]
     at = arrivals.poisson(capacity * first, trial.duration, rng) * (first / load)
@@ -114,7 +114,7 @@ def predicted(requests: Workload, kinds: Sequence[InstanceSpec], recipe: str, lo
     return records(work, Simulation(find(recipe), list(kinds), work).run())
 
 
-def rows_of(trial: Trial, outcome: Outcome) -> tuple[list[Row], dict[str, Calibration]]:
+def rows_of(trial: ForesightTrial, outcome: ForesightOutcome) -> tuple[list[Row], dict[str, Calibration]]:
     """Return real and predicted figures by load and class, and the calibrations."""
     kinds, known = instances_of(outcome.journal)
     requests = traffic_of(outcome.journal, trial.seed)
@@ -144,7 +144,7 @@ def _compared(system: str, setting: str, real: Sequence[Record], guess: Sequence
 
 
 @experiment("advise", "vllm", "What was predicted from a journal, and what vLLM did")
-def main(ask: Ask, trial: Trial) -> Result:
+def main(ask: Ask, trial: ForesightTrial) -> Result:
     """Run and predict."""
     if ask.quick:
         trial = replace(

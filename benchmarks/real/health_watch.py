@@ -20,7 +20,7 @@ _SLOW = 60.0  # seconds after which no answer is waited for
 
 
 @dataclass(slots=True)
-class Seen:
+class HealthSeen:
     """Seconds that each answer took, and the gateway's resident bytes, the first before all."""
 
     health: list[float] = field(default_factory=list)
@@ -34,9 +34,9 @@ class HealthWatch:
         self._line = line
 
     @contextmanager
-    def watching(self) -> Iterator[Seen]:
+    def watching(self) -> Iterator[HealthSeen]:
         """Yield what will have been seen when the block has ended."""
-        seen = Seen()
+        seen = HealthSeen()
         self._line.send(True)
         self._line.recv()  # it has begun
         try:

@@ -23,11 +23,11 @@ import aiohttp
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from benchmarks.real.fleet import Trial
-from benchmarks.real.soak_history import History, Verdict, check
+from benchmarks.real.fleet import FleetTrial
+from benchmarks.real.soak_history import SoakHistory, Verdict, check
 from headway.addresses import netloc
 from headway.cluster.up.cluster import Actors, connected
-from headway.cluster.up.supervisor import State
+from headway.cluster.up.supervisor import PartState
 from headway.config import BATCH, Broker, Config, Postgres, Server, Tier, Up, Wire
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -46,11 +46,11 @@ _console = Console(stderr=True)
 
 
 @dataclass(slots=True)
-class Seen:
+class NodesSeen:
     """What clients saw. again: how often a request was sent again. kills: instant and part of each."""
 
     records: list[Record] = field(default_factory=list)
-    history: History = field(default_factory=History)
+    history: SoakHistory = field(default_factory=SoakHistory)
     again: int = 0
     kills: list[tuple[float, str]] = field(default_factory=list)
 
@@ -69,9 +69,9 @@ class Whole:
     """All that runs, and where."""
 
     actors: Actors
-    states: dict[str, State]
-    rabbit: rabbitmq.Cluster
-    database: postgres.Server
+    states: dict[str, PartState]
+    rabbit: rabbitmq.RabbitCluster
+    database: postgres.PostgresServer
 
     @property
     def urls(self) -> list[str]:
@@ -113,7 +113,7 @@ def check_ray() -> None:
         raise ConfigError("Ray is not installed here.", "pip install 'headway[ray]'") from None
 
 
-def configuration(trial: Trial, name: str, address: str) -> Config:
+def configuration(trial: FleetTrial, name: str, address: str) -> Config:
     """Return the configuration of all parts; each engine asks for a node of its own."""
     engines = tuple(
         replace(engine, resources={"cpus": 1.0, f"{NODE}{i}": 1.0}, port=None)
@@ -149,7 +149,7 @@ def ray_nodes(count: int) -> Iterator[str]:
 
 
 @contextmanager
-def whole(trial: Trial) -> Iterator[Whole]:
+def whole(trial: FleetTrial) -> Iterator[Whole]:
     """Start everything, yield it once all parts are ready, then stop everything."""
     with ExitStack() as stack:
         rabbit, database = stack.enter_context(both(1))
@@ -177,21 +177,21 @@ def _environment(rabbit: str, database: str) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _told(name: str, state: State | None) -> None:
+def _told(name: str, state: PartState | None) -> None:
     """Say nothing: a part that is not ready in time raises an error."""
 
 
 # ---- a run
 
 
-def run(trial: Trial, kills: Sequence[str] = KILLS) -> Seen:
+def run(trial: FleetTrial, kills: Sequence[str] = KILLS) -> NodesSeen:
     """Send the trial's calls while parts are killed, one after the other; return what clients saw."""
     with whole(trial) as headway:
         return asyncio.run(_run(trial, headway, kills))
 
 
-async def _run(trial: Trial, headway: Whole, kills: Sequence[str]) -> Seen:
-    seen, calls = Seen(), trial.calls()
+async def _run(trial: FleetTrial, headway: Whole, kills: Sequence[str]) -> NodesSeen:
+    seen, calls = NodesSeen(), trial.calls()
     batch = itertools.count()
     urls = headway.urls
     async with generator.session(len(calls), 3600.0, None) as http, asyncio.TaskGroup() as group:
@@ -205,7 +205,7 @@ async def _run(trial: Trial, headway: Whole, kills: Sequence[str]) -> Seen:
     return seen
 
 
-async def _kill(headway: Whole, duration: float, kills: Sequence[str], start: float, seen: Seen) -> None:
+async def _kill(headway: Whole, duration: float, kills: Sequence[str], start: float, seen: NodesSeen) -> None:
     """Kill the parts at even distances."""
     loop = asyncio.get_running_loop()
     for number, what in enumerate(kills, 1):
@@ -215,18 +215,18 @@ async def _kill(headway: Whole, duration: float, kills: Sequence[str], start: fl
         await asyncio.to_thread(headway.kill, what)
 
 
-Send = Callable[[aiohttp.ClientSession, Sequence[str], int, Call, float, Seen], Awaitable[None]]
+Send = Callable[[aiohttp.ClientSession, Sequence[str], int, Call, float, NodesSeen], Awaitable[None]]
 
 
 async def _later(
-    send: Send, http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+    send: Send, http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: NodesSeen
 ) -> None:
     await asyncio.sleep(max(start + call.at - asyncio.get_running_loop().time(), 0.0))
     await send(http, urls, number, call, start, seen)
 
 
 async def _foreground(
-    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: NodesSeen
 ) -> None:
     """Ask until there is an answer, at one gateway after the other."""
     for attempt in range(_TRIES):
@@ -240,7 +240,7 @@ async def _foreground(
 
 
 async def _background(
-    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: Seen
+    http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: NodesSeen
 ) -> None:
     """Have a request accepted, by one gateway or the other."""
     body = {
@@ -262,7 +262,7 @@ async def _background(
         await asyncio.sleep(_AGAIN_S)
 
 
-async def _collect(urls: Sequence[str], seen: Seen) -> None:
+async def _collect(urls: Sequence[str], seen: NodesSeen) -> None:
     """Ask each gateway for all that ran in the background, until it has ended."""
     deadline = time.monotonic() + _END_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
@@ -275,7 +275,7 @@ async def _collect(urls: Sequence[str], seen: Seen) -> None:
                 await asyncio.sleep(0.5)
 
 
-async def _look(http: aiohttp.ClientSession, url: str, id: str, history: History) -> bool:
+async def _look(http: aiohttp.ClientSession, url: str, id: str, history: SoakHistory) -> bool:
     """Look at a background request; return whether it has ended."""
     try:
         async with http.get(f"{url}/v1/responses/{id}") as answer:

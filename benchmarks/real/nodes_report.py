@@ -6,8 +6,8 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import nodes
-from benchmarks.real.fleet import Trial, check, make_models
-from benchmarks.real.nodes import BACKGROUND, KILLS, Seen
+from benchmarks.real.fleet import FleetTrial, check, make_models
+from benchmarks.real.nodes import BACKGROUND, KILLS, NodesSeen
 from headway.whatif.load import metrics, mix
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
@@ -25,12 +25,12 @@ def main(ask: Ask, recipe: str, rate: float, duration: float) -> Result:
     """Serve a load on two Ray nodes while parts are killed."""
     nodes.check_ray()
     duration = 15.0 if ask.quick else duration
-    trial = Trial(make_models("smollm2"), (recipe,), rate=rate, duration=duration, seed=ask.seed)
+    trial = FleetTrial(make_models("smollm2"), (recipe,), rate=rate, duration=duration, seed=ask.seed)
     check(trial)
     return result(trial, nodes.run(trial, _QUICK if ask.quick else KILLS))
 
 
-def rows(system: str, seen: Seen) -> list[Row]:
+def rows(system: str, seen: NodesSeen) -> list[Row]:
     """Return a row per figure."""
     made = list[Row]()
     for tier, part in metrics.split(seen.records).items():
@@ -49,7 +49,7 @@ def rows(system: str, seen: Seen) -> list[Row]:
     return made + [Row(f"nodes.{name}", system, "all", float(value), "count") for name, value in counts.items()]
 
 
-def result(trial: Trial, seen: Seen) -> Result:
+def result(trial: FleetTrial, seen: NodesSeen) -> Result:
     """Return the findings."""
     killed = ", ".join(f"{what} after {at:.0f} s" for at, what in seen.kills)
     workload = (
@@ -61,7 +61,7 @@ def result(trial: Trial, seen: Seen) -> Result:
     return Result(rows(trial.systems[0], seen), workload, lambda: {"nodes": plot(seen)}, notes=_NOTES)
 
 
-def plot(seen: Seen) -> bytes:
+def plot(seen: NodesSeen) -> bytes:
     """Return a PNG: the seconds that each request took, by arrival, with the kills."""
     figure, panels = sheet(1, 1, 9.0, 3.2)
     axes = panels[0]

@@ -51,7 +51,7 @@ def main(ask: Ask, peers: str | None = None) -> Result:
 
 
 @dataclass(slots=True)
-class Measured:
+class OverheadFigures:
     """All figures.
 
     times: {setting: {system: milliseconds of single requests, in order}}
@@ -63,11 +63,11 @@ class Measured:
     peers: dict[str, str] = field(default_factory=dict)
 
 
-def measure(names: Sequence[str], quick: bool, seed: int) -> Measured:
+def measure(names: Sequence[str], quick: bool, seed: int) -> OverheadFigures:
     """Start the servers, measure the gateway and the peers, then the hook."""
     from benchmarks.real.hook_overhead import hook_rows  # imports vLLM
 
-    made, rng = Measured(), np.random.default_rng([seed, 7])
+    made, rng = OverheadFigures(), np.random.default_rng([seed, 7])
     if names:
         made.peers = peer_versions(names)
     with tempfile.TemporaryDirectory(prefix="headway-overhead-") as folder, _systems(Path(folder), names) as systems:
@@ -91,7 +91,7 @@ def _systems(folder: Path, names: Sequence[str]) -> Iterator[Sequence[Peer]]:
 # ---- one request at a time
 
 
-def _latency(systems: Sequence[Peer], made: Measured, count: int, rng: np.random.Generator) -> None:
+def _latency(systems: Sequence[Peer], made: OverheadFigures, count: int, rng: np.random.Generator) -> None:
     """Send each request to all servers, in random order, and compare the times; the first is the engine."""
     set_answers(systems[0], 16, 0.0)
     for setting, mark, more in ((_CHAT, None, {}), (_TTFT, MARK, {"stream": True})):
@@ -109,7 +109,7 @@ def _latency(systems: Sequence[Peer], made: Measured, count: int, rng: np.random
         _compare(made, setting)
 
 
-def _compare(made: Measured, setting: str) -> None:
+def _compare(made: OverheadFigures, setting: str) -> None:
     times = made.times[setting]
     for label, p in (("p50", 0.5), ("p99", 0.99)):
         for system, seen in times.items():
@@ -146,7 +146,7 @@ def _ask(line: socket.socket, request: bytes, mark: bytes | None) -> float:
 # ---- many at once
 
 
-def _throughput(systems: Sequence[Peer], made: Measured, seconds: float, rng: np.random.Generator) -> None:
+def _throughput(systems: Sequence[Peer], made: OverheadFigures, seconds: float, rng: np.random.Generator) -> None:
     """Saturate each server in turn; divide its work by the CPU time of its processes."""
     texts = prompts.generate(500, (24, 48), rng)
     for system in systems:
@@ -236,13 +236,13 @@ DURABLE = (
 )
 
 
-def result(found: Measured) -> Result:
+def result(found: OverheadFigures) -> Result:
     """Return the findings."""
     notes = [DURABLE] if found.peers else []
     return Result(found.rows, WORKLOAD, lambda: {"overhead": plot(found)}, notes=notes, versions=found.peers)
 
 
-def plot(measured: Measured) -> bytes:
+def plot(measured: OverheadFigures) -> bytes:
     """Return a PNG of the latency added to single requests, and of the throughput per core."""
     figure, (left, *right) = sheet(1, 4, 10, 3.6, widths=(2, 1, 1, 1))
     edge = 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.real.attack_clients import exchange, request, say
-from benchmarks.real.soak_history import History
+from benchmarks.real.soak_history import SoakHistory
 from testing.fake_engine import WORD
 
 _CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
@@ -52,7 +52,7 @@ class Clients:
     seed: int
     background: float = 0.6
     pause: float = _PAUSE_S
-    history: History = field(default_factory=History)
+    history: SoakHistory = field(default_factory=SoakHistory)
     stop: bool = False
     unfinished: set[str] = field(default_factory=set)
     refused: int = 0

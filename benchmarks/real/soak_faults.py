@@ -29,7 +29,7 @@ main()
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class SoakScene:
     """What a fault can reach: the FAKE engine, the gateway that lives now, the folder of its queue."""
 
     engine: Peer
@@ -46,14 +46,14 @@ def jump(folder: Path, seconds: float) -> None:
 
 
 @contextmanager
-def _jumped(scene: Scene) -> Iterator[None]:
+def _jumped(scene: SoakScene) -> Iterator[None]:
     """The clock is set by up to 30 days, forth or back, and stays so."""
     jump(scene.folder, float(scene.rng.uniform(-30, 30)) * _DAY)
     yield
 
 
 @contextmanager
-def _full_disk(scene: Scene) -> Iterator[None]:
+def _full_disk(scene: SoakScene) -> Iterator[None]:
     """The queue's log cannot grow."""
     log = scene.folder / f"{QUEUE}-wal"
     limit = scene.gateway.process.rlimit
@@ -67,7 +67,7 @@ def _full_disk(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _hung_engine(scene: Scene) -> Iterator[None]:
+def _hung_engine(scene: SoakScene) -> Iterator[None]:
     """The engine's process is stopped (SIGSTOP)."""
     scene.engine.process.suspend()
     try:
@@ -77,7 +77,7 @@ def _hung_engine(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _moved(scene: Scene) -> Iterator[None]:
+def _moved(scene: SoakScene) -> Iterator[None]:
     """The queue's file is gone from its place."""
     path = scene.folder / QUEUE
     aside = path.rename(path.with_suffix(".aside"))
@@ -88,7 +88,7 @@ def _moved(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(scene: Scene) -> Iterator[None]:
+def _replaced(scene: SoakScene) -> Iterator[None]:
     """An empty file is in the place of the queue's."""
     with _moved(scene):
         (scene.folder / QUEUE).touch()
@@ -96,7 +96,7 @@ def _replaced(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(scene: Scene) -> Iterator[None]:
+def _locked(scene: SoakScene) -> Iterator[None]:
     """Another process holds the lock of those that write the queue's file."""
     other = sqlite3.connect(scene.folder / QUEUE, timeout=30, isolation_level=None)
     try:
@@ -107,11 +107,11 @@ def _locked(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _none(scene: Scene) -> Iterator[None]:
+def _none(scene: SoakScene) -> Iterator[None]:
     yield
 
 
-FAULTS: dict[str, Callable[[Scene], AbstractContextManager[None]]] = {
+FAULTS: dict[str, Callable[[SoakScene], AbstractContextManager[None]]] = {
     "none": _none,
     "clock jump": _jumped,
     "full disk": _full_disk,

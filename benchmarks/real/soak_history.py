@@ -11,7 +11,7 @@ End = tuple[str, str]  # the state, and the answer or error as it was sent
 
 
 @dataclass(slots=True)
-class History:
+class SoakHistory:
     """All that clients saw, in order.
 
     looks: id of each background request that was accepted (202) -> what each look at it has shown, in order;
@@ -55,7 +55,7 @@ class Verdict:
     twice_ids: tuple[str, ...]
 
 
-def check(history: History) -> Verdict:
+def check(history: SoakHistory) -> Verdict:
     """Decide what was lost, and what was answered twice."""
     lost = tuple(id for id, looks in history.looks.items() if not looks or looks[-1][0] != "completed")
     twice = tuple(id for id, looks in history.looks.items() if _more_than_one_end(looks))

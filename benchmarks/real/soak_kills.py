@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.real.peers import HEADWAY, Peer, fake_engine, gateway_argv, serving, write_config
 from benchmarks.real.soak_clients import Clients, Endpoint
-from benchmarks.real.soak_faults import CLOCK, FAULTS, JUMPING, Scene, jump
+from benchmarks.real.soak_faults import CLOCK, FAULTS, JUMPING, SoakScene, jump
 from benchmarks.real.soak_history import Verdict, check
 from headway.engines.vllm.process.launch import free_port
 from headway.whatif.output.results import Row
@@ -82,7 +82,7 @@ def _life(clients: Clients, engine: Peer, folder: Path, fault: str, rng: np.rand
         clients.endpoints[0].lives += 1
         time.sleep(rng.uniform(*_LIFE_S))
         within = rng.random() < 0.5
-        with FAULTS[fault](Scene(engine, gateway, folder, rng)):
+        with FAULTS[fault](SoakScene(engine, gateway, folder, rng)):
             time.sleep(rng.uniform(*_LIFE_S))
             if within:
                 _kill(clients, gateway)

@@ -13,7 +13,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.real.attack_clients import request, say
-from benchmarks.real.health_watch import Seen, health_watch
+from benchmarks.real.health_watch import HealthSeen, health_watch
 from benchmarks.real.peers import Peer, servers
 from headway.errors import EngineError
 from headway.whatif.output.results import Row
@@ -37,7 +37,7 @@ class Streams:
 
     count: int
     reset: int
-    seen: Seen
+    seen: HealthSeen
 
     def rows(self) -> list[Row]:
         """Return the part's figures."""

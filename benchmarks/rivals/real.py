@@ -39,7 +39,7 @@ _QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 24, 6.0
 _GAPS = 3.0  # tpot as a multiple of a step with one answer: about 1.2 times a step with a full batch here
 _PROMPTS = 5.0  # G2: ttft as a multiple of the prompt alone
 _G1_SECONDS = 240.0  # of arrivals, which the deadlines of G1 belong to
-_CHAT = mix.Tier("chat", prompts="sharegpt_first_turn", max_tokens=128)
+_CHAT = mix.TrafficTier("chat", prompts="sharegpt_first_turn", max_tokens=128)
 _TIERS = {"q1": 6.0, "q2": 60.0, "q3": 180.0}  # G1: ttft, and two deadlines, as on the simulated ground
 _ALONE = (8, 4.0)  # requests that are measured one at a time, and seconds from one to the next
 
@@ -68,7 +68,7 @@ class Alone:
         return self.base + self.char * len(call.prompt)
 
 
-def grounds(chat: mix.Tier, alone: Alone, seconds: float) -> dict[str, mix.Mix]:
+def grounds(chat: mix.TrafficTier, alone: Alone, seconds: float) -> dict[str, mix.Mix]:
     """Return the classes of each ground; the ttft of `chat` is set call by call (`calls`)."""
     part, tpot = seconds / _G1_SECONDS, _GAPS * alone.gap
     tiers = [
@@ -94,14 +94,14 @@ def calls(ground: mix.Mix, alone: Alone, rate: float, seconds: float, seed: int)
     ]
 
 
-async def run(chat: mix.Tier, seconds: float, seed: int, *, quick: bool) -> tuple[Found, Alone, float]:
+async def run(chat: mix.TrafficTier, seconds: float, seed: int, *, quick: bool) -> tuple[Found, Alone, float]:
     """Run every system on every ground; return records by system and ground, and the measured capacity."""
     names = (DEFAULT, "qoserve") if quick else tuple(SYSTEMS)
     everything = mix.Mix("rivals", (chat, *(replace(chat, name=name) for name in _TIERS)))
     engine = without_prefixes(standard_engine("smollm2", max_running=16, blocks=None))
     started = tuple(SYSTEMS[name] for name in names)
     found: Found = {}
-    async with compare.started(compare.Setup(everything, engine, started, seed=seed, together=True)) as systems:
+    async with compare.started(compare.CompareSetup(everything, engine, started, seed=seed, together=True)) as systems:
         count, gap = (3, 1.5) if quick else _ALONE
         at = np.arange(count, dtype=np.float64) * gap
         single = mix.calls(everything, at, np.random.default_rng(seed))

@@ -79,7 +79,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ConformanceCase:
     """One workload and the engine it meets. blocks: usable ones, of `BLOCK` tokens. seed: of the iterations'
     durations, and of the host's size where blocks have two ends.
 
@@ -96,7 +96,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """Steps that were compared and those that were identical; difference: the first one, in words."""
 
     workloads: int = 0
@@ -104,7 +104,7 @@ class Tally:
     identical: int = 0
     difference: str | None = None
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: StepTally) -> None:
         """Take in another count."""
         self.workloads += other.workloads
         self.steps += other.steps
@@ -112,7 +112,7 @@ class Tally:
         self.difference = self.difference or other.difference
 
 
-def draw(rng: np.random.Generator) -> Case:
+def draw(rng: np.random.Generator) -> ConformanceCase:
     """Return a random workload: bursts and lulls, tight and ample KV, small and large batches."""
     count = int(rng.integers(20, 60))
     running = int(rng.choice((2, 4, 8, 16, 32)))
@@ -131,7 +131,7 @@ def draw(rng: np.random.Generator) -> Case:
     least = LONGEST // BLOCK
     blocks = int(rng.integers(least, least + running * (long + chatty) // BLOCK + 1))
     budget, seed = int(rng.choice((64, 200, 512, 2048))), int(rng.integers(2**31))
-    return Case(_ranked(_predicted(tasks, seed), seed), running, budget, blocks, LONGEST, seed)
+    return ConformanceCase(_ranked(_predicted(tasks, seed), seed), running, budget, blocks, LONGEST, seed)
 
 
 def _predicted(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
@@ -150,14 +150,14 @@ def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
     return tuple(replace(task, urgency=urgency) for task, urgency in zip(tasks, drawn, strict=True))
 
 
-def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
+def compare(case: ConformanceCase, recipe: str, host: str = HOOK) -> StepTally:
     """Drive both with a workload and compare each step."""
     return tally_of(Both(case, recipe, host))
 
 
-def tally_of(both: Both) -> Tally:
+def tally_of(both: Both) -> StepTally:
     """Count the steps; once both differ they are in different states: what follows is not identical."""
-    tally = Tally(1)
+    tally = StepTally(1)
     for difference in both.steps():
         tally.steps += 1
         tally.difference = tally.difference or difference
@@ -167,11 +167,11 @@ def tally_of(both: Both) -> Tally:
 
 def run(
     rng: np.random.Generator, *, workloads: int, steps: int, progress: Callable[[int], None] | None = None
-) -> dict[tuple[str, str], Tally]:
+) -> dict[tuple[str, str], StepTally]:
     """Compare at least so many workloads and steps for every pair of `PAIRS`; `progress` gets new steps."""
     found = {}
     for recipe, host in PAIRS:
-        tally = found[recipe, host] = Tally()
+        tally = found[recipe, host] = StepTally()
         while tally.workloads < workloads or tally.steps < steps:
             one = compare(draw(rng), recipe, host)
             tally.add(one)
@@ -180,7 +180,7 @@ def run(
     return found
 
 
-def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
+def rows(found: dict[tuple[str, str], StepTally]) -> list[Row]:
     """Return conformance.steps and conformance.identical_pct; system = packer, setting = hook or stock."""
     return [
         row
@@ -195,7 +195,7 @@ def rows(found: dict[tuple[str, str], Tally]) -> list[Row]:
 class Both:
     """vLLM's scheduler and the simulated engine, given the same work; caching: both cache prefixes."""
 
-    def __init__(self, case: Case, recipe: str, host: str, *, caching: bool = False) -> None:
+    def __init__(self, case: ConformanceCase, recipe: str, host: str, *, caching: bool = False) -> None:
         self.case, self.latency = case, OnlineLatency()
         self.idle = 0  # steps in a row in which no request ran
         self.budget = max(case.budget, case.max_running)
@@ -336,7 +336,7 @@ def _account(kv: TwoEndedTable) -> tuple[int, ...]:
 
 
 def _pooled(
-    case: Case, budget: int, slots: int, recipe: str, latency: OnlineLatency
+    case: ConformanceCase, budget: int, slots: int, recipe: str, latency: OnlineLatency
 ) -> tuple[SchedulerOracle, SimulatedEngine]:
     """Return both hosts with BROS's host pool: scarce in most cases, but not behind plain blocks."""
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
@@ -369,7 +369,7 @@ def _pooled(
     return SchedulerOracle(oracle.scheduler(setup, blocks + 1, _TWO_ENDED, HeadwayScheduler)), engine
 
 
-def _real(case: Case, budget: int, slots: int, recipe: str, host: str, caching: bool) -> SchedulerOracle:
+def _real(case: ConformanceCase, budget: int, slots: int, recipe: str, host: str, caching: bool) -> SchedulerOracle:
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
     policy = "priority" if recipe == "vllm-priority" else "fcfs"
@@ -380,7 +380,7 @@ def _real(case: Case, budget: int, slots: int, recipe: str, host: str, caching: 
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
-def _spec(case: Case, budget: int, size: int, latency: OnlineLatency) -> EngineSpec:
+def _spec(case: ConformanceCase, budget: int, size: int, latency: OnlineLatency) -> EngineSpec:
     return EngineSpec(
         case.max_running, budget, size, case.max_model_len, case.copy_seconds, None, reservations=True, latency=latency
     )

@@ -21,7 +21,7 @@ _TOKEN = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class FeatureAsk:
     """A request and what it needs.
 
     step: when it comes. turns: prompts of the later turns of a streaming session.
@@ -73,7 +73,7 @@ class Driver:
     """
 
     scheduler: Any
-    asks: list[Ask]
+    asks: list[FeatureAsk]
     depth: int = 1
     at: dict[int, Callable[[Any], None]] = field(default_factory=dict)
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -138,14 +138,14 @@ class Driver:
 
     # ---- requests
 
-    def _add(self, ask: Ask) -> None:
+    def _add(self, ask: FeatureAsk) -> None:
         self._turns[ask.id] = turns = list(ask.turns)
         self.scheduler.add_request(self._request(ask, ask.prompt, resumable=bool(turns)))
         if len(turns) > 1:  # the next input may come before the first turn's answer is complete
             self.scheduler.add_request(self._request(ask, turns.pop(0), resumable=True))
             self._early.add(ask.id)
 
-    def _request(self, ask: Ask, prompt: int, *, resumable: bool) -> Any:
+    def _request(self, ask: FeatureAsk, prompt: int, *, resumable: bool) -> Any:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import StructuredOutputsParams

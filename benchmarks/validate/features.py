@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.validate import slow_loads
-from benchmarks.validate.conformance import Tally
-from benchmarks.validate.featured import Ask, Driver, make
+from benchmarks.validate.conformance import StepTally
+from benchmarks.validate.featured import Driver, FeatureAsk, make
 
 _SLOS: tuple[dict[str, float], ...] = ({}, {"ttft": 0.3, "tpot": 0.1}, {"ttft": 2.0}, {"e2e": 6.0})
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class FeatureMix:
     """Options of an engine (`EngineArgs`), and which features its requests use."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -31,16 +31,16 @@ class Mix:
 
 
 MIXES = {
-    "prefix caching": Mix({"enable_prefix_caching": True}, frozenset({"shared"})),
-    "asynchronous": Mix({"async_scheduling": True}),
-    "priorities": Mix({"policy": "priority"}),
-    "drafts": Mix({"speculative_config": DRAFTS}),
-    "adapters": Mix({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, frozenset({"adapter"})),
-    "KV from elsewhere": Mix({"pool": slow_loads.CONFIG}, frozenset({"load"})),
-    "images": Mix({"encoder": 128}, frozenset({"image"})),
-    "whole images": Mix({"encoder": 128, "disable_chunked_mm_input": True}, frozenset({"image"})),
-    "sessions and grammars": Mix({}, frozenset({"turns", "grammar"})),
-    "together": Mix(
+    "prefix caching": FeatureMix({"enable_prefix_caching": True}, frozenset({"shared"})),
+    "asynchronous": FeatureMix({"async_scheduling": True}),
+    "priorities": FeatureMix({"policy": "priority"}),
+    "drafts": FeatureMix({"speculative_config": DRAFTS}),
+    "adapters": FeatureMix({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, frozenset({"adapter"})),
+    "KV from elsewhere": FeatureMix({"pool": slow_loads.CONFIG}, frozenset({"load"})),
+    "images": FeatureMix({"encoder": 128}, frozenset({"image"})),
+    "whole images": FeatureMix({"encoder": 128, "disable_chunked_mm_input": True}, frozenset({"image"})),
+    "sessions and grammars": FeatureMix({}, frozenset({"turns", "grammar"})),
+    "together": FeatureMix(
         {
             "enable_prefix_caching": True,
             "policy": "priority",
@@ -58,10 +58,10 @@ MIXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class FeatureWorkload:
     """Requests, and the options of the engine that they meet."""
 
-    asks: list[Ask]
+    asks: list[FeatureAsk]
     options: dict[str, Any]
 
     def run(self, recipe: str | None, **more: Any) -> Driver:
@@ -72,7 +72,7 @@ class Workload:
         return driver
 
 
-def draw(mix: Mix, rng: np.random.Generator) -> Workload:
+def draw(mix: FeatureMix, rng: np.random.Generator) -> FeatureWorkload:
     """Return a random workload of a mix; some of its clients leave before their answer is complete."""
     count, running = int(rng.integers(6, 20)), int(rng.choice((2, 4, 8)))
     steps = np.cumsum(rng.integers(0, 4, count)).tolist()
@@ -83,16 +83,16 @@ def draw(mix: Mix, rng: np.random.Generator) -> Workload:
         "blocks": int(rng.integers(60, 160)),
         "max_batched_tokens": int(rng.choice((64, 200, 512))),
     }
-    return Workload(asks, options | dict(mix.options))
+    return FeatureWorkload(asks, options | dict(mix.options))
 
 
-def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> Ask:
+def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> FeatureAsk:
     def maybe(feature: str, value: Any, share: float = 0.5) -> Any:
         return value if feature in uses and rng.random() < share else type(value)()
 
     prompt, output = int(rng.integers(1, 200)), int(rng.integers(1, 40))
     place = int(rng.integers(0, prompt))
-    return Ask(
+    return FeatureAsk(
         id,
         step,
         prompt,
@@ -110,7 +110,7 @@ def _ask(id: str, step: int, uses: frozenset[str], rng: np.random.Generator) -> 
     )
 
 
-def compare(workload: Workload) -> Tally:
+def compare(workload: FeatureWorkload) -> StepTally:
     """Run stock and the hook with recipe `vllm`; steps after the first difference are not identical."""
     stock, ours = workload.run(None).steps, workload.run("vllm").steps
     at = next((i for i, pair in enumerate(zip(stock, ours, strict=False)) if pair[0] != pair[1]), None)
@@ -118,16 +118,16 @@ def compare(workload: Workload) -> Tally:
     difference = None
     if same < max(len(stock), len(ours)):
         difference = f"at step {same}: vLLM runs {stock[same:][:1]}, the hook {ours[same:][:1]}"
-    return Tally(1, len(stock), same if difference else len(stock), difference)
+    return StepTally(1, len(stock), same if difference else len(stock), difference)
 
 
 def run(
     rng: np.random.Generator, *, steps: int, progress: Callable[[int], None] | None = None
-) -> dict[tuple[str, str], Tally]:
+) -> dict[tuple[str, str], StepTally]:
     """Compare at least so many steps of every mix; keys as in `conformance.run`, progress gets new steps."""
     found = {}
     for name, mix in MIXES.items():
-        tally = found["vllm", f"stock, {name}"] = Tally()
+        tally = found["vllm", f"stock, {name}"] = StepTally()
         while tally.steps < steps:
             one = compare(draw(mix, rng))
             tally.add(one)

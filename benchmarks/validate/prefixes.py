@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.validate import conformance
-from benchmarks.validate.conformance import BLOCK, HOOK, STOCK, Both, Case, Tally, Task
+from benchmarks.validate.conformance import BLOCK, HOOK, STOCK, Both, ConformanceCase, StepTally, Task
 from headway.engines.simulated import prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
@@ -28,7 +28,7 @@ _PINNED = 0.05  # share of the steps before which a chain is pinned or given bac
 _SALT = 1000  # tokens below it stand for nothing
 
 
-def draw(rng: np.random.Generator) -> Case:
+def draw(rng: np.random.Generator) -> ConformanceCase:
     """Return a workload of `conformance.draw` with prefixes, its KV often scarce.
 
     Conversations go on to at most 300 tokens or to the longest that a request may have.
@@ -67,7 +67,7 @@ class Caching(Both):
 
     lean: CachingEngine
 
-    def __init__(self, case: Case, recipe: str, host: str) -> None:
+    def __init__(self, case: ConformanceCase, recipe: str, host: str) -> None:
         from vllm.v1.metrics.stats import PrefixCacheStats
 
         super().__init__(case, recipe, host, caching=True)
@@ -145,7 +145,7 @@ def _token(prefix: Prefix) -> int:
     return _SALT + 1 + 2 * crc32(prefix.id.encode())
 
 
-def compare(case: Case, recipe: str, host: str = HOOK) -> Tally:
+def compare(case: ConformanceCase, recipe: str, host: str = HOOK) -> StepTally:
     """Drive both with a workload and compare each step, as `conformance.compare`."""
     return conformance.tally_of(Caching(case, recipe, host))
 
@@ -156,11 +156,11 @@ def run(
     *,
     steps: int,
     progress: Callable[[int], None] | None = None,
-) -> dict[tuple[str, str], Tally]:
+) -> dict[tuple[str, str], StepTally]:
     """Compare at least so many steps of every pair; keys as in `conformance.run`, progress gets new steps."""
     found = {}
     for recipe, host in pairs:
-        tally = found[recipe, f"{host}, prefix cache"] = Tally()
+        tally = found[recipe, f"{host}, prefix cache"] = StepTally()
         while tally.steps < steps:
             one = compare(draw(rng), recipe, host)
             tally.add(one)

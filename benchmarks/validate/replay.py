@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.validate import conformance, features, prefixes
-from benchmarks.validate.conformance import Tally
+from benchmarks.validate.conformance import StepTally
 from headway import clock
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
@@ -34,7 +34,7 @@ from headway.simulate.workload import traffic
 from headway.whatif.load import generator, mix
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.compare import BURST, steady
-from headway.whatif.measured.profile import Measured, Rows, Target, device, engine_state, measure
+from headway.whatif.measured.profile import ProfileMeasurement, ProfileTarget, Rows, device, engine_state, measure
 from headway.whatif.measured.systems import STOCK, running
 
 LOADS = {"below": 0.7, "above": 1.3}
@@ -43,7 +43,7 @@ _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ReplaySetup:
     """What to replay.
 
     systems: recipes
@@ -84,27 +84,27 @@ class Replay:
 
 
 @dataclass(slots=True)
-class Run:
+class ReplayRun:
     """One system: its replays, and the latency profile measured around them."""
 
     system: str
     replays: list[Replay]
-    measured: Measured
+    measured: ProfileMeasurement
     fits: Fits
     profile: LatencyProfile
 
 
 @dataclass(slots=True)
-class Results:
+class ReplayResults:
     """Everything that was measured.
 
     capacity: requests/s of the first system; None when rates are given
     conformance: {(recipe, host): steps compared with vLLM's scheduler}
     """
 
-    runs: list[Run]
+    runs: list[ReplayRun]
     capacity: float | None
-    conformance: dict[tuple[str, str], Tally]
+    conformance: dict[tuple[str, str], StepTally]
 
 
 def check(systems: Sequence[str]) -> None:
@@ -120,7 +120,7 @@ def check(systems: Sequence[str]) -> None:
         find(name)
 
 
-async def run(setup: Setup) -> Results:
+async def run(setup: ReplaySetup) -> ReplayResults:
     """Run every system, then compare step by step; with `quick`, compare while the first engine starts."""
     check(setup.systems)
     resolve(setup.engine.model)
@@ -141,20 +141,20 @@ async def run(setup: Setup) -> Results:
             runs.append(await _one(name, target, setup, capacity))
     gc.unfreeze()
     found = await (steps or asyncio.to_thread(_conformance, setup))
-    return Results(runs, capacity, found)
+    return ReplayResults(runs, capacity, found)
 
 
 @asynccontextmanager
-async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) -> AsyncIterator[Target]:
+async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) -> AsyncIterator[ProfileTarget]:
     """Start gateway and engine of a recipe without prefix caching, yield both addresses, then stop them."""
     port = free_port()
     engine = replace(engine, port=port, args=(*engine.args, "--no-enable-prefix-caching"))
     _console.print(f"[dim]starting {name} ...[/]")
     async with running(name, engine, logs, classes) as url:
-        yield Target(url, f"http://127.0.0.1:{port}", engine.name, resolve(engine.model))
+        yield ProfileTarget(url, f"http://127.0.0.1:{port}", engine.name, resolve(engine.model))
 
 
-async def _one(name: str, target: Target, setup: Setup, capacity: float | None) -> Run:
+async def _one(name: str, target: ProfileTarget, setup: ReplaySetup, capacity: float | None) -> ReplayRun:
     """Profile, replay, profile, replay, profile: so the latency profile has the machine's drift in it."""
     rng = np.random.default_rng([setup.seed, 77])
     measured = await measure(target, rng, quick=setup.quick)
@@ -167,10 +167,10 @@ async def _one(name: str, target: Target, setup: Setup, capacity: float | None) 
         if not setup.quick:
             measured.add(await measure(target, rng))
     fits = measured.fits()
-    return Run(name, replays, measured, fits, measured.profile(fits, device()))
+    return ReplayRun(name, replays, measured, fits, measured.profile(fits, device()))
 
 
-async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: Target) -> Replay:
+async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: ProfileTarget) -> Replay:
     started = clock.now()
     records = await generator.run(target.url, target.name, calls)
     if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
@@ -182,18 +182,18 @@ async def _replay(system: str, setting: str, rate: float, calls: list[Call], tar
     return Replay(system, setting, rate, calls, records, rows, requests, started)
 
 
-def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+def _calls(setup: ReplaySetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
     rng = np.random.default_rng([setup.seed, number])
     arrivals = traffic.poisson(rate, duration or setup.duration, rng)
     return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
 
 
-async def _warm(target: Target, setup: Setup) -> None:
+async def _warm(target: ProfileTarget, setup: ReplaySetup) -> None:
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(target.url, target.name, calls, progress=False)
 
 
-async def _capacity(target: Target, setup: Setup) -> float:
+async def _capacity(target: ProfileTarget, setup: ReplaySetup) -> float:
     """Return the requests per second that the system completes under saturation."""
     calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
     capacity = steady(await generator.run(target.url, target.name, calls, progress=False))
@@ -201,7 +201,7 @@ async def _capacity(target: Target, setup: Setup) -> float:
     return capacity
 
 
-def _conformance(setup: Setup) -> dict[tuple[str, str], Tally]:
+def _conformance(setup: ReplaySetup) -> dict[tuple[str, str], StepTally]:
     workloads, steps = (_FEW if setup.quick else _MANY).values()
     mixed = steps // 2  # the mixes of features are many: 100,000 steps in all
     pairs = prefixes.PAIRS[::4] if setup.quick else prefixes.PAIRS

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 
 from benchmarks.experiment import Result
 from benchmarks.validate import conformance
-from benchmarks.validate.conformance import Tally
-from benchmarks.validate.replay import Run
-from benchmarks.validate.twin import Pair
+from benchmarks.validate.conformance import StepTally
+from benchmarks.validate.replay import ReplayRun
+from benchmarks.validate.twin import TwinPair
 from headway.whatif.load import metrics
 from headway.whatif.load.records import Record
 from headway.whatif.output.plots import colour, line_legend, png, sheet
@@ -56,7 +56,7 @@ class Compared:
         return 100 * off / self.real if self.real else None
 
 
-def compared(pair: Pair) -> list[Compared]:
+def compared(pair: TwinPair) -> list[Compared]:
     """Return every figure of a replay beside its simulation."""
     real, simulated = dict(_figures(pair.real)), dict(_figures(pair.simulated))
     replay = pair.replay
@@ -84,9 +84,9 @@ def _unit(id: str) -> str:
 class Findings:
     """The result of `bench truth`."""
 
-    pairs: list[Pair]
-    runs: list[Run]
-    conformance: dict[tuple[str, str], Tally]
+    pairs: list[TwinPair]
+    runs: list[ReplayRun]
+    conformance: dict[tuple[str, str], StepTally]
 
     def rows(self) -> list[Row]:
         """Return errors, both values, the error of the latency profile itself, and the conformance."""
@@ -137,7 +137,7 @@ def _rows(one: Compared) -> list[Row]:
     ]
 
 
-def _overheads(run: Run) -> list[Row]:
+def _overheads(run: ReplayRun) -> list[Row]:
     profile = run.profile
     seconds = {
         "overhead.request_ms": profile.request_overhead_s,
@@ -204,7 +204,7 @@ def _file_name(system: str) -> str:
     return system.replace(":", "-")
 
 
-def draw(pair: Pair) -> bytes:
+def draw(pair: TwinPair) -> bytes:
     """Return a PNG of the distributions of ttft, tpot and e2e by class: real solid, simulated dashed."""
     figure, panels = sheet(1, len(_METRICS), 11, 3.6)
     for axes, (name, metric) in zip(panels, _METRICS.items(), strict=True):
@@ -216,7 +216,7 @@ def draw(pair: Pair) -> bytes:
     return png(figure)
 
 
-def _cdfs(axes: Axes, pair: Pair, metric: str) -> None:
+def _cdfs(axes: Axes, pair: TwinPair, metric: str) -> None:
     for number, tier in enumerate(metrics.tiers(pair.real)):
         for records, label, dash in ((pair.real, "real", "-"), (pair.simulated, SIMULATED, "--")):
             seen = np.sort(metrics.values([r for r in records if r.tier == tier], metric)) * 1000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.validate.replay import Replay, Run, Setup
+from benchmarks.validate.replay import Replay, ReplayRun, ReplaySetup
 from headway.config import Engine
 from headway.policy.forecast.latency.measurement import bias, disturbed
 from headway.policy.forecast.latency.profiles import LatencyProfile
@@ -20,7 +20,7 @@ from headway.whatif.load.records import Call, Record
 
 
 @dataclass(slots=True)
-class Pair:
+class TwinPair:
     """A replay beside its simulation, both without requests that did not complete.
 
     bias: of the latency profile over the replay's own iterations, as a fraction; positive: profile too slow
@@ -35,7 +35,7 @@ class Pair:
     disturbed: float
 
 
-def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
+def pair(replay: Replay, run: ReplayRun, setup: ReplaySetup) -> TwinPair:
     """Return a replay and its simulation with the run's latency profile."""
     kept = [(c, r) for c, r in zip(replay.calls, replay.records, strict=True) if r.ok and r.output_tokens]
     load = workload(kept, setup.engine.name)
@@ -44,7 +44,7 @@ def pair(replay: Replay, run: Run, setup: Setup) -> Pair:
     more = len(replay.records) * (run.profile.interruption_s or 0.0)
     wrong = bias(run.profile.law, replay.rows, more=more)
     slow = disturbed(run.profile.law, replay.rows)
-    return Pair(replay, [r for _, r in kept], simulated, outcome, wrong, slow)
+    return TwinPair(replay, [r for _, r in kept], simulated, outcome, wrong, slow)
 
 
 def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:

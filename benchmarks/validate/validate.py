@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.validate import report
-from benchmarks.validate.replay import Results, Setup, run
+from benchmarks.validate.replay import ReplayResults, ReplaySetup, run
 from benchmarks.validate.twin import pair
 from headway.errors import ConfigError
 from headway.whatif.load import mix
@@ -24,7 +24,7 @@ _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"below": 3.0, "above": 9.0}, 4.0,
 
 
 @experiment("truth", "vllm", f"Real vLLM against the simulator ({SIMULATED})")
-def main(ask: Ask, setup: Setup) -> Result:
+def main(ask: Ask, setup: ReplaySetup) -> Result:
     """Run everything; latency profiles are written when a folder is given."""
     setup = shortened(setup) if ask.quick else setup
     results = asyncio.run(run(setup))
@@ -49,7 +49,7 @@ def fixed(text: str | None) -> dict[str, float] | None:
     return {"below": low, "above": high}
 
 
-def shortened(setup: Setup) -> Setup:
+def shortened(setup: ReplaySetup) -> ReplaySetup:
     """Return a setup that ends within a minute: one system, fixed rates, a few seconds of short outputs."""
     tiers = tuple(replace(t, max_tokens=min(t.max_tokens, _QUICK_TOKENS)) for t in setup.mix.tiers)
     return replace(
@@ -62,7 +62,7 @@ def shortened(setup: Setup) -> Setup:
     )
 
 
-def describe(setup: Setup, results: Results) -> str:
+def describe(setup: ReplaySetup, results: ReplayResults) -> str:
     """Return the workload line of the report."""
     rates = {r.setting: f"{r.rate:.3f}" for run in results.runs[:1] for r in run.replays}
     known = f" (capacity {results.capacity:.3f} req/s)" if results.capacity else ""

@@ -9,10 +9,10 @@ from testing.servers import postgres, rabbitmq
 
 
 @contextmanager
-def both(nodes: int) -> Iterator[tuple[rabbitmq.Cluster, postgres.Server]]:
+def both(nodes: int) -> Iterator[tuple[rabbitmq.RabbitCluster, postgres.PostgresServer]]:
     """Yield a RabbitMQ cluster of so many nodes and a PostgreSQL server; both answer."""
     with ExitStack() as stack:
-        rabbit, database = rabbitmq.Cluster(nodes), postgres.Server()
+        rabbit, database = rabbitmq.RabbitCluster(nodes), postgres.PostgresServer()
         stack.callback(rabbit.remove)
         stack.callback(database.remove)
         rabbit.begin()  # takes seconds, in which the other one starts

@@ -69,7 +69,7 @@ class Wires:
 
 
 @dataclass(slots=True)
-class Part:
+class ClusterPart:
     """A process that may be killed, paused or cut off, and started again.
 
     port, path: a GET there is answered with 200 when it is ready. wires: its proxies before RabbitMQ.
@@ -122,7 +122,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ClusterShape:
     """How many there are of each. nodes: of RabbitMQ. proxies: before RabbitMQ and PostgreSQL.
 
     max_queued: at all gateways. max_running: of each engine. lease_s: of gateways, agents and background
@@ -141,24 +141,24 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Cluster:
+class HeadwayCluster:
     """All parts, by role."""
 
     folder: Path
-    shape: Shape
+    shape: ClusterShape
     wires: Wires
-    rabbit: rabbitmq.Cluster
-    database: postgres.Server
-    engines: list[Part] = field(default_factory=list)
-    gateways: list[Part] = field(default_factory=list)
-    controllers: list[Part] = field(default_factory=list)
-    agents: list[Part] = field(default_factory=list)
+    rabbit: rabbitmq.RabbitCluster
+    database: postgres.PostgresServer
+    engines: list[ClusterPart] = field(default_factory=list)
+    gateways: list[ClusterPart] = field(default_factory=list)
+    controllers: list[ClusterPart] = field(default_factory=list)
+    agents: list[ClusterPart] = field(default_factory=list)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ClusterPart]:
         return [*self.engines, *self.controllers, *self.agents, *self.gateways]
 
-    def leader(self) -> Part:
+    def leader(self) -> ClusterPart:
         """Return the controller that leads, or any while none does."""
         return next((one for one in self.controllers if one.leads()), self.controllers[0])
 
@@ -173,7 +173,7 @@ class Cluster:
         port = free_port()
         argv = [sys.executable, "-m", "testing.fake_paced", "--port", str(port)]
         argv += ["--journal", str(self.folder / f"{name}.journal")]
-        self.engines.append(Part(name, port, self._child(name, argv, dict(os.environ)), "/health"))
+        self.engines.append(ClusterPart(name, port, self._child(name, argv, dict(os.environ)), "/health"))
 
     def write_config(self) -> None:
         """Write the file that all processes read; what differs between them is in their environments."""
@@ -191,7 +191,7 @@ class Cluster:
         }
         (self.folder / _CONFIG).write_text(tomli_w.dumps(config))
 
-    def add(self, name: str, role: str, *more: str) -> Part:
+    def add(self, name: str, role: str, *more: str) -> ClusterPart:
         """Return a new process of a role, not started yet."""
         port, urls, wires = free_port(), list[str](), list[Proxy]()
         for node in self.rabbit.nodes:
@@ -201,7 +201,7 @@ class Cluster:
         env["HEADWAY_POSTGRES_URL"] = self._through(self.database.url, database)
         argv = [sys.executable, "-m", "headway.cli", role, "-c", str(self.folder / _CONFIG), *more]
         child = self._child(name, [*argv, "--port", str(port)], env)
-        return Part(name, port, child, wires=wires, database=database if role == "gateway" else [])
+        return ClusterPart(name, port, child, wires=wires, database=database if role == "gateway" else [])
 
     def _through(self, url: str, proxies: list[Proxy]) -> str:
         """Return the URL by which a part reaches a server; the proxy before it, if there is one, is added."""
@@ -225,13 +225,13 @@ class Cluster:
 
 
 @contextmanager
-def clusters(folder: Path, shape: Shape) -> Iterator[Cluster]:
+def clusters(folder: Path, shape: ClusterShape) -> Iterator[HeadwayCluster]:
     """Yield gateways, controllers and agents with a FAKE engine each, all ready."""
     with ExitStack() as stack:
         wires = Wires()
         stack.callback(wires.close)
         rabbit, database = stack.enter_context(both(shape.nodes))
-        made = Cluster(folder, shape, wires, rabbit, database)
+        made = HeadwayCluster(folder, shape, wires, rabbit, database)
         for i in range(shape.engines):
             made.add_engine(f"engine-{i}")
         made.write_config()

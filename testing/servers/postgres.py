@@ -39,7 +39,7 @@ def binaries() -> Path:
     return folders[-1]
 
 
-class Server:
+class PostgresServer:
     """A private server, which may be stopped and started again on the same data."""
 
     def __init__(self) -> None:

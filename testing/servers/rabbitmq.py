@@ -47,7 +47,7 @@ def script() -> Path:
     return found[-1]
 
 
-class Server:
+class RabbitServer:
     """A private server, which may be stopped and started again on the same data.
 
     epmd: the port mapper of its node, which nodes of a cluster share; None = its own. cookie: of the cluster.
@@ -182,12 +182,12 @@ class PortMapper:
             self._process = None
 
 
-class Cluster:
+class RabbitCluster:
     """Several private servers that are one cluster: `nodes` of them; one is a server alone."""
 
     def __init__(self, nodes: int) -> None:
         epmd, cookie = PortMapper(), secrets.token_hex(16)
-        self.epmd, self.nodes = epmd, [Server(epmd, cookie) for _ in range(nodes)]
+        self.epmd, self.nodes = epmd, [RabbitServer(epmd, cookie) for _ in range(nodes)]
         if nodes > 1:
             for one in self.nodes:
                 one.join([each.node for each in self.nodes])

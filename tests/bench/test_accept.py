@@ -18,7 +18,7 @@ def rows() -> list[Row]:
     rabbitmq.new().remove()  # skips where there is none
     postgres.new().remove()
     told = list[str]()
-    made = accept.measure(accept.Sizes(0.5, (), 300), told.append)
+    made = accept.measure(accept.AcceptSizes(0.5, (), 300), told.append)
     assert told == [accept.SQLITE, "a backlog of 300"]
     return made
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from benchmarks.real import apps
-from benchmarks.real.app_load import APPS, Shape, calls_of, scaled, shares
-from benchmarks.real.apps import Outcome, Ran, Served, Trial, completion_times
+from benchmarks.real.app_load import APPS, AppShape, calls_of, scaled, shares
+from benchmarks.real.apps import AppsOutcome, AppsTrial, RunResult, ServedApps, completion_times
 from benchmarks.real.apps_report import main, reductions, result
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
@@ -36,7 +36,7 @@ from tests.bench.fake import fake, serving
 from tests.gateway import gateway as in_process
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)
-SMALL = Shape(scale=0.01)
+SMALL = AppShape(scale=0.01)
 RATE, SECONDS = 8.0, 1.0
 Seen = dict[str, list[dict[str, Any]]]
 
@@ -59,7 +59,7 @@ def test_a_scaled_run_has_the_same_units() -> None:
 
 
 def test_the_load_is_the_same_for_a_seed() -> None:
-    shape = Shape()
+    shape = AppShape()
     once = shape.load(0.5, 400.0, [0, 0])
     assert once == shape.load(0.5, 400.0, [0, 0])
     assert once != shape.load(0.5, 400.0, [0, 1])
@@ -74,7 +74,7 @@ def test_the_load_is_the_same_for_a_seed() -> None:
 
 
 def test_every_request_has_a_prompt_of_its_length() -> None:
-    load = Shape().load(1.0, 10.0, [0, 0])
+    load = AppShape().load(1.0, 10.0, [0, 0])
     for script in load.scripts:
         asked = [pair for step in script.run.steps for pair in step.requests]
         texts = [text for texts in script.prompts for text in texts]
@@ -94,8 +94,8 @@ def test_graphs_are_learned_from_runs_that_are_not_made() -> None:
 # ---- the figures
 
 
-def ran(app: str, act: float) -> Ran:
-    return Ran(app, 1.0, 1.0 + act, [])
+def ran(app: str, act: float) -> RunResult:
+    return RunResult(app, 1.0, 1.0 + act, [])
 
 
 def chat(first: float | None) -> Record:
@@ -104,16 +104,16 @@ def chat(first: float | None) -> Record:
 
 
 def test_figures() -> None:
-    stock = Served([ran("CC", 4.0), ran("CC", 8.0), ran("CG", math.nan)], [chat(1.0), chat(2.0), chat(None)])
+    stock = ServedApps([ran("CC", 4.0), ran("CC", 8.0), ran("CG", math.nan)], [chat(1.0), chat(2.0), chat(None)])
     counts = {
         ("headway_runs_total", "CC", "finished"): 2.0,
         ("headway_runs_total", "CG", "failed"): 1.0,
         ("headway_run_seconds_sum", "CC"): 5.0,
         ("headway_run_seconds_count", "CC"): 2.0,
     }
-    hermes = Served([ran("CC", 2.0), ran("CC", 4.0), ran("CG", 3.0)], [chat(1.0)], counts, refused=1)
-    trial = Trial(ENGINE, ("vllm-fcfs", "hermes"), load=1.2)
-    report = main.report(result(trial, Outcome({"vllm-fcfs": stock, "hermes": hermes}, 0.5, 0.4)))
+    hermes = ServedApps([ran("CC", 2.0), ran("CC", 4.0), ran("CG", 3.0)], [chat(1.0)], counts, refused=1)
+    trial = AppsTrial(ENGINE, ("vllm-fcfs", "hermes"), load=1.2)
+    report = main.report(result(trial, AppsOutcome({"vllm-fcfs": stock, "hermes": hermes}, 0.5, 0.4)))
     rows = {(row.id, row.system, row.setting): row.ours for row in report.rows}
     assert all(setting.endswith(", 1.2x") for _, _, setting in rows)
     found = {(id, system, setting[: -len(", 1.2x")]): ours for (id, system, setting), ours in rows.items()}
@@ -133,16 +133,16 @@ def test_figures() -> None:
 
 
 def test_rounds_add_up() -> None:
-    whole = Served()
+    whole = ServedApps()
     for number in (1.0, 2.0):
-        whole.add(Served([ran("CC", number)], [chat(1.0)], {("a",): number}, 1))
+        whole.add(ServedApps([ran("CC", number)], [chat(1.0)], {("a",): number}, 1))
     assert completion_times(whole.runs).tolist() == [1.0, 2.0]
     assert (len(whole.chat), whole.counts, whole.refused) == (2, {("a",): 3.0}, 2)
 
 
 def test_figures_name_what_is_not_the_default() -> None:
-    assert Trial(ENGINE, duration=60.0, rounds=2, seed=4, together=True).variant == ""
-    other = Trial(ENGINE, rate=0.5, shape=Shape(scale=0.1, burstiness=1.0))
+    assert AppsTrial(ENGINE, duration=60.0, rounds=2, seed=4, together=True).variant == ""
+    other = AppsTrial(ENGINE, rate=0.5, shape=AppShape(scale=0.1, burstiness=1.0))
     assert other.variant == "0.5 runs/s, scale 0.1, burstiness 1"
 
 
@@ -202,7 +202,7 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
     seen: Seen, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     names = ("vllm-fcfs", "parrot", "hermes")
-    trial = Trial(ENGINE, names, SMALL, rate=RATE, duration=SECONDS, rounds=2)
+    trial = AppsTrial(ENGINE, names, SMALL, rate=RATE, duration=SECONDS, rounds=2)
     main(Ask(as_json=True, out=tmp_path / "out"), trial)
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("apps", "vllm")
@@ -221,13 +221,13 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
 
 
 def test_a_quick_run_has_two_systems_and_no_capacity(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
-    main(Ask(True, True), Trial(ENGINE, duration=1.0))
+    main(Ask(True, True), AppsTrial(ENGINE, duration=1.0))
     result = json.loads(capsys.readouterr().out)
     assert {row["system"] for row in result["rows"]} == {"vllm-fcfs", "hermes"}
 
 
 async def test_the_load_is_a_multiple_of_the_capacity(seen: Seen) -> None:
-    outcome = await apps.run(Trial(ENGINE, ("vllm-fcfs",), SMALL, load=0.01, duration=SECONDS))
+    outcome = await apps.run(AppsTrial(ENGINE, ("vllm-fcfs",), SMALL, load=0.01, duration=SECONDS))
     assert outcome.capacity is not None
     assert outcome.rate == pytest.approx(0.01 * outcome.capacity)
 
@@ -243,4 +243,4 @@ async def test_a_run_is_lost_with_the_first_request_without_an_answer(seen: Seen
 def test_each_application_is_a_tenant() -> None:
     keys = {apps.key_of(app) for app in APPS}
     assert len(keys) == len(APPS)
-    assert mix.BUILTIN["chat-batch"].tiers[0] in Shape().chat.tiers
+    assert mix.BUILTIN["chat-batch"].tiers[0] in AppShape().chat.tiers

@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 
-from benchmarks.real.batch import ALONE, BESIDE, Outcome, Trial, plot, rows_of
+from benchmarks.real.batch import ALONE, BESIDE, BatchOutcome, BatchTrial, plot, rows_of
 from headway.config import Engine
 from headway.types import Slo
 from headway.whatif.load.records import Record
 
-TRIAL = Trial(Engine(), lines=4, rate=2.0, seconds=5.0)
+TRIAL = BatchTrial(Engine(), lines=4, rate=2.0, seconds=5.0)
 
 
 def record(ttft: float | None) -> Record:
@@ -31,13 +31,13 @@ def record(ttft: float | None) -> Record:
     )
 
 
-def outcome(answered: list[str], refused: list[str]) -> Outcome:
+def outcome(answered: list[str], refused: list[str]) -> BatchOutcome:
     records = {ALONE: [record(0.5)] * 3, BESIDE: [record(1.0), record(1.0), record(None)]}
     batch = {"created_at": 100, "completed_at": 160, "expired_at": None}
-    return Outcome(records, batch, answered, refused, 2)
+    return BatchOutcome(records, batch, answered, refused, 2)
 
 
-def figures(outcome: Outcome) -> dict[tuple[str, str], float | None]:
+def figures(outcome: BatchOutcome) -> dict[tuple[str, str], float | None]:
     """Return {(id, first word of the setting or the whole one of ttft): value}."""
     rows = rows_of(TRIAL, outcome)
     return {(row.id, row.setting if row.id.startswith("ttft") else ""): row.ours for row in rows}
@@ -69,5 +69,5 @@ def test_the_workload_is_the_same_with_the_same_seed() -> None:
     lines = [json.loads(line) for line in TRIAL.content.splitlines()]
     assert [line["custom_id"] for line in lines] == [f"line-{i}" for i in range(4)]
     assert lines[0]["body"]["messages"][0]["content"]
-    assert TRIAL.content == Trial(Engine(), lines=4).content
+    assert TRIAL.content == BatchTrial(Engine(), lines=4).content
     assert TRIAL.calls == TRIAL.calls

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import ecoserve, ecoserve_tables
-from benchmarks.papers.ecoserve import Plan
+from benchmarks.papers.ecoserve import EcoServePlan
 from benchmarks.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
-from benchmarks.papers.ecoserve_tables import Case
-from benchmarks.papers.parts import Experiment
+from benchmarks.papers.ecoserve_tables import TableCase
+from benchmarks.papers.parts import PaperPart
 from benchmarks.papers.trial import trial
 from headway.whatif.output.results import Ask
 
@@ -46,10 +46,10 @@ CLAIMED = {
     "sweet_spot.reserve",
     "sweet_spot.buffer",
 }
-TINY = Plan(
+TINY = EcoServePlan(
     (
-        Experiment("rates", (Case(),), ("ecoserve", "ecoserve-oracle", "vllm-v0-swap")),
-        Experiment("copies", (Case(copies=5.0),), ("vllm-v0-swap",)),
+        PaperPart("rates", (TableCase(),), ("ecoserve", "ecoserve-oracle", "vllm-v0-swap")),
+        PaperPart("copies", (TableCase(copies=5.0),), ("vllm-v0-swap",)),
     ),
     {"alpaca": (5.0, 36.0, 190.0), "sharegpt": (2.0, 28.0), "bookcorpus": (0.1, 1.2)},
     0.05,

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.real.faults import main
 from benchmarks.real.faults.kinds import KINDS
-from benchmarks.real.faults.run import Outcome, Sizes, drawn, measure
+from benchmarks.real.faults.run import FaultSizes, FaultsOutcome, drawn, measure
 from headway.errors import ConfigError
 from headway.whatif.output.results import save
 from testing.fake_engine import NAME
@@ -26,17 +26,17 @@ def journal() -> io.StringIO:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, journal: io.StringIO) -> Outcome:
+def outcome(tmp_path_factory: pytest.TempPathFactory, journal: io.StringIO) -> FaultsOutcome:
     rabbitmq.new().remove()  # skips where there is none
     postgres.new().remove()
     folder = tmp_path_factory.mktemp("faults")
     struck = list[str]()
-    made = measure(folder, Sizes(len(FEW), nodes=1, longest_s=0.8), 1, struck.append, journal, FEW)
+    made = measure(folder, FaultSizes(len(FEW), nodes=1, longest_s=0.8), 1, struck.append, journal, FEW)
     assert struck == [record.kind for record in made.records]
     return made
 
 
-def test_nothing_is_lost_or_answered_twice(outcome: Outcome) -> None:
+def test_nothing_is_lost_or_answered_twice(outcome: FaultsOutcome) -> None:
     verdict = outcome.verdict
     assert verdict.accepted > 20
     assert (verdict.lost, verdict.lost_ids, verdict.twice, verdict.twice_ids) == (0, (), 0, ())
@@ -44,7 +44,7 @@ def test_nothing_is_lost_or_answered_twice(outcome: Outcome) -> None:
     assert all(record.recovered is not None for record in outcome.records)
 
 
-def test_it_is_written_with_each_fault(outcome: Outcome, journal: io.StringIO, tmp_path: Path) -> None:
+def test_it_is_written_with_each_fault(outcome: FaultsOutcome, journal: io.StringIO, tmp_path: Path) -> None:
     save(main.main.report(main.result(outcome)), tmp_path, {"faults": main.plot(outcome)})
     found = {(row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     assert {("faults.recover_s.p99", kind) for kind in (main.ALL, *FEW)} <= found

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import fleet
-from benchmarks.real.fleet import Run, Served, State, Trial, Watched
+from benchmarks.real.fleet import FleetRun, FleetState, FleetTrial, ServedFleet, Watched
 from benchmarks.real.fleet_report import main, rows_of
 from benchmarks.simulated import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
@@ -31,8 +31,8 @@ from tests.gateway.swapping import make_model, use_fake_engines
 MIX = mix.Mix(
     "m",
     (
-        mix.Tier("fast", 0.5, Slo(e2e=8.0), prompt_tokens=(5, 50)),
-        mix.Tier("batch", 0.5, Slo(e2e=60.0), prompt_tokens=(5, 50)),
+        mix.TrafficTier("fast", 0.5, Slo(e2e=8.0), prompt_tokens=(5, 50)),
+        mix.TrafficTier("batch", 0.5, Slo(e2e=60.0), prompt_tokens=(5, 50)),
     ),
 )
 FIGURES = {
@@ -50,7 +50,7 @@ KILLED = {"replanned", "replanned.seconds", "back.seconds"}
 
 
 @pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetTrial:
     """Return a trial whose systems are gateways of this process."""
     use_fake_engines(monkeypatch)
     models = tuple(
@@ -58,18 +58,18 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     )
 
     @asynccontextmanager
-    async def running(name: str, trial: Trial, logs: Path) -> AsyncIterator[Served]:
+    async def running(name: str, trial: FleetTrial, logs: Path) -> AsyncIterator[ServedFleet]:
         engines = trial.engines()
         queue = Broker(sqlite=Sqlite(str(logs / f"{name}.sqlite"), "normal"))
         classes = {"default": Tier()} | dict.fromkeys(trial.mix.names, Tier())
         with serving(Config(name, Server(port=8000), engines, queue, classes=classes)) as gateway:
             ports = {id: str(one.port) for id, one in zip(fleet.INSTANCES, engines, strict=True)}
-            served = Served(gateway.url, os.getpid(), ports)
+            served = ServedFleet(gateway.url, os.getpid(), ports)
             await served.up()
             yield served
 
     monkeypatch.setattr(fleet, "running", running)
-    return Trial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
+    return FleetTrial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float | None]:
@@ -79,7 +79,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], fl
 
 
 def test_every_system_gets_the_same_calls_for_all_models(
-    trial: Trial, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    trial: FleetTrial, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     main(Ask(as_json=True, out=tmp_path / "out"), trial)
     rows = printed(capsys)
@@ -98,7 +98,7 @@ def test_every_system_gets_the_same_calls_for_all_models(
     assert (tmp_path / "out" / "attainment.png").exists()
 
 
-def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost_when_an_engine_is_killed(trial: FleetTrial, capsys: pytest.CaptureFixture[str]) -> None:
     main(Ask(as_json=True), replace(trial, systems=("qlm",), kill=True))
     rows = {id: ours for (id, _, setting), ours in printed(capsys).items() if setting.startswith("all")}
     assert set(rows) == FIGURES | KILLED
@@ -106,7 +106,7 @@ def test_nothing_is_lost_when_an_engine_is_killed(trial: Trial, capsys: pytest.C
     assert (rows["back.seconds"] or 0) > 0
 
 
-def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_has_no_model_of_another_shape(trial: FleetTrial, capsys: pytest.CaptureFixture[str]) -> None:
     main(Ask(True, True), replace(trial, systems=("edf-model-swap", "qlm")))
     rows = printed(capsys)
     assert {system for _, system, _ in rows} == {"qlm"}
@@ -122,7 +122,7 @@ def test_a_quick_run_has_no_model_of_another_shape(trial: Trial, capsys: pytest.
     assert next(ours for (id, _, setting), ours in rows.items() if (id, setting[:3]) == ("swaps", "res")) == 0
 
 
-def test_calls_are_the_same_for_a_seed_and_ask_for_models_by_their_shares(trial: Trial) -> None:
+def test_calls_are_the_same_for_a_seed_and_ask_for_models_by_their_shares(trial: FleetTrial) -> None:
     long = replace(trial, duration=100.0, tail=0.1)
     calls = long.calls()
     assert calls == long.calls()
@@ -131,7 +131,7 @@ def test_calls_are_the_same_for_a_seed_and_ask_for_models_by_their_shares(trial:
     assert share == pytest.approx({"a": 0.45, "b": 0.45, "c": 0.1}, abs=0.04)
 
 
-def test_engines_serve_the_frequent_models_first(trial: Trial) -> None:
+def test_engines_serve_the_frequent_models_first(trial: FleetTrial) -> None:
     first, second = trial.engines()
     assert (first.name, second.name) == ("a", "b")
     assert set(first.served) == set(second.served) == {"a", "b", "c"}
@@ -146,7 +146,7 @@ def test_engines_serve_the_frequent_models_first(trial: Trial) -> None:
 def test_recipes_that_do_not_swap_are_refused(systems: tuple[str, ...], hint: str) -> None:
     models = (Model("a"), Model("b"), Model("c"))
     with pytest.raises(ConfigError) as caught:
-        fleet.check(Trial(models, systems))
+        fleet.check(FleetTrial(models, systems))
     assert hint in caught.value.hint
 
 
@@ -173,7 +173,7 @@ def test_a_simulated_fleet_has_the_same_classes_and_models(capsys: pytest.Captur
 
 
 def run(counts: dict[tuple[str, ...], float], watched: Watched) -> dict[tuple[str, str], float | None]:
-    return {(row.id, row.setting): row.ours for row in rows_of("s", Run([], counts, watched))}
+    return {(row.id, row.setting): row.ours for row in rows_of("s", FleetRun([], counts, watched))}
 
 
 def test_figures_from_counters() -> None:
@@ -197,7 +197,7 @@ def test_figures_from_counters() -> None:
     assert found["swaps.failed", "all"] == 2
     assert found["answered_twice", "all"] == 2, "no client got them"
     assert ("replanned", "all") not in found
-    states = [(0.0, State("a")), (7.0, State(None)), (30.0, State("a"))]
+    states = [(0.0, FleetState("a")), (7.0, FleetState(None)), (30.0, FleetState("a"))]
     found = run(counts, Watched({"e0": states}, (6.5, "e0")))
     assert (found["replanned", "all"], found["replanned.seconds", "all"]) == (4, 0.5)
     assert found["back.seconds", "all"] == 23.5
@@ -205,7 +205,12 @@ def test_figures_from_counters() -> None:
 
 def test_states_are_noted_when_they_change() -> None:
     watched = Watched()
-    for now, state in ((0.0, State("a")), (1.0, State("a")), (2.0, State(None, "b")), (3.0, State("b"))):
+    for now, state in (
+        (0.0, FleetState("a")),
+        (1.0, FleetState("a")),
+        (2.0, FleetState(None, "b")),
+        (3.0, FleetState("b")),
+    ):
         watched.note(now, {"e0": state})
     assert [at for at, _ in watched.states["e0"]] == [0.0, 2.0, 3.0]
     assert watched.back is None

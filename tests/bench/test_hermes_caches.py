@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import hermes_caches
-from benchmarks.papers.hermes_caches import POLICIES, Cached, Case, cases, rows
+from benchmarks.papers.hermes_caches import POLICIES, CacheCase, Cached, cases, rows
 
 
-def result(system: str, case: Case, hits: int, act: float) -> Cached:
+def result(system: str, case: CacheCase, hits: int, act: float) -> Cached:
     return Cached(system, case, np.array([act]), 100, hits, 1000, 10 * hits, 50.0, 20.0)
 
 
@@ -37,7 +37,7 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
 def test_every_case_runs_with_every_policy_and_the_first_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     served = list[tuple[str, str, int]]()
 
-    def serve(system: str, case: Case, seed: int) -> Cached:
+    def serve(system: str, case: CacheCase, seed: int) -> Cached:
         served.append((system, case.setting.name, seed))
         return result(system, case, 1, 1.0)
 

@@ -15,7 +15,7 @@ from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.simulate.record.run_folder import Run
 from headway.simulate.record.timeline import Reader
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.types import Batch
 from headway.whatif import explain
@@ -30,10 +30,10 @@ from tests.helpers.recorded import Linear, fleet, record
 BEGAN = 1_700_000_000.0
 
 
-def journal_of(run: Run) -> Journal:
+def journal_of(run: Run) -> JournalReader:
     """Return what a gateway and its engines would have written of a simulated run."""
     reader, work, out = Reader(run), run.workload, run.outcome
-    journal = Journal()
+    journal = JournalReader()
     for i in range(len(work)):
         one, story = work.request(i), reader.timeline(i)
         inside = [span for span in story.spans if span.instance >= 0]
@@ -111,7 +111,7 @@ def told(run: Run) -> Past:
 
 
 @pytest.fixture(scope="module")
-def measured(told: Past) -> Journal:
+def measured(told: Past) -> JournalReader:
     """The same journal with iterations whose shapes are known in all columns."""
     rng, at, rows = np.random.default_rng(0), BEGAN, []
     for _ in range(3000):
@@ -152,7 +152,7 @@ def test_the_verdict_names_the_cause(run: Run, told: Past) -> None:
 
 
 def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_path: Path) -> None:
-    past_ = Past.of(Journal([request("a", ttft=0.4, met=0), request("b", ttft=None, tpot=None)]), "")
+    past_ = Past.of(JournalReader([request("a", ttft=0.4, met=0), request("b", ttft=None, tpot=None)]), "")
     story = past_.timeline(0)
     assert story.seconds() == {"outside": pytest.approx(0.2), "unseen": pytest.approx(0.8)}
     for i in (0, 1):
@@ -166,7 +166,7 @@ def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_pa
 
 def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
     row = request("a", sent=1000.2, resent=1000.2, first=1000.7, ended=1005.0)
-    past_ = Past.of(Journal([row], stays=[StayRow("a", "e0", 1000.5, 1000.5, 1000.6, 1001.0, "")]), "")
+    past_ = Past.of(JournalReader([row], stays=[StayRow("a", "e0", 1000.5, 1000.5, 1000.6, 1001.0, "")]), "")
     assert past_.timeline(0).seconds() == {
         "outside": pytest.approx(0.2),
         "prefill": pytest.approx(0.1),
@@ -176,27 +176,27 @@ def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:
     slow = replace(past_, run=Past.of(replace(past_.journal, requests=[replace(row, e2e=1.0)]), "").run)
     assert "its answer was on the way to its client" in explain.verdict(slow.run, slow.timeline(0))
     early = replace(row, sent=1000.1, resent=1000.1, first=1001.0, ended=1001.0, e2e=0.5, ttft=None)
-    past_ = Past.of(Journal([early], stays=[StayRow("a", "e0", 1000.9, 1000.9, 1000.95, 1001.0, "")]), "")
+    past_ = Past.of(JournalReader([early], stays=[StayRow("a", "e0", 1000.9, 1000.9, 1000.95, 1001.0, "")]), "")
     assert "it was on the way into the engine" in explain.verdict(past_.run, past_.timeline(0))
 
 
 def test_of_an_engine_without_iterations_nothing_is_said_about_them() -> None:
     row = request("a", ended=1009.0, e2e=1.0, ttft=None, tpot=None)
     stay = StayRow("a", "e0", 1000.2, 1000.2, 1000.5, 1009.0, "")
-    past_ = Past.of(Journal([row], stays=[stay]), "")
+    past_ = Past.of(JournalReader([row], stays=[stay]), "")
     assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own 16 tokens were being generated.")
     failed = replace(row, outcome="failed", reason="engine_gone", output_tokens=0)
-    past_ = Past.of(Journal([failed], stays=[stay]), "")
+    past_ = Past.of(JournalReader([failed], stays=[stay]), "")
     assert explain.verdict(past_.run, past_.timeline(0)).endswith("its own tokens were being generated.")
     assert explain.describe(past_.run, past_.timeline(0))["output_tokens"] is None
 
 
 def test_an_engine_that_gave_a_request_back_is_not_the_one_that_finished_it() -> None:
     row = request("a", sent=1000.1, resent=1000.6, first=1000.8, ended=1001.0, requeues=1, instance="e1")
-    past_ = Past.of(Journal([row], stays=[StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, "")]), "")
+    past_ = Past.of(JournalReader([row], stays=[StayRow("a", "e1", 1000.6, 1000.7, 1000.8, 1001.0, "")]), "")
     spans = [(one.state, one.instance) for one in past_.timeline(0).spans]
     assert spans[:3] == [("outside", -1), ("unseen", -1), ("waiting", 0)]
-    past_ = Past.of(Journal([replace(row, e2e=0.5, ttft=None, tpot=None)]), "")
+    past_ = Past.of(JournalReader([replace(row, e2e=0.5, ttft=None, tpot=None)]), "")
     assert "inside an engine that it came back from and e1" in explain.verdict(past_.run, past_.timeline(0))
 
 
@@ -211,7 +211,7 @@ def test_a_report_counts_what_came_of_requests() -> None:
         request("d", outcome="cancelled"),
         request("e", tier="batch", ttft=None, tpot=None, prompt_tokens=64),
     ]
-    found = {(row.id, row.setting): row.ours for row in of_requests(Journal(rows))}
+    found = {(row.id, row.setting): row.ours for row in of_requests(JournalReader(rows))}
     assert found["requests", "all"] == 4
     assert found["failed", "chat"] == 1
     assert found["cancelled", "all"] == 1
@@ -229,7 +229,7 @@ def test_a_report_tells_where_the_time_of_answers_went(tmp_path: Path) -> None:
         request("c", outcome="cancelled", ended=1900.0),
     ]
     stays = [stay("a", 1000.3, 1000.8, 1001.9, admitted=1000.5, stops="1.0,1.2,p;1.3,1.4,e")]
-    found = {(row.setting, row.id): row.ours for row in of_times(Journal(rows, stays=stays))}
+    found = {(row.setting, row.id): row.ours for row in of_times(JournalReader(rows, stays=stays))}
     names = ("queued", "waiting", "computing", "paused", "unseen")
     for setting, spent in {
         "chat": (200, 200, 1100, 300, 200),
@@ -237,7 +237,7 @@ def test_a_report_tells_where_the_time_of_answers_went(tmp_path: Path) -> None:
         "all": (300, 100, 550, 150, 400),
     }.items():
         assert [found[setting, f"spent.{name}"] for name in names] == pytest.approx(spent), setting
-    folder = written(Journal(rows, stays=stays), tmp_path)
+    folder = written(JournalReader(rows, stays=stays), tmp_path)
     done = CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "9999w"])
     assert "ms: 200 queued, 200 waiting, 1,100 computing, 300 paused, 200 unseen." in " ".join(done.output.split())
 
@@ -255,7 +255,7 @@ def test_an_engine_s_use_is_over_the_time_that_it_computed() -> None:
     assert (use.busy, use.batch, use.kv) == (0.5, 0.5, 0.75)
     assert use.waiting == 2.0
     assert use.peak == pytest.approx((0.5 + 1.0) / 4)
-    rows = {row.id: row.ours for row in of_engines(Journal(iterations={"e0": table}, engines={"e0": ENGINE}))}
+    rows = {row.id: row.ours for row in of_engines(JournalReader(iterations={"e0": table}, engines={"e0": ENGINE}))}
     assert rows["engine.headroom_pct"] == pytest.approx(62.5)
 
 
@@ -272,14 +272,14 @@ def test_the_report_s_command(tmp_path: Path, told: Past) -> None:
 
 
 def test_a_report_of_a_time_without_requests_says_so(tmp_path: Path) -> None:
-    folder = written(Journal([request("a")]), tmp_path)
+    folder = written(JournalReader([request("a")]), tmp_path)
     done = CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "1m"])
     assert isinstance(done.exception, ConfigError)
     assert "--since" in done.exception.hint
 
 
 def test_refusals_are_reported_by_reason(tmp_path: Path) -> None:
-    journal = Journal([request("a")], [RefusalRow(1000.0, "t", "chat", "m", "queue_full", 7)])
+    journal = JournalReader([request("a")], [RefusalRow(1000.0, "t", "chat", "m", "queue_full", 7)])
     folder = written(journal, tmp_path)
     done = CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "9999w", "--json"])
     rows = json.loads(done.stdout)["rows"]
@@ -304,7 +304,7 @@ def test_answers_without_an_end_have_the_lengths_of_others() -> None:
     rows = [request(f"r{i}", output_tokens=7 + i % 2, arrival=1000.0 + i) for i in range(20)]
     rows.append(request("lost", outcome="failed", output_tokens=0, arrival=1100.0))
     rows.append(request("short", outcome="cancelled", output_tokens=0, arrival=1101.0, max_tokens=3))
-    work = replay.traffic_of(Journal(rows), 0)
+    work = replay.traffic_of(JournalReader(rows), 0)
     assert work.output[20] in (7, 8)
     assert work.output[21] == 3
     assert not work.promised[21], "nothing is owed to a client that left"
@@ -312,12 +312,12 @@ def test_answers_without_an_end_have_the_lengths_of_others() -> None:
 
 def test_the_busiest_stretch_has_most_tokens() -> None:
     rows = [request(f"r{i}", arrival=1000.0 + at) for i, at in enumerate((0, 50, 100, 101, 102, 150))]
-    part = replay.busiest(replay.traffic_of(Journal(rows), 0), 10.0)
+    part = replay.busiest(replay.traffic_of(JournalReader(rows), 0), 10.0)
     assert part.ids == ("r2", "r3", "r4")
     assert part.arrival[0] == 0.0
 
 
-def test_engines_are_measured_by_the_traffic(measured: Journal) -> None:
+def test_engines_are_measured_by_the_traffic(measured: JournalReader) -> None:
     kinds, known = instances_of(measured)
     assert [spec.instance for spec in kinds] == [spec.instance for spec in fleet(1, 150)]
     assert (kinds[0].budget, kinds[0].slots) == (512, 32)
@@ -327,14 +327,14 @@ def test_engines_are_measured_by_the_traffic(measured: Journal) -> None:
 
 
 def test_too_little_traffic_measures_nothing() -> None:
-    journal = Journal([request("a")], engines={"e0": ENGINE})
+    journal = JournalReader([request("a")], engines={"e0": ENGINE})
     with pytest.raises(ConfigError, match="too few"):
         instances_of(journal)
     with pytest.raises(ConfigError, match="see into an agent's") as caught:
-        instances_of(Journal([request("a")]))
+        instances_of(JournalReader([request("a")]))
     assert "headway profile" in caught.value.hint
     with pytest.raises(ConfigError, match="without Headway's scheduler"):
-        instances_of(Journal([request("a")], engines={"e0": replace(ENGINE, blocks=None)}))
+        instances_of(JournalReader([request("a")], engines={"e0": replace(ENGINE, blocks=None)}))
 
 
 def test_advice_is_the_fewest_instances_that_keep_the_promises(run: Run, told: Past) -> None:
@@ -374,7 +374,7 @@ def test_more_instances_are_copies_in_turn() -> None:
     assert [spec.instance.id for spec in fleet_of(kinds, 3)] == ["e0", "e1", "e2"]
 
 
-def test_the_commands_on_a_journal(tmp_path: Path, measured: Journal) -> None:
+def test_the_commands_on_a_journal(tmp_path: Path, measured: JournalReader) -> None:
     folder = written(measured, tmp_path / "journal")
     common = ["--journal", str(folder), "--since", "2000-01-01", "--json"]
     done = CliRunner().invoke(app, ["simulate", "--recipes", "vllm,edf", "--load", "1.5", *common])
@@ -392,7 +392,7 @@ def test_the_commands_on_a_journal(tmp_path: Path, measured: Journal) -> None:
     assert all(abs(ours[name] - real[name]) < 5 for name in real), (ours, real)
 
 
-def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, measured: Journal) -> None:
+def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, measured: JournalReader) -> None:
     slow = [
         replace(
             row,
@@ -422,15 +422,15 @@ def test_advice_warns_where_what_was_served_cannot_be_simulated(tmp_path: Path, 
     assert 'no "on time" of batch: none of its requests has an SLO' in shown
 
 
-def test_what_a_simulation_cannot_reproduce_is_seen_in_the_journal(measured: Journal) -> None:
+def test_what_a_simulation_cannot_reproduce_is_seen_in_the_journal(measured: JournalReader) -> None:
     _, known = instances_of(measured)
     bad = {"e0": replace(known["e0"], error=0.4, request=0.1, token=0.02)}
     rows = [request(f"r{i}", outcome="cancelled" if i % 2 else "finished") for i in range(10)]
     table = np.array([[0.0, 1.0, 500, 0, 9, 0, 50, 1]])
-    seen = "; ".join(trust.suspects(Journal(rows, iterations={"e0": table}, damaged={"f": "why"}), bad))
+    seen = "; ".join(trust.suspects(JournalReader(rows, iterations={"e0": table}, damaged={"f": "why"}), bad))
     for word in ("iterations of e0 by 40%", "120 ms", "5 of 10 requests have no complete", "parts", "1 of its files"):
         assert word in seen
-    seen = "; ".join(trust.suspects(Journal(rows[::2], iterations={"e0": table}), known))
+    seen = "; ".join(trust.suspects(JournalReader(rows[::2], iterations={"e0": table}), known))
     assert "e0 generated 500 tokens, 80 of them for this journal's requests" in seen
     assert "91% of the prompts' tokens in its prefix cache" in seen
 
@@ -447,7 +447,7 @@ def test_a_few_requests_may_differ_by_chance() -> None:
     ("option", "why"), [(["--busiest", "1s"], "raise --busiest"), ([], "several recipes"), (None, "--instance")]
 )
 def test_advice_says_why_its_own_error_is_not_known(
-    tmp_path: Path, measured: Journal, option: list[str] | None, why: str
+    tmp_path: Path, measured: JournalReader, option: list[str] | None, why: str
 ) -> None:
     if option is None:
         requests = [replace(row, model="llama-2-7b-hf") for row in measured.requests]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.errors import ConfigError
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import VERSION
 from tests.helpers.journal_rows import ENGINE, request, written
 
@@ -42,13 +42,13 @@ def refused(*argv: str) -> ConfigError:
 
 @pytest.mark.parametrize("argv", [["explain", "a"], ["explain"], ["report", "--since", "9999w"]])
 def test_the_journal_of_headway_serve_is_found(state: Path, tmp_path: Path, argv: list[str]) -> None:
-    written(Journal([request("a", met=0, ttft=0.1)]), state / "headway" / "queue.journal")
+    written(JournalReader([request("a", met=0, ttft=0.1)]), state / "headway" / "queue.journal")
     done = CliRunner().invoke(app, [*argv, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)
     config = tmp_path / "headway.toml"
     config.write_text(f'[journal]\ndir = "{tmp_path}/own"\n')
-    written(Journal([request("own"), request("a")]), tmp_path / "own")
+    written(JournalReader([request("own"), request("a")]), tmp_path / "own")
     done = CliRunner().invoke(app, [*argv, "--json", "--config", str(config)])
     assert done.exit_code == 0, done.output
 
@@ -93,7 +93,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize("command", ["explain", "report", "advise"])
 def test_a_journal_that_cannot_be_read(tmp_path: Path, command: str, broken: Broken, words: str) -> None:
     rows = [request(f"r{i}", tenant="t" * 200) for i in range(200)]
-    (file,) = written(Journal(rows), tmp_path / "journal").iterdir()
+    (file,) = written(JournalReader(rows), tmp_path / "journal").iterdir()
     broken(file)
     error = refused(command, "--journal", str(tmp_path / "journal"))
     assert file.name in error.message
@@ -106,15 +106,15 @@ def test_a_journal_without_requests_of_that_time(tmp_path: Path, command: str) -
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
     (empty / FILE).touch()
-    for folder in (empty, written(Journal(engines={"e0": ENGINE}), tmp_path / "new")):
+    for folder in (empty, written(JournalReader(engines={"e0": ENGINE}), tmp_path / "new")):
         assert "no requests yet" in refused(command, "--journal", str(folder)).message
-    written(Journal([request("a", arrival=1.7e9, ended=1.7e9 + 1)]), full)
+    written(JournalReader([request("a", arrival=1.7e9, ended=1.7e9 + 1)]), full)
     error = refused(command, "--journal", str(full), "--since", "1m")
     assert '--since "2023-11-1' in error.hint
 
 
 def test_a_path_beside_the_journal_names_it(tmp_path: Path) -> None:
-    folder = written(Journal([request("a")]), tmp_path / "queue.journal")
+    folder = written(JournalReader([request("a")]), tmp_path / "queue.journal")
     for path in (tmp_path, next(folder.iterdir())):
         assert str(folder) in refused("report", "--journal", str(path)).hint
     assert f"--journal {folder}" in refused("explain", str(folder)).hint
@@ -128,7 +128,7 @@ def test_no_figure_and_no_id_is_cut_on_a_narrow_terminal(tmp_path: Path, width: 
     ids = [f"hw-{i:020d}" for i in range(3)]
     late = [request(id, met=0, ttft=0.1, tier="interactive", first=1200.5, ended=1300.0) for id in ids]
     table = np.array([[1000.0, 290.0, 3, 9, 20, 20, 50, 1]])
-    folder = written(Journal(late, engines={"e0": ENGINE}, iterations={"e0": table}), tmp_path)
+    folder = written(JournalReader(late, engines={"e0": ENGINE}, iterations={"e0": table}), tmp_path)
     for argv, told in (
         (["report", "--since", "9999w"], ["200,500", "ttft p99", "tokens, %", "e0: computing 100 %"]),
         (["explain", "--worst", "3"], ids),

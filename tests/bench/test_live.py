@@ -43,8 +43,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-def setup(**more: Any) -> compare.Setup:
-    return compare.Setup(mix.BUILTIN["chat-batch"], ENGINE, SYSTEMS, **more)
+def setup(**more: Any) -> compare.CompareSetup:
+    return compare.CompareSetup(mix.BUILTIN["chat-batch"], ENGINE, SYSTEMS, **more)
 
 
 def of(seen: Seen, system: str, tier: str) -> list[dict[str, Any]]:
@@ -92,8 +92,8 @@ def test_a_gateway_knows_the_classes_of_the_mix(tmp_path: Path) -> None:
 # ---- beside --real
 
 
-def trial(**more: Any) -> beside.Trial:
-    return beside.Trial(ENGINE, SYSTEMS, **{"seconds": 1.2, "capacity": 20.0, **more})
+def trial(**more: Any) -> beside.BesideTrial:
+    return beside.BesideTrial(ENGINE, SYSTEMS, **{"seconds": 1.2, "capacity": 20.0, **more})
 
 
 def test_the_same_requests_arrive_alone_and_beside_the_batch() -> None:

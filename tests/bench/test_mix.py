@@ -120,7 +120,7 @@ def test_with_data_nothing_is_replaced(data, capsys):
 
 
 def test_asking_for_made_text_is_no_replacement(no_data, capsys):
-    mix.calls(mix.Mix("m", (mix.Tier("a"),)), TIMES, rng())
+    mix.calls(mix.Mix("m", (mix.TrafficTier("a"),)), TIMES, rng())
     assert capsys.readouterr().err == ""
 
 
@@ -193,7 +193,7 @@ def test_a_mix_from_a_file(tmp_path):
     found = mix.load(file)
     code, bulk = found.tiers
     assert found.name == "mine"
-    assert code == mix.Tier("code", 3, Slo(ttft=0.5, e2e=9.0), max_tokens=64, priority=1, prompt_tokens=(10, 20))
+    assert code == mix.TrafficTier("code", 3, Slo(ttft=0.5, e2e=9.0), max_tokens=64, priority=1, prompt_tokens=(10, 20))
     assert bulk.ignore_eos
     assert list(found.shares) == [0.75, 0.25]
 
@@ -243,7 +243,7 @@ def test_an_override_replaces_one_class():
     changed = mix.override(mix.load("chat-batch"), "chat ttft:800 e2el:9000")
     assert changed.tiers[0].slo == Slo(ttft=0.8, e2e=9.0)
     assert changed.tiers[1] == mix.load("chat-batch").tiers[1]
-    assert mix.override(mix.Mix("m", (mix.Tier("a"),)), "ttft:1 tpot:2").tiers[0].slo == Slo(0.001, 0.002)
+    assert mix.override(mix.Mix("m", (mix.TrafficTier("a"),)), "ttft:1 tpot:2").tiers[0].slo == Slo(0.001, 0.002)
 
 
 @pytest.mark.parametrize("text", ["", "chat", "chta ttft:3", "ttft:3"])

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from benchmarks.real import nodes, nodes_report
-from benchmarks.real.fleet import Trial
+from benchmarks.real.fleet import FleetTrial
 from headway.cluster.up.cluster import Actors
 from headway.cluster.up.parts import parts_of
 from headway.config import Model
@@ -27,7 +27,7 @@ from headway.whatif.output.results import save
 from tests.gateway.gateway import Fake, configuration, serving
 
 MODELS = (Model("/m/smollm2", "a"), Model("/m/near", "b"), Model("/m/short", "c"))
-TRIAL = Trial(MODELS, ("headway",), rate=1.0, duration=30.0)
+TRIAL = FleetTrial(MODELS, ("headway",), rate=1.0, duration=30.0)
 CALL = Call(0.0, "fast", "Say something.", 8, slo=Slo(e2e=20.0))
 GONE = Record("fast", 1.0, 1.0, None, None, 0, 0, np.array([], np.float32), None, "disconnected: x", Slo(e2e=20.0))
 GOOD = replace(GONE, first=2.0, last=2.0, status=200, error=None, output_tokens=8)
@@ -45,7 +45,7 @@ def test_each_engine_asks_for_a_node_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_lost_and_what_is_answered_twice() -> None:
-    seen = nodes.Seen([GOOD, GONE, GOOD])
+    seen = nodes.NodesSeen([GOOD, GONE, GOOD])
     seen.history.looks["x"] = [("queued", ""), ("completed", "1"), ("completed", "2")]
     seen.history.looks["y"] = [("queued", "")]
     assert seen.lost == 2
@@ -56,14 +56,14 @@ def test_what_is_lost_and_what_is_answered_twice() -> None:
 
 
 def test_it_is_written(tmp_path: Path) -> None:
-    seen = nodes.Seen([GOOD], kills=[(5.0, "agent")])
+    seen = nodes.NodesSeen([GOOD], kills=[(5.0, "agent")])
     save(nodes_report.main.report(nodes_report.result(TRIAL, seen)), tmp_path, {"nodes": nodes_report.plot(seen)})
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "nodes"
     assert "agent after 5 s" in (tmp_path / "report.html").read_text()
 
 
 def test_clients_go_to_the_other_gateway_when_one_is_gone(tmp_path: Path) -> None:
-    seen, call = nodes.Seen(), replace(CALL, model="smollm2", tier="chat")
+    seen, call = nodes.NodesSeen(), replace(CALL, model="smollm2", tier="chat")
 
     async def send(urls: list[str]) -> None:
         async with generator.session(4) as http:

@@ -14,9 +14,9 @@ from benchmarks.cli import bench_app
 from benchmarks.papers import PAPERS, PARTED, bros, bros_choices, closed_loop
 from benchmarks.papers.bros import judge
 from benchmarks.papers.bros_choices import CHOICES, OURS, TEXT, system
-from benchmarks.papers.bros_claims import Case, Point, claims
+from benchmarks.papers.bros_claims import ClaimCase, ClaimPoint, claims
 from benchmarks.papers.observers import TokenDeadlines, inside
-from benchmarks.papers.parts import Experiment, part
+from benchmarks.papers.parts import PaperPart, part
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.recipes.registry import find
@@ -55,13 +55,13 @@ def test_figures_by_hand() -> None:
     )
 
 
-CASE = Case(bros.OPT_13B, 1.0, "sharegpt", (1.0, 2.0))
+CASE = ClaimCase(bros.OPT_13B, 1.0, "sharegpt", (1.0, 2.0))
 
 
 def point(
-    system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0, case: Case = CASE
-) -> Point:
-    return Point(
+    system: str, rate: float, latency: float | None, ttft: float, batch: float, seed: int = 0, case: ClaimCase = CASE
+) -> ClaimPoint:
+    return ClaimPoint(
         system,
         case,
         rate,
@@ -102,8 +102,8 @@ def test_claims_are_averages_over_rates_with_the_extremes_of_the_seeds() -> None
 
 
 def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
-    other = Case(bros.OPT_30B, 1.0, "sharegpt", (1.0,))
-    slower = Case(bros.OPT_13B, 1.6, "sharegpt", (1.0,))
+    other = ClaimCase(bros.OPT_30B, 1.0, "sharegpt", (1.0,))
+    slower = ClaimCase(bros.OPT_13B, 1.6, "sharegpt", (1.0,))
     points = [
         point(name, 1, latency, 50, 1.0, case=case)
         for case, ours, theirs in ((CASE, 0.1, 0.2), (other, 0.1, 0.8), (slower, 0.3, 0.4))
@@ -119,7 +119,7 @@ def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
 
 
 def test_the_ablation_is_compared_only_where_the_paper_has_it() -> None:
-    shared = Case(bros.OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")
+    shared = ClaimCase(bros.OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")
     points = [
         point(name, 10, 0.1, 50, 1.0, case=case) for case in (CASE, shared) for name in ("bros", "bros-recompute")
     ]
@@ -172,7 +172,7 @@ def test_the_workload_is_the_papers() -> None:
     assert work.output[promised].mean() == pytest.approx(234.51, rel=0.1)
     assert work.prompt[~promised].min() >= 512
     assert work.output[~promised].max() <= 128
-    alone = Case(bros.OPT_13B, 1.0, "lmsys", (2.0,), "real-time only")
+    alone = ClaimCase(bros.OPT_13B, 1.0, "lmsys", (2.0,), "real-time only")
     assert np.isfinite(bros.traffic(alone, 2.0, 30.0, 0).ttft).all()
 
 
@@ -194,8 +194,8 @@ def test_a_best_effort_batch_comes_when_the_one_before_has_ended() -> None:
 
 
 def test_it_prints_one_object_and_writes_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    one = Experiment("opt-13b", (Case(bros.OPT_13B, 1.0, "sharegpt", (2.0,)),), ("bros", "vllm-v0"))
-    bros.main(Ask(as_json=True, quick=True, out=tmp_path), plan=bros.Plan((one,), 30.0, 1))
+    one = PaperPart("opt-13b", (ClaimCase(bros.OPT_13B, 1.0, "sharegpt", (2.0,)),), ("bros", "vllm-v0"))
+    bros.main(Ask(as_json=True, quick=True, out=tmp_path), plan=bros.BrosPlan((one,), 30.0, 1))
     found = json.loads(capsys.readouterr().out)
     assert (found["bench"], found["host"]) == ("papers bros", "sim")
     rows = {(row["id"], row["system"]): row for row in found["rows"]}

@@ -19,7 +19,7 @@ from headway.whatif.measured.systems import standard_engine
 from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None, host_kv_gib=1.0)
-SHORT = mix.Mix("short", (mix.Tier("a", max_tokens=100, prompt_tokens=(200, 200)),))
+SHORT = mix.Mix("short", (mix.TrafficTier("a", max_tokens=100, prompt_tokens=(200, 200)),))
 
 
 @given(st.integers(1, 4096), st.sampled_from([16, 32, 128]))
@@ -73,7 +73,7 @@ async def test_stock_vllm_says_itself_what_it_counted_and_a_gateway_on_its_page(
 
 
 def test_rounds_add_up() -> None:
-    outcome = compare.Outcome({"a": ([], {})}, 1.0, None, ENGINE)
+    outcome = compare.CompareOutcome({"a": ([], {})}, 1.0, None, ENGINE)
     for counters in ({"preemptions": 2.0, "loans": 1.0}, {"preemptions": 3.0}):
         compare._append(outcome, "a", [ended(at=1.0, last=5.0)], counters)
     records, counted = outcome.results["a"]

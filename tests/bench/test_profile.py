@@ -22,7 +22,7 @@ from headway.policy.forecast.latency.profiles import load
 from headway.types import Batch
 from headway.whatif.measured import profile as live
 from headway.whatif.measured import profile_report
-from headway.whatif.measured.profile import Target
+from headway.whatif.measured.profile import ProfileTarget
 from headway.whatif.measured.profile_report import Found
 from headway.whatif.output.results import About, save
 
@@ -175,7 +175,7 @@ async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no control route"):
             await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     async with serving(Engine(refuse=True)) as url:
-        target = Target(url, url, "fake", str(tmp_path))
+        target = ProfileTarget(url, url, "fake", str(tmp_path))
         with pytest.raises(EngineError, match="refused a probe"):
             await live.measure(target, np.random.default_rng(0), quick=True, bar=False)
     with pytest.raises(ConfigError, match="No vLLM answers"):

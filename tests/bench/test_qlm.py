@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import qlm, qlm_tables
-from benchmarks.papers.qlm import Experiment, Plan
-from benchmarks.papers.qlm_estimates import Estimate, Planning, estimates
-from benchmarks.papers.qlm_tables import Results, Trial, claims, judge, rows
-from benchmarks.papers.qlm_workloads import FIVE, ONE, Setting, capacity
+from benchmarks.papers.parts import PaperPart
+from benchmarks.papers.qlm import QlmPlan
+from benchmarks.papers.qlm_estimates import Estimate, PlanningTimes, estimates
+from benchmarks.papers.qlm_tables import QlmResults, QlmTrial, claims, judge, rows
+from benchmarks.papers.qlm_workloads import FIVE, ONE, QlmSetting, capacity
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.registry import names
 from headway.simulate import fleet
@@ -22,7 +23,7 @@ from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
 from headway.whatif.output.results import Ask
 
-MULTI = Setting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))
+MULTI = QlmSetting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))
 IDS = {
     "attainment",
     "attainment.interactive",
@@ -61,7 +62,7 @@ def test_requests_of_w_a_come_as_stated() -> None:
 
 
 def test_the_load_is_a_share_of_what_the_fleet_can_do() -> None:
-    single_model = Setting("W_B", (("a100", 2),), ONE, 0.5, 10.0)
+    single_model = QlmSetting("W_B", (("a100", 2),), ONE, 0.5, 10.0)
     assert single_model.rate() == pytest.approx(0.5 * 2 * capacity("opt-13b-a100"))
     busy = sum(model.share / (3 * capacity(str(model.profile("a100")))) for model in FIVE)
     assert MULTI.rate() * busy == pytest.approx(0.8)
@@ -111,9 +112,9 @@ def test_figures_by_hand() -> None:
     assert found["throughput.req_per_s"] == 5 / 60.0
 
 
-def point(system: str, attainment: float, throughput: float, **changes: float) -> Trial:
+def point(system: str, attainment: float, throughput: float, **changes: float) -> QlmTrial:
     figures = {"attainment": attainment, "throughput.req_per_s": throughput}
-    return Trial(system, replace(MULTI, **changes), figures)  # type: ignore[arg-type]
+    return QlmTrial(system, replace(MULTI, **changes), figures)  # type: ignore[arg-type]
 
 
 def test_claims_are_taken_where_they_show_most() -> None:
@@ -131,7 +132,7 @@ def test_claims_are_taken_where_they_show_most() -> None:
             point("vllm-model-swap", 40, 1, slo_scale=3.0),
         ],
     }
-    found = {(row.id, row.system): row for row in claims(Results(trials, {}, (), ()))}
+    found = {(row.id, row.system): row for row in claims(QlmResults(trials, {}, (), ()))}
     gain = found["attainment.points", "qlm vs shepherd"]
     assert (gain.ours, gain.paper, gain.setting) == (30, 90.0, MULTI.describe())
     times = found["throughput.req_per_s.times", "qlm vs shepherd"]
@@ -145,9 +146,9 @@ def test_claims_are_taken_where_they_show_most() -> None:
 def test_r2_and_planning_by_hand() -> None:
     estimate = Estimate("x", np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]))
     assert estimate.r2 == pytest.approx(1 - 1 / 2)
-    one = Planning(400_000, 8, 2.0, 20.0)
+    one = PlanningTimes(400_000, 8, 2.0, 20.0)
     assert (one.us_per_request, one.arrival_us) == (pytest.approx(50.0), pytest.approx(5.0))
-    (row, *_) = rows(Results({}, {}, (), (one,)))
+    (row, *_) = rows(QlmResults({}, {}, (), (one,)))
     assert (row.id, row.paper, row.setting) == ("plan.us_per_request", 5000.0, "400000 queued, 8 instances")
 
 
@@ -157,15 +158,15 @@ def test_the_estimator_knows_when_a_queued_request_is_served() -> None:
         assert one.forecast.shape == one.simulated.shape
 
 
-def tiny() -> Plan:
-    multi, one = replace(MULTI, load=0.5, seconds=15.0), Setting("W_B", (("a100", 1),), ONE, 0.5, 15.0)
-    return Plan(
+def tiny() -> QlmPlan:
+    multi, one = replace(MULTI, load=0.5, seconds=15.0), QlmSetting("W_B", (("a100", 1),), ONE, 0.5, 15.0)
+    return QlmPlan(
         (
-            Experiment("multi", (multi,), qlm.MULTI),
-            Experiment("single", (one,), ("qlm", "vllm")),
-            Experiment("slo", (multi, replace(multi, slo_scale=3.0)), ("qlm", "shepherd")),
-            Experiment("mix", (qlm._mixed(4.0, 5),), ("qlm", "qlm-random")),
-            Experiment("multi-ablation", (multi,), ("qlm", "qlm-no-warm")),
+            PaperPart("multi", (multi,), qlm.MULTI),
+            PaperPart("single", (one,), ("qlm", "vllm")),
+            PaperPart("slo", (multi, replace(multi, slo_scale=3.0)), ("qlm", "shepherd")),
+            PaperPart("mix", (qlm._mixed(4.0, 5),), ("qlm", "qlm-random")),
+            PaperPart("multi-ablation", (multi,), ("qlm", "qlm-no-warm")),
         ),
         (200,),
         300,

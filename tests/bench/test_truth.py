@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.validate import conformance, report, twin, validate
-from benchmarks.validate.conformance import Tally
-from benchmarks.validate.replay import Replay, Run, Setup, check
+from benchmarks.validate.conformance import StepTally
+from benchmarks.validate.replay import Replay, ReplayRun, ReplaySetup, check
 from benchmarks.validate.report import Findings, compared
-from benchmarks.validate.twin import Pair
+from benchmarks.validate.twin import TwinPair
 from headway.errors import ConfigError
 from headway.policy.forecast.latency.measurement import Limits, Samples, fit_all
 from headway.policy.forecast.latency.profiles import LatencyProfile, load
@@ -24,7 +24,7 @@ from headway.whatif import experiment
 from headway.whatif.load import mix
 from headway.whatif.load.mix import BUILTIN
 from headway.whatif.load.records import Call, Record
-from headway.whatif.measured.profile import Measured, Target
+from headway.whatif.measured.profile import ProfileMeasurement, ProfileTarget
 from headway.whatif.measured.systems import standard_engine
 from headway.whatif.output.results import save
 
@@ -71,14 +71,16 @@ def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: Late
     return Replay(recipe, setting, rate, calls, experiment.records(work, outcome), rows, [], 0.0)
 
 
-def run_of(replays: list[Replay]) -> Run:
+def run_of(replays: list[Replay]) -> ReplayRun:
     rows = [row for one in replays for row in one.rows]
-    measured = Measured(Target("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)])
-    return Run(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PROFILE)
+    measured = ProfileMeasurement(
+        ProfileTarget("", "", "m", ""), Limits(8, 4096, 2048), 128, rows, [], {"sent": []}, [len(rows)]
+    )
+    return ReplayRun(replays[0].system, replays, measured, fit_all(Samples.of(rows)), PROFILE)
 
 
-def pair_of(one: Replay) -> Pair:
-    return twin.pair(one, run_of([one]), Setup(BUILTIN["chat-batch"], ENGINE))
+def pair_of(one: Replay) -> TwinPair:
+    return twin.pair(one, run_of([one]), ReplaySetup(BUILTIN["chat-batch"], ENGINE))
 
 
 @pytest.mark.parametrize("recipe", ["vllm", "slack"])
@@ -119,7 +121,7 @@ def test_what_did_not_complete_is_in_neither_world_and_said_so() -> None:
 
 def test_rows_have_the_agreed_ids_and_attainment_is_in_points(tmp_path: Path) -> None:
     one = replay("slack", "above", 6.0)
-    tallies = {("slack", conformance.HOOK): Tally(3, 500, 499, "at 1.0: vLLM runs [], we [1]")}
+    tallies = {("slack", conformance.HOOK): StepTally(3, 500, 499, "at 1.0: vLLM runs [], we [1]")}
     found = Findings([pair_of(one)], [run_of([one])], tallies)
     rows = {row.id: row for row in found.rows() if row.id.startswith(("error", "conformance"))}
     assert set(rows) == IDS | {"conformance.steps", "conformance.identical_pct"}
@@ -153,7 +155,7 @@ def test_stock_and_unknown_recipes_are_refused() -> None:
 
 
 def test_quick_is_one_system_and_short() -> None:
-    setup = validate.shortened(Setup(BUILTIN["chat-batch"], ENGINE))
+    setup = validate.shortened(ReplaySetup(BUILTIN["chat-batch"], ENGINE))
     assert setup.systems == ("vllm",)
     assert setup.quick
     assert setup.duration <= 5

@@ -27,7 +27,7 @@ from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from headway.errors import RequestError
 from headway.gateway.apis.anthropic import translate as anthropic
 from headway.gateway.apis.responses import translate as responses
-from headway.gateway.parsing.requests import _OURS, Kind
+from headway.gateway.parsing.requests import _HEADWAY_FIELDS, Kind
 from tests.engine.test_request_fields import take
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -139,7 +139,7 @@ def fields() -> Iterable[tuple[str, str]]:
 @pytest.mark.parametrize(("api", "name"), list(fields()))
 def test_no_field_is_dropped_without_a_word(api: str, name: str) -> None:
     value, beside = OWN.get((api, name), SAMPLES.get(name, "x")), BESIDE.get(name, {})
-    assert fate(api, beside, name, value) in ("refused", "has an effect") or name in {*_OURS, *documented()}
+    assert fate(api, beside, name, value) in ("refused", "has an effect") or name in {*_HEADWAY_FIELDS, *documented()}
 
 
 def test_log_probabilities_of_a_response_are_refused() -> None:

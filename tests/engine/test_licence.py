@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.validate import conformance
-from benchmarks.validate.conformance import HOOK, POOL, STOCK, Case, Task, compare, draw
+from benchmarks.validate.conformance import HOOK, POOL, STOCK, ConformanceCase, Task, compare, draw
 from headway.engines.simulated.engine import SimulatedEngine
 from headway.policy.pack.bros import packer
 from headway.policy.recipes.bros import BROS
@@ -27,7 +27,7 @@ PAIRS += [(name, POOL) for name in BROS]
 promises = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 
 
-def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[Case]:
+def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[ConformanceCase]:
     """Return workloads whose requests come with these urgencies, which change unless all are 0."""
     tasks = st.builds(
         Task,
@@ -41,7 +41,7 @@ def cases_of(urgencies: st.SearchStrategy[float]) -> st.SearchStrategy[Case]:
         spread=st.sampled_from([0.0, 0.3, 1.0]),
     )
     return st.builds(
-        Case,
+        ConformanceCase,
         tasks=st.lists(tasks, min_size=1, max_size=24).map(tuple),
         max_running=st.integers(1, 8),
         budget=st.sampled_from([64, 200, 512]),
@@ -58,7 +58,7 @@ cases = cases_of(st.just(0.0)) | cases_of(st.sampled_from([-math.inf, -1.0, 0.0,
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 @given(cases)
 @settings(max_examples=6)
-def test_same_steps(recipe: str, host: str, case: Case) -> None:
+def test_same_steps(recipe: str, host: str, case: ConformanceCase) -> None:
     tally = compare(case, recipe, host)
     assert tally.difference is None
     assert tally.identical == tally.steps >= max(task.output for task in case.tasks)
@@ -72,7 +72,7 @@ def test_stock_order_returns_by_arrival_when_ranks_from_outside_have_gone() -> N
     tasks = tuple(
         Task(at, prompt, output, Slo(), 0, urgency=late if prompt == 97 else urgent) for at, prompt, output in sizes
     )
-    case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
+    case = ConformanceCase(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
     assert compare(case, "vtc", HOOK).difference is None
 
 
@@ -82,7 +82,7 @@ def test_stock_order_returns_also_where_the_earlier_request_waits_as_the_ranks_g
     sizes = [(0.0, 1, 1, urgent), (0.0, 1, 2, 2.0), (1.0, 1, 3, urgent), (0.0, 1, 1, urgent), (0.0, 1, 17, -1.0)]
     sizes += [(0.0, 192, 30, urgent), (1.0, 1, 13, urgent)]
     tasks = tuple(Task(at, prompt, output, Slo(), 0, urgency=rank) for at, prompt, output, rank in sizes)
-    case = Case(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
+    case = ConformanceCase(tasks, max_running=2, budget=64, blocks=23, max_model_len=LONGEST, seed=8, copy_seconds=1e-5)
     assert compare(case, "vtc", HOOK).difference is None
 
 
@@ -95,7 +95,7 @@ def test_bigger_workloads_too(recipe: str, host: str) -> None:
 
 @given(cases)
 @settings(max_examples=20)
-def test_stock_priority_is_vllms_own(case: Case) -> None:
+def test_stock_priority_is_vllms_own(case: ConformanceCase) -> None:
     """With tokens and memory for everybody and no two at once; see the packer for what differs else."""
     apart = tuple(dataclasses.replace(task, at=task.at + 1e-6 * i) for i, task in enumerate(case.tasks))
     size = case.max_running * LONGEST
@@ -117,7 +117,7 @@ def test_loans_and_their_emergencies_are_licensed(recipe: str, copy_seconds: flo
             Task(0.0, int(rng.integers(1, 120)), int(output), Slo(), 0, float(left))
             for output, left in zip(outputs, lefts, strict=True)
         )
-        both = conformance.Both(Case(crowd, 16, 256, 40, 512, seed, copy_seconds), recipe, HOOK)
+        both = conformance.Both(ConformanceCase(crowd, 16, 256, 40, 512, seed, copy_seconds), recipe, HOOK)
         assert not any(both.steps())
         seen.update(both.real.scheduler.control({"op": "state"})["counters"])
         assert both.lean.free == 40

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.validate import prefixes
-from benchmarks.validate.conformance import HOOK, STOCK, Case, Tally, Task, tally_of
+from benchmarks.validate.conformance import HOOK, STOCK, ConformanceCase, StepTally, Task, tally_of
 from benchmarks.validate.prefixes import Caching, compare, draw
 from headway.engines.simulated import caching, prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
@@ -26,7 +26,7 @@ PROMISES = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), 
 
 
 @st.composite
-def workloads(draw: Any) -> Case:
+def workloads(draw: Any) -> ConformanceCase:
     """Return requests that begin with one of two system prompts, go on with a conversation, or do neither."""
     systems = [Prefix(f"system {i}", draw(st.integers(1, 120))) for i in range(2)]
     said = Counter[str]()
@@ -56,7 +56,7 @@ def workloads(draw: Any) -> Case:
                 prefix=prefix,
             )
         )
-    return Case(
+    return ConformanceCase(
         tuple(tasks),
         draw(st.integers(1, 8)),
         draw(st.sampled_from([64, 200, 512])),
@@ -69,7 +69,7 @@ def workloads(draw: Any) -> Case:
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
 @given(workloads())
 @settings(max_examples=6)
-def test_same_steps(recipe: str, host: str, case: Case) -> None:
+def test_same_steps(recipe: str, host: str, case: ConformanceCase) -> None:
     tally = compare(case, recipe, host)
     assert tally.difference is None
     assert tally.identical == tally.steps >= max(task.output for task in case.tasks)
@@ -125,14 +125,14 @@ def test_another_order_of_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "frees" in tally.difference
 
 
-def differs(seed: int, recipe: str) -> Tally:
+def differs(seed: int, recipe: str) -> StepTally:
     return compare(draw(np.random.default_rng(seed)), recipe)
 
 
 def test_a_fully_cached_prompt_computes_its_last_block() -> None:
     prefix = Prefix("chain", 64)
     tasks = (Task(0.0, 64, 2, Slo(), 0, prefix=prefix), Task(5.0, 64, 2, Slo(), 0, prefix=prefix))
-    both = Caching(Case(tasks, 2, 512, 30, 368, 0), "vllm", STOCK)
+    both = Caching(ConformanceCase(tasks, 2, 512, 30, 368, 0), "vllm", STOCK)
     assert not any(both.steps())
     assert both.lean.cache_stats == {
         "requests": 2,
@@ -149,7 +149,7 @@ def test_answers_are_found_by_the_next_turn_only_if_the_chain_goes_on_with_them(
         first = Prefix("talk", 40, answer=answer)
         second = Prefix("talk", 140)
         tasks = (Task(0.0, 40, 60, Slo(), 0, prefix=first), Task(9.0, 140, 5, Slo(), 0, prefix=second))
-        both = Caching(Case(tasks, 2, 512, 40, 368, 0), "slack", HOOK)
+        both = Caching(ConformanceCase(tasks, 2, 512, 40, 368, 0), "slack", HOOK)
         assert not any(both.steps())
         assert both.lean.cache_stats["hits"] == hits
 
@@ -158,7 +158,7 @@ def test_the_hook_learns_from_what_was_cached() -> None:
     """Of two prompts of one step, the second finds 160 tokens that the packer could not know of."""
     prefix = Prefix("chain", 160)
     tasks = tuple(Task(0.0, 170 + i, 3, Slo(), 0, prefix=prefix) for i in range(2))
-    both = Caching(Case(tasks, 2, 512, 40, 368, 0), "edf", HOOK)
+    both = Caching(ConformanceCase(tasks, 2, 512, 40, 368, 0), "edf", HOOK)
     assert not any(both.steps())
     decodes, context, prefill, pairs = both.real.scheduler.iteration_log.iterations[0][3:7]
     assert (decodes, context, prefill) == (0, 0, 170 + 11)
@@ -167,7 +167,7 @@ def test_the_hook_learns_from_what_was_cached() -> None:
 
 def test_pins_end_when_the_cache_is_reset_and_unknown_chains_are_ignored() -> None:
     prefix = Prefix("chain", 64)
-    case = Case((Task(0.0, 70, 2, Slo(), 0, prefix=prefix),), 2, 512, 60, 368, 0)
+    case = ConformanceCase((Task(0.0, 70, 2, Slo(), 0, prefix=prefix),), 2, 512, 60, 368, 0)
     both = Caching(case, "edf", HOOK)
     both.chains = []
     assert not any(both.steps())

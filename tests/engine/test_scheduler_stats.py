@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.validate import features
-from benchmarks.validate.conformance import BLOCK, Case, _config, _metadata, draw
+from benchmarks.validate.conformance import BLOCK, ConformanceCase, _config, _metadata, draw
 from benchmarks.validate.featured import Driver, make
 from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
@@ -22,13 +22,15 @@ from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsSch
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def build(case: Case, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None) -> SchedulerOracle:
+def build(
+    case: ConformanceCase, cls: type[Any] | None, *, policy: str = "fcfs", recipe: str | None = None
+) -> SchedulerOracle:
     budget, slots = max(case.budget, case.max_running), case.max_running * (1 if recipe is None else 2)
     setup = _config(case.max_running, budget, case.max_model_len, slots, recipe, policy)
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, cls))
 
 
-def decisions(case: Case, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
+def decisions(case: ConformanceCase, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
     """Run a workload to its end; return every step: order and tokens, preemptions, free blocks."""
     steps, todo = [], sorted(enumerate(case.tasks), key=lambda item: item[1].at)
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -43,7 +45,7 @@ def decisions(case: Case, engine: SchedulerOracle) -> list[tuple[Any, ...]]:
     return steps
 
 
-def tight(seed: int) -> Case:
+def tight(seed: int) -> ConformanceCase:
     """A workload that overflows its KV."""
     rng = np.random.default_rng(seed)
     return next(case for case in iter(lambda: draw(rng), None) if case.blocks < 8 * case.max_running)
@@ -98,7 +100,7 @@ def test_preempted_is_what_vllm_counts() -> None:
 
 def test_by_hand() -> None:
     """Two of 48 tokens in 7 blocks of 16: at 64 the second wants a block too many, and computes all again."""
-    engine = build(Case((), 2, 512, 7, 112, 0), StatsScheduler)
+    engine = build(ConformanceCase((), 2, 512, 7, 112, 0), StatsScheduler)
     engine.add("a", 48, 40)
     engine.add("b", 48, 40)
     while engine.busy:

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.validate import features, slow_loads
-from benchmarks.validate.featured import Ask, Driver, make
+from benchmarks.validate.featured import Driver, FeatureAsk, make
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.errors import ConfigError
 from headway.types import Step
@@ -27,7 +27,7 @@ ALL = ["vllm", *OTHERS]
 URGENT = {"ttft": 0.3, "tpot": 0.1}
 
 
-def run(recipe: str | None, asks: list[Ask], **options: Any) -> Driver:
+def run(recipe: str | None, asks: list[FeatureAsk], **options: Any) -> Driver:
     at, depth = options.pop("at", {}), 2 if options.get("async_scheduling") else 1
     driver = Driver(make_or_skip(recipe, **options), asks, depth, at)
     driver.run()
@@ -54,7 +54,7 @@ def nothing_can_be_freed(scheduler: Any) -> Iterator[None]:
     del scheduler._request_blocks_can_be_freed
 
 
-def check(recipe: str, asks: list[Ask], **options: Any) -> tuple[Driver, Driver]:
+def check(recipe: str, asks: list[FeatureAsk], **options: Any) -> tuple[Driver, Driver]:
     """Run stock and a recipe; the recipe answers as stock does, `vllm` in stock's own steps."""
     stock, ours = run(None, asks, **dict(options)), run(recipe, asks, **dict(options))
     if recipe == "vllm":
@@ -68,10 +68,10 @@ def check(recipe: str, asks: list[Ask], **options: Any) -> tuple[Driver, Driver]
     return stock, ours
 
 
-def crowd(n: int = 12, **more: Any) -> list[Ask]:
+def crowd(n: int = 12, **more: Any) -> list[FeatureAsk]:
     """Return requests of several lengths and priorities, a third of them with an SLO."""
     return [
-        Ask(
+        FeatureAsk(
             f"r{i}",
             i // 2,
             20 + 37 * i % 190,
@@ -119,7 +119,7 @@ def test_sessions_whose_last_token_is_on_its_way(recipe: str, seed: int) -> None
     """vLLM takes a session that is preempted then out of the queue that it has just joined: it is lost."""
     rng = np.random.default_rng(seed)
     asks = [
-        Ask(
+        FeatureAsk(
             f"r{i}",
             int(rng.integers(12)),
             int(rng.integers(5, 200)),
@@ -140,7 +140,7 @@ def test_a_session_that_is_closed_while_a_connector_delays_its_freeing(
 ) -> None:
     monkeypatch.setattr(slow_loads.SlowLoads, "request_finished", lambda *args: (True, None))
     scheduler = make_or_skip(recipe, pool=slow_loads.CONFIG)
-    driver = Driver(scheduler, [Ask("s", 0, 20, 2, turns=(20,))])
+    driver = Driver(scheduler, [FeatureAsk("s", 0, 20, 2, turns=(20,))])
     while not driver.ended:
         driver.step()
     assert "s" in scheduler.requests
@@ -159,14 +159,14 @@ def test_requests_that_have_ended_are_not_remembered(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ALL)
 def test_a_running_request_makes_room_for_sessions_that_wait_with_their_kv(recipe: str) -> None:
     """It needs another block, and so do they: paused, it would wait for them, and they for it."""
-    asks = [Ask("r", 0, 40, 60), *(Ask(f"s{i}", 0, 100, 3, turns=(60,)) for i in range(2))]
+    asks = [FeatureAsk("r", 0, 40, 60), *(FeatureAsk(f"s{i}", 0, 100, 3, turns=(60,)) for i in range(2))]
     check(recipe, asks, blocks=20)
 
 
 @pytest.mark.parametrize("recipe", [None, "vllm", "slack"])
 def test_sessions_that_all_wait_with_their_kv_block_each_other_as_in_stock(recipe: str | None) -> None:
     """Nothing runs whose KV vLLM could take (docs/truth.md); it goes on when a client ends its session."""
-    asks = [Ask(f"s{i}", 0, 100, 3, turns=(100,), abort=60 if i == 0 else None) for i in range(4)]
+    asks = [FeatureAsk(f"s{i}", 0, 100, 3, turns=(100,), abort=60 if i == 0 else None) for i in range(4)]
     driver = Driver(make_or_skip(recipe, blocks=30), asks)
     driver.run()
     assert not any(driver.steps[10:60])
@@ -233,9 +233,9 @@ def test_packers_count_drafts(recipe: str, seed: int) -> None:
 @pytest.mark.parametrize("recipe", ALL)
 def test_grammars_that_compile_hold_up_nobody(recipe: str) -> None:
     asks = [
-        Ask("late", 0, 40, 10, grammar=20, slo=URGENT),
-        *(Ask(f"r{i}", 0, 40, 30) for i in range(4)),
-        Ask("more", 1, 40, 5),
+        FeatureAsk("late", 0, 40, 10, grammar=20, slo=URGENT),
+        *(FeatureAsk(f"r{i}", 0, 40, 30) for i in range(4)),
+        FeatureAsk("more", 1, 40, 5),
     ]
     _, ours = check(recipe, asks)
     began = next(i for i, step in enumerate(ours.steps) if "late" in step)
@@ -249,7 +249,7 @@ def test_a_grammar_that_fails_fails_its_request_only() -> None:
         scheduler.requests["bad"].structured_output_request._grammar = ValueError("no grammar")
 
     for recipe in (None, *ALL):
-        driver = run(recipe, [Ask("bad", 0, 20, 5, grammar=99), Ask("good", 0, 20, 5)], at={4: fail})
+        driver = run(recipe, [FeatureAsk("bad", 0, 20, 5, grammar=99), FeatureAsk("good", 0, 20, 5)], at={4: fail})
         assert sorted(driver.ended) == ["bad", "good"]
 
 
@@ -278,7 +278,7 @@ def test_prefix_caching_and_chunk_thresholds(recipe: str, threshold: int) -> Non
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_an_id_may_be_used_again_at_once(recipe: str) -> None:
-    again = Ask("r", 3, 30, 4)
+    again = FeatureAsk("r", 3, 30, 4)
 
     def abort(scheduler: Any) -> None:
         from vllm.v1.request import RequestStatus
@@ -286,7 +286,7 @@ def test_an_id_may_be_used_again_at_once(recipe: str) -> None:
         scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
 
     scheduler = make_or_skip(recipe)
-    driver = Driver(scheduler, [Ask("r", 0, 50, 40)])
+    driver = Driver(scheduler, [FeatureAsk("r", 0, 50, 40)])
     for _ in range(3):
         driver.step()
     abort(scheduler)
@@ -339,7 +339,7 @@ def test_new_weights(recipe: str) -> None:
 
 def test_kv_of_old_weights_does_not_come_back_from_the_host() -> None:
     scheduler = make("slack", host_gib=0.01)
-    driver = Driver(scheduler, [Ask("r", 0, 60, 20)])
+    driver = Driver(scheduler, [FeatureAsk("r", 0, 60, 20)])
     for _ in range(4):
         driver.step()
     scheduler._save(scheduler.requests["r"])
@@ -357,7 +357,7 @@ def test_aborts_in_any_state(recipe: str) -> None:
 
 def test_blocks_that_a_connector_may_still_write_are_not_taken() -> None:
     scheduler = make("edf", blocks=12, max_running=2)
-    driver = Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)])
+    driver = Driver(scheduler, [FeatureAsk("a", 0, 80, 20), FeatureAsk("urgent", 1, 100, 5, slo=URGENT)])
     driver.step()
     with nothing_can_be_freed(scheduler):
         driver.step()
@@ -367,7 +367,7 @@ def test_blocks_that_a_connector_may_still_write_are_not_taken() -> None:
 
 def test_kv_is_not_saved_while_a_connector_may_still_write_it() -> None:
     scheduler = make("slack", host_gib=0.01)
-    driver = Driver(scheduler, [Ask("r", 0, 60, 20)])
+    driver = Driver(scheduler, [FeatureAsk("r", 0, 60, 20)])
     driver.step()
     with nothing_can_be_freed(scheduler):
         scheduler._save(scheduler.requests["r"])
@@ -385,7 +385,7 @@ def test_evicted_requests_drop_output_whose_kv_would_be_delivered() -> None:
         preempt(request, timestamp, drop_stale_output)
 
     scheduler._preempt_request, scheduler.requires_kv_delivery = noted, True
-    Driver(scheduler, [Ask("a", 0, 80, 20), Ask("urgent", 1, 100, 5, slo=URGENT)]).run()
+    Driver(scheduler, [FeatureAsk("a", 0, 80, 20), FeatureAsk("urgent", 1, 100, 5, slo=URGENT)]).run()
     assert seen == [True]
 
 
@@ -427,7 +427,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", [name for name in OTHERS if name != "ecoserve"])
 def test_cached_prompts_enter_as_early_as_with_stock(recipe: str) -> None:
     """Eleven prompts of 400 tokens, 384 of them cached, fit into a budget of 512 tokens and 120 blocks."""
-    asks = [Ask(f"r{i}", 3 * (i > 0), 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
+    asks = [FeatureAsk(f"r{i}", 3 * (i > 0), 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
     options = {"blocks": 120, "max_running": 12, "slots": 12, "max_batched_tokens": 512}
     stock, ours = check(recipe, asks, enable_prefix_caching=True, **options)
     assert ours.steps == stock.steps
@@ -437,7 +437,7 @@ def test_cached_prompts_enter_as_early_as_with_stock(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["edf", "slack", "priority"])
 def test_prompts_that_wait_for_the_same_prefix_enter_together(recipe: str) -> None:
     """Twelve of 400 tokens come at once: once the first is computed, 384 of all the others are cached."""
-    asks = [Ask(f"r{i}", 0, 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
+    asks = [FeatureAsk(f"r{i}", 0, 400, 20, shared=384, slo={"ttft": 5.0}) for i in range(12)]
     options = {"blocks": 120, "max_running": 12, "slots": 12, "max_batched_tokens": 416}
     ours = run(recipe, asks, enable_prefix_caching=True, **options)
     assert ours.steps[0]["r0"] == 400
@@ -466,7 +466,7 @@ def test_shared_blocks_are_counted_once(recipe: str, seed: int) -> None:
 
 
 def test_a_request_that_lost_its_kv_finds_it_again() -> None:
-    asks = [Ask("a", 0, 300, 20), Ask("urgent", 2, 200, 5, slo=URGENT)]
+    asks = [FeatureAsk("a", 0, 300, 20), FeatureAsk("urgent", 2, 200, 5, slo=URGENT)]
     scheduler = make("edf", blocks=26, max_running=2, enable_prefix_caching=True)
     driver = Driver(scheduler, asks)
     for _ in range(3):
@@ -483,7 +483,7 @@ def test_a_request_that_lost_its_kv_finds_it_again() -> None:
 
 @pytest.mark.parametrize("recipe", ["edf", "slack", "priority"])
 def test_a_long_prompt_leaves_the_rest_of_the_budget_to_others(recipe: str) -> None:
-    asks = [Ask(f"r{i}", 0, 200, 5, slo=URGENT) for i in range(4)]
+    asks = [FeatureAsk(f"r{i}", 0, 200, 5, slo=URGENT) for i in range(4)]
     options = {"long_prefill_token_threshold": 40, "max_batched_tokens": 100}
     ours = run(recipe, asks, **options)
     assert ours.steps[0] == {"r0": 40, "r1": 40, "r2": 20}
@@ -492,7 +492,7 @@ def test_a_long_prompt_leaves_the_rest_of_the_budget_to_others(recipe: str) -> N
 @pytest.mark.parametrize("recipe", OTHERS)
 def test_loads_begin_at_once(recipe: str) -> None:
     """Eight prompts of 400 tokens whose KV is elsewhere but for one: no budget of tokens is in the way."""
-    asks = [Ask(f"r{i}", 0, 401, 5, load=400) for i in range(8)]
+    asks = [FeatureAsk(f"r{i}", 0, 401, 5, load=400) for i in range(8)]
     stock, ours = check(recipe, asks, pool=slow_loads.CONFIG, blocks=300, max_running=8, slots=8)
     assert len(ours.steps) <= len(stock.steps) + 1
 
@@ -500,13 +500,13 @@ def test_loads_begin_at_once(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ALL)
 def test_a_load_that_failed_is_computed(recipe: str) -> None:
     """The request waits with blocks, as one whose KV has come, and has nothing computed."""
-    asks = [Ask("a", 0, 100, 5, load=64, fails=True), Ask("b", 1, 50, 5)]
+    asks = [FeatureAsk("a", 0, 100, 5, load=64, fails=True), FeatureAsk("b", 1, 50, 5)]
     check(recipe, asks, pool=slow_loads.CONFIG)
 
 
 def test_a_resumed_request_comes_back_beside_the_adapters_that_run() -> None:
     """Its own order would show stock one adapter more than fit."""
-    asks = [Ask("r0", 0, 20, 30, adapter=1), *(Ask(f"r{i}", 2, 20, 20, adapter=i + 1) for i in (1, 2, 3))]
+    asks = [FeatureAsk("r0", 0, 20, 30, adapter=1), *(FeatureAsk(f"r{i}", 2, 20, 20, adapter=i + 1) for i in (1, 2, 3))]
     control = {
         1: lambda scheduler: scheduler.control({"op": "pause", "ids": ["r0"]}),
         5: lambda scheduler: scheduler.control({"op": "resume", "ids": ["r0"]}),
@@ -519,13 +519,13 @@ def test_a_resumed_request_comes_back_beside_the_adapters_that_run() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_images_are_encoded_and_cut_as_with_stock(recipe: str, whole: bool) -> None:
     """Tokens 50 to 110 of each prompt are an image: a cap of 64 tokens ends within it."""
-    asks = [Ask(f"r{i}", i, 150, 8, image=(50, 60)) for i in range(6)]
+    asks = [FeatureAsk(f"r{i}", i, 150, 8, image=(50, 60)) for i in range(6)]
     check(recipe, asks, encoder=128, disable_chunked_mm_input=whole, max_batched_tokens=64)
 
 
 def test_no_cap_cuts_an_image_that_must_stay_whole() -> None:
     """A chunk of 40 tokens would; stock 0.32 itself sees it only where the chunk begins before the image."""
-    asks = [Ask(f"r{i}", 0, 150, 8, image=(20 * i, 60), slo=URGENT) for i in range(4)]
+    asks = [FeatureAsk(f"r{i}", 0, 150, 8, image=(20 * i, 60), slo=URGENT) for i in range(4)]
     scheduler = make("slack", encoder=128, disable_chunked_mm_input=True, max_batched_tokens=256)
     scheduler.packer = replace(scheduler.packer, min_chunk=40, max_step=1e-6)
     driver, computed = Driver(scheduler, asks), {ask.id: 0 for ask in asks}
@@ -538,7 +538,7 @@ def test_no_cap_cuts_an_image_that_must_stay_whole() -> None:
 
 
 def test_a_pause_leaves_vllms_priorities_in_force() -> None:
-    asks = [Ask("held", 0, 20, 30), *(Ask(f"r{i}", 2, 20, 5, priority=5 - i) for i in range(5))]
+    asks = [FeatureAsk("held", 0, 20, 30), *(FeatureAsk(f"r{i}", 2, 20, 5, priority=5 - i) for i in range(5))]
     control = {
         1: lambda scheduler: scheduler.control({"op": "pause", "ids": ["held"]}),
         60: lambda scheduler: scheduler.control({"op": "resume", "ids": ["held"]}),
@@ -549,7 +549,7 @@ def test_a_pause_leaves_vllms_priorities_in_force() -> None:
 
 def feed(recipe: str | None, *prompts: int, **options: Any) -> list[dict[str, int]]:
     """Return the steps of these prompts, where one of more than 400 tokens is long."""
-    asks = [Ask(f"r{i}", 0, prompt, 3) for i, prompt in enumerate(prompts)]
+    asks = [FeatureAsk(f"r{i}", 0, prompt, 3) for i, prompt in enumerate(prompts)]
     limits = {"long_prefill_token_threshold": 400, "max_batched_tokens": 1024, "max_model_len": 4096}
     return run(recipe, asks, blocks=400, **(limits | options)).steps
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headway.cluster.backends.port import Held, Ran
+from headway.cluster.backends.port import HeldWorker, UnitResult
 from headway.config import Backend as Settings
 
 
@@ -70,11 +70,11 @@ class Echo:
         self.name, self.word = name, settings.options["word"]
         self.closed = False
 
-    async def warm(self) -> Held | None:
+    async def warm(self) -> HeldWorker | None:
         return None
 
-    async def run(self, tenant: str, input: Any) -> Ran:
-        return Ran([self.word, tenant, input], warm=True, waited=0.0)
+    async def run(self, tenant: str, input: Any) -> UnitResult:
+        return UnitResult([self.word, tenant, input], warm=True, waited=0.0)
 
     async def close(self) -> None:
         self.closed = True

@@ -22,8 +22,8 @@ import openai
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.gateway import gateway as inner
+from headway.gateway.main import GatewayServer as HttpServer
 from headway.gateway.main import OpenLink, bind
-from headway.gateway.main import Server as HttpServer
 from headway.policy.core.controller import Controller
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import attack
-from benchmarks.real.attack_clients import ATTACKS, TENANTS, Target, request, say
+from benchmarks.real.attack_clients import ATTACKS, TENANTS, AttackTarget, request, say
 from benchmarks.real.peers import servers
 from headway.whatif.output.results import Row, save
 from testing.fake_engine import NAME
@@ -47,7 +47,7 @@ def test_it_is_written(rows: list[Row], tmp_path: Path) -> None:
 
 async def test_losses_and_errors_are_counted(tmp_path: Path) -> None:
     with servers(tmp_path) as (engine, gateway):
-        target = Target(gateway, engine, tmp_path)
+        target = AttackTarget(gateway, engine, tmp_path)
         assert await target.chat() == 200
         assert (target.lost, target.broken) == (0, 0)
         assert await target.chat(vllm_xargs={"fake_end": "500"}) == 500

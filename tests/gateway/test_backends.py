@@ -22,7 +22,7 @@ from headway.cluster.backends.containers import check_docker
 from headway.cluster.backends.model import Model
 from headway.cluster.backends.namespaces import check_namespaces
 from headway.cluster.backends.pool import WorkerPool
-from headway.cluster.backends.port import BackendError, Ran
+from headway.cluster.backends.port import BackendError, UnitResult
 from headway.cluster.backends.registry import make, opened
 from headway.cluster.backends.sandbox import Sandboxes
 from headway.config import Backend as Settings
@@ -88,7 +88,7 @@ async def model(load: str = "scripted", **more: Any) -> AsyncIterator[Model]:
         assert backend.pool.live == 0
 
 
-async def execute(backend: Sandboxes, code: str) -> Ran:
+async def execute(backend: Sandboxes, code: str) -> UnitResult:
     return await backend.run("tenant", {"code": code})
 
 

@@ -20,7 +20,7 @@ from headway.config import Server
 from headway.errors import ConfigError
 from headway.gateway import tasks
 from headway.gateway.app import new_app
-from headway.gateway.http.connections import SPARE, Connections, Limit, Limits
+from headway.gateway.http.connections import SPARE, ConnectionLimits, Connections, Limit
 from headway.gateway.http.protocol import LimitedHttp, WithoutChunks, protocol_class
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, SAY, Fake, Gateway, until
@@ -181,7 +181,7 @@ class Looked:
 
 async def test_a_busy_gateway_does_not_take_clients_for_slow() -> None:
     """What has come is read between two looks, so the first one ends nothing."""
-    every = Connections(Limits.of(Server(), 1024))
+    every = Connections(ConnectionLimits.of(Server(), 1024))
     prompt, slow = Looked(1), Looked(1000)
     for one in (prompt, slow):
         every.add(one)
@@ -192,7 +192,7 @@ async def test_a_busy_gateway_does_not_take_clients_for_slow() -> None:
 
 
 def test_progress_resets_the_time_to_read() -> None:
-    limits = Limits(max_head=1000, head_s=1000.0, body_s=1000.0, write_s=60.0, most=9)
+    limits = ConnectionLimits(max_head=1000, head_s=1000.0, body_s=1000.0, write_s=60.0, most=9)
     with closing(asyncio.new_event_loop()) as loop:
         transport = Unread()
         protocol = protocol_class(Connections(limits))(uvicorn.Config(new_app()), ServerState(), {}, loop)
@@ -241,7 +241,7 @@ def test_when_all_are_in_use_health_is_answered(serve: Serve, fake: Fake) -> Non
 
 def test_files_are_left_for_engines() -> None:
     def most(files: int, limit: int | None = None) -> int:
-        return Limits.of(Server(max_connections=limit), files).most
+        return ConnectionLimits.of(Server(max_connections=limit), files).most
 
     assert most(1024) == (1024 - 256 - SPARE) // 2
     assert most(2**20) == 16_384

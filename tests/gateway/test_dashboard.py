@@ -21,7 +21,7 @@ from headway.config import Journal, Key, Tier
 from headway.gateway.apis.dashboard.explain import Explainer
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.watch.ends import Ended
-from headway.gateway.watch.history import Pair, View
+from headway.gateway.watch.history import HistoryView, RatePair
 from headway.gateway.watch.late import LateRequests, spans
 from headway.types import Request, Slo
 from tests.gateway.conftest import Serve
@@ -44,31 +44,31 @@ def ended(id: str, by: float, *, promised: float = 1.0) -> tuple[InFlightRequest
 
 @given(st.lists(st.integers(-10, 500).map(lambda tenths: tenths / 10), max_size=200))
 def test_the_latest_are_kept(by: list[float]) -> None:
-    late = LateRequests(Pair)
+    late = LateRequests(RatePair)
     for number, seconds in enumerate(by):
         one, end = ended(f"r{number}", seconds)
         late.ended(Ended(one, end, "finished", 1))
-    seen = [one.by for one in late.latest(View(), 160.0)]
+    seen = [one.by for one in late.latest(HistoryView(), 160.0)]
     assert seen == pytest.approx(sorted((s for s in by if s > 1e-9), reverse=True)[:12], abs=1e-6)
 
 
 def test_what_was_late_long_ago_is_not_listed() -> None:
-    late = LateRequests(Pair)
+    late = LateRequests(RatePair)
     one, end = ended("r0", 5.0)
     late.ended(Ended(one, end, "failed", 1))
-    assert [found.id for found in late.latest(View(), end + 500)] == ["r0"]
-    assert late.latest(View(), end + 700) == []
-    assert [found.id for found in late.latest(View("1h"), end + 700)] == ["r0"]
+    assert [found.id for found in late.latest(HistoryView(), end + 500)] == ["r0"]
+    assert late.latest(HistoryView(), end + 700) == []
+    assert [found.id for found in late.latest(HistoryView("1h"), end + 700)] == ["r0"]
 
 
 def test_a_view_lists_its_own_even_if_others_were_later() -> None:
-    late = LateRequests(Pair)
+    late = LateRequests(RatePair)
     for number in range(40):
         one, end = ended(f"r{number}", 5.0 + number)
         one.request = replace(one.request, tier="code" if number else "chat")
         late.ended(Ended(one, end, "finished", 1))
-    assert [found.id for found in late.latest(View(tier="chat"), end)] == ["r0"]
-    assert len(late.latest(View(tier="code"), end)) == len(late.latest(View(), end)) == 12
+    assert [found.id for found in late.latest(HistoryView(tier="chat"), end)] == ["r0"]
+    assert len(late.latest(HistoryView(tier="code"), end)) == len(late.latest(HistoryView(), end)) == 12
 
 
 def test_spans_add_up_to_the_whole_time() -> None:
@@ -81,9 +81,9 @@ def test_the_target_that_was_missed_by_most_is_named() -> None:
     one, _ = ended("r0", 0.0)
     one.request = Request("r0", "m", 4, 8, 100.0, Slo(ttft=1.0, tpot=0.1), tier="chat")
     one.streams, one.first_token = True, 102.0
-    late = LateRequests(Pair)
+    late = LateRequests(RatePair)
     late.ended(Ended(one, 107.0, "finished", 11))
-    found = late.latest(View(), 107.0)[0]
+    found = late.latest(HistoryView(), 107.0)[0]
     assert (found.target, found.promised, found.by) == ("tpot", pytest.approx(1.0), pytest.approx(4.0))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.gateway.watch.figures import Attained, attained, figures, quantile
-from headway.gateway.watch.history import FINEST, KEPT, OWED, RATIO, WINDOWS, History, Pair, View, _bin
+from headway.gateway.watch.history import FINEST, KEPT, OWED, RATIO, WINDOWS, History, HistoryView, RatePair, _bin
 from headway.gateway.watch.label_values import OTHER
 
 LOWEST, BINS = 0.001, range(56)
@@ -29,10 +29,10 @@ def test_an_answer_is_shown_as_long_as_the_window_is(window: str) -> None:
     while now < seconds - step:
         now += min(step, 60)
         history.note(now)
-        assert figures(history, View(window), now)["answered"] == 1
+        assert figures(history, HistoryView(window), now)["answered"] == 1
     history.note(seconds + step)
-    assert figures(history, View(window), seconds + step)["answered"] == 0
-    assert figures(history, View("24h"), seconds + step)["answered"] == (window != "24h")
+    assert figures(history, HistoryView(window), seconds + step)["answered"] == 0
+    assert figures(history, HistoryView("24h"), seconds + step)["answered"] == (window != "24h")
 
 
 def test_a_gateway_that_slept_for_days_shows_nothing_old() -> None:
@@ -40,7 +40,7 @@ def test_a_gateway_that_slept_for_days_shows_nothing_old() -> None:
     answer(history)
     history.note(10.0)
     history.note(1e6)
-    assert [figures(history, View(window), 1e6)["answered"] for window in WINDOWS] == [0] * len(WINDOWS)
+    assert [figures(history, HistoryView(window), 1e6)["answered"] for window in WINDOWS] == [0] * len(WINDOWS)
 
 
 def test_rates_count_the_seconds_that_the_gateway_has_lived() -> None:
@@ -48,7 +48,7 @@ def test_rates_count_the_seconds_that_the_gateway_has_lived() -> None:
     for _ in range(20):
         answer(history)
     history.note(1004.0)
-    found = figures(history, View("24h"), 1004.0)
+    found = figures(history, HistoryView("24h"), 1004.0)
     assert found["ends"] == [1004.0]
     assert found["tokens"] == {"in": [150.0], "out": [50.0]}
     assert (found["requests_per_s"], found["tokens_per_s"]) == (5.0, 200.0)
@@ -59,7 +59,7 @@ def test_a_young_bucket_is_part_of_the_one_before() -> None:
     for now in (10.0, 20.0, 21.0):
         answer(history)
         history.note(now)
-    found = figures(history, View(), 21.0)
+    found = figures(history, HistoryView(), 21.0)
     assert found["ends"] == [10.0, 21.0]
     assert found["tokens"]["out"] == [1.0, pytest.approx(20 / 11)]
 
@@ -73,7 +73,7 @@ def test_a_view_shows_its_class_and_tenant_only() -> None:
     history.note(5.0)
 
     def seen(tier: str | None, tenant: str | None) -> tuple[int, int, list[str]]:
-        found = figures(history, View(FINEST, tier, tenant), 5.0)
+        found = figures(history, HistoryView(FINEST, tier, tenant), 5.0)
         return found["answered"], found["failed"], list(found["attained"])
 
     assert seen(None, None) == (3, 1, ["chat", "code"])
@@ -91,9 +91,9 @@ def test_memory_depends_on_neither_requests_nor_tenants() -> None:
         answer(history, f"class {number % 20}", f"tenant {number // 20}")
     history.note(5.0)
     assert history.size == size
-    assert history.pair("class 1", "another tenant") == Pair(OTHER, OTHER)
+    assert history.pair("class 1", "another tenant") == RatePair(OTHER, OTHER)
     assert len(history.tenants) <= 65
-    assert figures(history, View(), 5.0)["answered"] == 1000, "those without a row of their own count, too"
+    assert figures(history, HistoryView(), 5.0)["answered"] == 1000, "those without a row of their own count, too"
 
 
 def test_attained_by_bucket() -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from headway.config import Journal as JournalTable
-from headway.store.journal.reader import Journal, read
+from headway.store.journal.reader import JournalReader, read
 from headway.store.journal.rows import RequestRow
 from headway.store.journal.writer import PATTERN
 from tests.gateway.conftest import Serve
@@ -18,7 +18,7 @@ from tests.gateway.test_request_ends import fakes
 SECRET = "a sentence that no journal may hold"
 
 
-def journal(gateway: Gateway) -> Journal:
+def journal(gateway: Gateway) -> JournalReader:
     folder = gateway.config.journal_dir
     assert folder is not None
     return read(folder)

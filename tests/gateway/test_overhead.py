@@ -15,7 +15,7 @@ from testing.fake_engine import NAME
 
 
 @pytest.fixture(scope="module")
-def measured() -> overhead.Measured:
+def measured() -> overhead.OverheadFigures:
     """Measure everything for a moment, the hook in small batches."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (overhead, responses):
@@ -29,7 +29,7 @@ def measured() -> overhead.Measured:
         return overhead.measure((), True, 0)
 
 
-def test_every_figure_is_there(measured: overhead.Measured) -> None:
+def test_every_figure_is_there(measured: overhead.OverheadFigures) -> None:
     found = {(row.id, row.system): row for row in measured.rows if row.ours is not None and row.ours > 0}
     for name in ("added_ms.p50", "added_ms.p99", "req_per_s", "tokens_per_s"):
         assert (f"gateway.{name}", "headway") in found
@@ -44,7 +44,7 @@ def test_every_figure_is_there(measured: overhead.Measured) -> None:
     assert ("hook.update_us", "stock") in found
 
 
-def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
+def test_it_is_written(measured: overhead.OverheadFigures, tmp_path: Path) -> None:
     report = overhead.main.report(overhead.result(measured))
     files = save(report, tmp_path, {"overhead": overhead.plot(measured)})
     assert {file.name for file in files} == {"report.json", "overhead.png", "report.html", "report.md"}
@@ -56,7 +56,7 @@ def test_it_is_written(measured: overhead.Measured, tmp_path: Path) -> None:
     assert report.table().row_count == len(measured.rows)
 
 
-def test_a_gateway_is_measured_while_its_planner_thinks(measured: overhead.Measured) -> None:
+def test_a_gateway_is_measured_while_its_planner_thinks(measured: overhead.OverheadFigures) -> None:
     rows = {(row.id, row.system): row for row in measured.rows if row.id.startswith("planning.")}
     assert set(rows) == {
         (f"planning.{p}_ms", system) for p in ("p50", "p99") for system in ("thinks", "answers at once")
@@ -94,7 +94,7 @@ def test_an_event_that_a_proxy_cuts_in_two_is_a_token() -> None:
         responses.count_response(head + cut + b"0\r\n\r\n", True)
 
 
-def test_a_viewer_of_the_dashboard_is_measured(measured: overhead.Measured) -> None:
+def test_a_viewer_of_the_dashboard_is_measured(measured: overhead.OverheadFigures) -> None:
     found = [row for row in measured.rows if row.id.startswith("dashboard.")]
     rows = {(row.id, row.setting.split(",")[0]): row for row in found}
     assert rows["dashboard.us_per_request", "no viewer"].ours > 0  # type: ignore[operator]

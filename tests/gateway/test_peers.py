@@ -59,7 +59,7 @@ def test_peers_are_measured_as_headway_is(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HEADWAY_PEERS", str(PEERS))
     for module in (overhead, responses):
         monkeypatch.setattr(module, "TOKENS", 20)
-    measured, rng = overhead.Measured(peers=peer_gateways.versions(KNOWN)), np.random.default_rng(0)
+    measured, rng = overhead.OverheadFigures(peers=peer_gateways.versions(KNOWN)), np.random.default_rng(0)
     with overhead._systems(tmp_path, chosen(",".join(KNOWN))) as systems:
         assert [system.name for system in systems] == ["direct", "headway", *KNOWN]
         overhead._latency(systems, measured, 10, rng)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headway import clock
-from headway.cluster.backends.port import BackendError, Held
+from headway.cluster.backends.port import BackendError, HeldWorker
 from headway.config import Tier
 from headway.events import Event, Prewarmed
 from headway.gateway.control.prewarm import Warmer, Warmups
@@ -39,7 +39,7 @@ class Scripted(Warmer):
     fresh: bool = True
     shared: bool = True
     began: list[str] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldWorker] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
 
     def key(self, command: Prewarm) -> Hashable | None:
@@ -48,7 +48,7 @@ class Scripted(Warmer):
             return None
         return name if self.shared else object()
 
-    async def warm(self, command: Prewarm) -> Held | None:
+    async def warm(self, command: Prewarm) -> HeldWorker | None:
         name = command.resource.name
         self.began.append(name)
         await self.go.wait()
@@ -58,7 +58,7 @@ class Scripted(Warmer):
         async def release() -> None:
             self.released.append(name)
 
-        self.held.append(Held(asyncio.Event(), release, self.fresh))
+        self.held.append(HeldWorker(asyncio.Event(), release, self.fresh))
         return None if name == "full" else self.held[-1]
 
     def used(self, request: Request) -> None:

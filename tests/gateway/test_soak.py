@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import soak
-from benchmarks.real.soak_history import End, History, check
+from benchmarks.real.soak_history import End, SoakHistory, check
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask, Row, save
 from testing.fake_engine import NAME
@@ -35,7 +35,7 @@ DONE, OTHER, WAITS, UNKNOWN = ("completed", "a"), ("completed", "b"), ("queued",
     ],
 )
 def test_a_history_is_judged(looks: list[End], lost: int, twice: int) -> None:
-    history = History({"good": [DONE], "a": []})
+    history = SoakHistory({"good": [DONE], "a": []})
     for look in looks:
         history.saw("a", *look)
     verdict = check(history)
@@ -45,7 +45,7 @@ def test_a_history_is_judged(looks: list[End], lost: int, twice: int) -> None:
 
 def test_answers_to_waiting_clients_and_computations_count() -> None:
     computed = Counter({"a": 1, "b": 3})
-    verdict = check(History({"a": [DONE]}, whole=5, silent=2, doubled=1, computed=computed))
+    verdict = check(SoakHistory({"a": [DONE]}, whole=5, silent=2, doubled=1, computed=computed))
     assert (verdict.accepted, verdict.lost, verdict.twice, verdict.recomputed) == (8, 2, 1, 2)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headway.config import BATCH, Config, Engine, Tier
 from headway.engines.vllm.process import client
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone, OpenRequest
-from headway.engines.vllm.process.pace import Pace, measure
+from headway.engines.vllm.process.pace import MeasuredPace, measure
 from headway.errors import EngineError
 from headway.gateway.apis.state import AppState
 from headway.gateway.control.targets import Paces, describe, fit_tier, measures, round_up
@@ -27,8 +27,8 @@ from tests.gateway.swapping import start_instead
 from tests.gateway.test_dashboard import live
 
 BUILT_IN = Config().classes["chat"]
-QUICK = Pace(ttft=0.2, tpot=0.03, streams=4, together=0.06)
-SLOW = Pace(ttft=1.6, tpot=0.1, streams=4, together=0.182)
+QUICK = MeasuredPace(ttft=0.2, tpot=0.03, streams=4, together=0.06)
+SLOW = MeasuredPace(ttft=1.6, tpot=0.1, streams=4, together=0.182)
 
 
 # ---- rules

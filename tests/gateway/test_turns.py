@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from headway.config import Server
-from headway.gateway.http.connections import Connections, Limits
+from headway.gateway.http.connections import ConnectionLimits, Connections
 from headway.gateway.http.protocol import protocol_class
 from headway.gateway.http.turns import Turns
 
@@ -83,7 +83,7 @@ class Door:
 
     def __init__(self) -> None:
         self.begun = list[str]()
-        self._http = protocol_class(Connections(Limits.of(Server(), 4096)))
+        self._http = protocol_class(Connections(ConnectionLimits.of(Server(), 4096)))
         self._config = uvicorn.Config(self._answer, interface="asgi3", proxy_headers=False)
         self._config.load()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import EngineRow, RequestRow, StayRow, packed
 from headway.store.journal.writer import MIB, Writer
 
@@ -56,7 +56,7 @@ def stay(id: str, entered: float, first: float, ended: float, **fields: Any) -> 
     return replace(StayRow(id, "e0", entered, entered, first, ended, ""), **fields)
 
 
-def written(journal: Journal, folder: Path) -> Path:
+def written(journal: JournalReader, folder: Path) -> Path:
     """Write a journal to a folder."""
     writer = Writer(folder, 64 * MIB, 10 * 365 * 86400.0, most=16 * MIB)
     writer.write([*journal.engines.values(), *journal.requests, *journal.refusals, *journal.stays])

@@ -13,7 +13,7 @@ import asyncpg
 
 from headway.store.queue.postgres_link import Address
 from testing.servers.postgres import PASSWORD as PASSWORD
-from testing.servers.postgres import Server as PrivateServer
+from testing.servers.postgres import PostgresServer as PrivateServer
 from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster  # type: ignore[import-untyped, unused-ign
 
 from headway.cluster.up.cluster import Actors, connected
 from headway.cluster.up.parts import HOST, parts_of, template
-from headway.cluster.up.supervisor import State
+from headway.cluster.up.supervisor import PartState
 from headway.config import Config, Engine, Up, Wire
 from headway.config import Server as ServerConfig
 from headway.engines.vllm.process.launch import free_port
@@ -27,7 +27,7 @@ from tests.helpers import rabbitmq
 NODE = "headway_node"  # custom resources of the nodes: NODE0, NODE1
 
 
-def told(name: str, state: State | None) -> None:
+def told(name: str, state: PartState | None) -> None:
     """Ignore it."""
 
 
@@ -98,7 +98,7 @@ def test_parts_move_when_a_node_goes_and_end_together(
     server = replace(base.server, port=free_port())
     config = replace(base, wire=wire, engines=engines, up=up, server=server)
 
-    def chat(state: State) -> int:
+    def chat(state: PartState) -> int:
         body = {"model": "smollm2", "messages": SAY, "max_tokens": 8}
         return int(WEB.post(f"http://{state.host}:{state.port}{CHAT}", json=body, timeout=30).status_code)
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headway.cluster.wire.connection import Address
+from headway.cluster.wire.connection import RabbitAddress
 from tests.helpers import rabbitmq as server
 from tests.wire.ends import clear
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[Address]:
-    address = Address(server.the_url(), f"test-{secrets.token_hex(6)}")
+async def address() -> AsyncIterator[RabbitAddress]:
+    address = RabbitAddress(server.the_url(), f"test-{secrets.token_hex(6)}")
     yield address
     await clear(address)

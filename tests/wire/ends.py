@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headway.cluster.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, Address, Connection, tag_of
+from headway.cluster.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, RabbitAddress, RabbitConnection, tag_of
 from headway.cluster.wire.messages import Item
 from headway.cluster.wire.port import Message
 from headway.cluster.wire.rabbitmq import RabbitLink
@@ -17,8 +17,8 @@ SECONDS = 30.0  # for anything to happen
 
 
 @asynccontextmanager
-async def linked(address: Address) -> AsyncIterator[Connection]:
-    connection = await Connection.connect(address, "test")
+async def linked(address: RabbitAddress) -> AsyncIterator[RabbitConnection]:
+    connection = await RabbitConnection.connect(address, "test")
     try:
         yield connection
     finally:
@@ -26,7 +26,7 @@ async def linked(address: Address) -> AsyncIterator[Connection]:
 
 
 @asynccontextmanager
-async def leading(address: Address, name: str = "c") -> AsyncIterator[RabbitLink]:
+async def leading(address: RabbitAddress, name: str = "c") -> AsyncIterator[RabbitLink]:
     """Yield a controller that leads."""
     async with RabbitLink.opened(address, name, controls=True) as link:
         await eventually(lambda: link.connected)
@@ -60,7 +60,7 @@ async def eventually(true: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def dead(address: Address) -> list[tuple[bytes, str]]:
+async def dead(address: RabbitAddress) -> list[tuple[bytes, str]]:
     """Take all dead letters: bodies and reasons."""
     found = []
     async with linked(address) as connection:
@@ -70,7 +70,7 @@ async def dead(address: Address) -> list[tuple[bytes, str]]:
     return found
 
 
-async def clear(address: Address) -> None:
+async def clear(address: RabbitAddress) -> None:
     """Delete what an address has on the server."""
     async with linked(address) as connection:
         for queue in (CONTROLLER, TERM, DEAD):

@@ -14,7 +14,7 @@ from yarl import URL
 
 from headway import clock
 from headway.cluster.wire.codec import Envelope, encode
-from headway.cluster.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, Address, Connection
+from headway.cluster.wire.connection import CONTROLLER, DIRECT, MAX_BYTES, RabbitAddress, RabbitConnection
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.errors import ConfigError
 from headway.events import Failed, Tick
@@ -29,7 +29,7 @@ COUNT = 2_000
 # ---- messages
 
 
-async def test_what_one_sends_comes_in_its_order_without_a_gap(address: Address) -> None:
+async def test_what_one_sends_comes_in_its_order_without_a_gap(address: RabbitAddress) -> None:
     async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
         for number in range(COUNT):
             a.send("controller", end(number))
@@ -44,7 +44,7 @@ async def test_what_one_sends_comes_in_its_order_without_a_gap(address: Address)
     assert senders == {("a", leader.term)} or leader.term == 0
 
 
-async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address: Address) -> None:
+async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address: RabbitAddress) -> None:
     opened = RabbitLink.opened
     async with leading(address) as leader, opened(address, "a") as a, opened(address, "b") as b:
         term = leader.term
@@ -58,14 +58,14 @@ async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address
         assert (message.items, message.epoch) == ((Tick(),), term)
 
 
-async def test_what_waits_comes_to_the_next_leader(address: Address) -> None:
+async def test_what_waits_comes_to_the_next_leader(address: RabbitAddress) -> None:
     async with RabbitLink.opened(address, "a") as a:
         a.send("controller", end(1))
         async with leading(address) as leader:
             assert items(await receive(leader)) == [end(1)]
 
 
-async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: Address) -> None:
+async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: RabbitAddress) -> None:
     """A message is acknowledged when the next one is asked for."""
     async with RabbitLink.opened(address, "a") as a:
         async with leading(address) as leader:
@@ -75,7 +75,7 @@ async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: Addr
             assert items(await receive(leader)) == [end(1)]
 
 
-async def test_clocks_that_are_apart_are_known(address: Address) -> None:
+async def test_clocks_that_are_apart_are_known(address: RabbitAddress) -> None:
     """Five minutes, and a way that takes less than a few seconds even on a slow machine."""
     async with leading(address) as leader, linked(address) as connection:
         for number in range(1, 4):
@@ -88,7 +88,7 @@ async def test_clocks_that_are_apart_are_known(address: Address) -> None:
 # ---- leaders
 
 
-async def test_one_leads_and_the_next_has_a_higher_epoch(address: Address) -> None:
+async def test_one_leads_and_the_next_has_a_higher_epoch(address: RabbitAddress) -> None:
     epochs = []
     for round in range(4):
         async with leading(address, f"c{round}") as leader:
@@ -108,7 +108,7 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(address: Address) -> No
     assert all(one < two for one, two in pairwise(epochs)), epochs
 
 
-async def test_a_controller_that_does_not_lead_says_nothing(address: Address) -> None:
+async def test_a_controller_that_does_not_lead_says_nothing(address: RabbitAddress) -> None:
     opened = RabbitLink.opened
     async with leading(address) as leader, opened(address, "c2", controls=True) as other, opened(address, "a") as a:
         other.send("a", Send("1", "e0"))
@@ -119,7 +119,7 @@ async def test_a_controller_that_does_not_lead_says_nothing(address: Address) ->
 # ---- what goes wrong on the way
 
 
-async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Address) -> None:
+async def test_a_process_that_was_cut_off_connects_again_and_knows(address: RabbitAddress) -> None:
     async with proxied(address.url) as (proxy, url), leading(address) as leader, AsyncExitStack() as stack:
         a = await stack.enter_async_context(RabbitLink.opened(replace(address, url=url), "a"))
         assert (a.connected, a.connections) == (True, 1)
@@ -133,7 +133,9 @@ async def test_a_process_that_was_cut_off_connects_again_and_knows(address: Addr
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-async def test_a_server_that_ends_connections_while_they_are_made(address: Address, run: Callable[..., None]) -> None:
+async def test_a_server_that_ends_connections_while_they_are_made(
+    address: RabbitAddress, run: Callable[..., None]
+) -> None:
     """The loops differ in what aiormq then raises: its own errors, CancelledError, StopAsyncIteration."""
 
     async def cut_off_again_and_again() -> None:
@@ -148,11 +150,11 @@ async def test_a_server_that_ends_connections_while_they_are_made(address: Addre
     await asyncio.to_thread(run, cut_off_again_and_again())
 
 
-async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(address: Address) -> None:
+async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(address: RabbitAddress) -> None:
     own = server.new()
     own.start()
     try:
-        address = Address(own.url, "own")
+        address = RabbitAddress(own.url, "own")
         async with RabbitLink.opened(address, "a") as a:
             for number in range(20):
                 a.send("controller", end(number))
@@ -169,7 +171,7 @@ async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(add
         await asyncio.to_thread(own.remove)
 
 
-async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(address: Address) -> None:
+async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(address: RabbitAddress) -> None:
     async with leading(address) as leader, RabbitLink.opened(address, "a") as a, linked(address) as connection:
         await connection.publish(b"junk", address.name(CONTROLLER))
         await connection.publish(b"trash", "a", exchange=address.name(DIRECT))
@@ -189,7 +191,7 @@ async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(addr
 
 
 async def test_what_is_too_large_is_not_sent_and_the_rest_is(
-    address: Address, caplog: pytest.LogCaptureFixture
+    address: RabbitAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
         a.send("controller", Failed("1", "x" * MAX_BYTES))
@@ -202,7 +204,7 @@ async def test_what_is_too_large_is_not_sent_and_the_rest_is(
     assert "a message may have 4,194,304 bytes" in caplog.text
 
 
-async def test_what_is_too_large_together_comes_in_several_messages(address: Address) -> None:
+async def test_what_is_too_large_together_comes_in_several_messages(address: RabbitAddress) -> None:
     sent = [Failed(str(number), "x" * (MAX_BYTES // 5)) for number in range(12)]
     async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
         a.send("controller", *sent)
@@ -215,7 +217,7 @@ async def test_what_is_too_large_together_comes_in_several_messages(address: Add
 # ---- what is wrong at the start
 
 
-async def test_a_name_is_one_process(address: Address) -> None:
+async def test_a_name_is_one_process(address: RabbitAddress) -> None:
     async with RabbitLink.opened(address, "a"):
         with pytest.raises(ConfigError, match="knows another process of this name"):
             async with RabbitLink.opened(address, "a"):
@@ -230,33 +232,35 @@ async def test_a_name_is_one_process(address: Address) -> None:
         ({"path": "/none"}, "does not open this vhost. Make the vhost"),
     ],
 )
-async def test_what_is_wrong_with_the_url_is_said(address: Address, change: dict[str, object], words: str) -> None:
+async def test_what_is_wrong_with_the_url_is_said(
+    address: RabbitAddress, change: dict[str, object], words: str
+) -> None:
     url = URL(address.url)
     for name, value in change.items():
         url = getattr(url, f"with_{name}")(value)
     with pytest.raises(ConfigError, match=words) as caught:
-        await Connection.connect(replace(address, url=str(url)), "a")
+        await RabbitConnection.connect(replace(address, url=str(url)), "a")
     assert "horse" not in str(caught.value), "it tells no password"
 
 
-async def test_of_a_cluster_any_node_will_do(address: Address) -> None:
+async def test_of_a_cluster_any_node_will_do(address: RabbitAddress) -> None:
     gone = str(URL(address.url).with_port(1))
     async with linked(replace(address, url=f"{gone},{address.url}, {gone}")) as connection:
         assert connection.address.place.startswith("127.0.0.1:1, 127.0.0.1:")
     with pytest.raises(ConfigError, match="cannot be reached"):
-        await Connection.connect(replace(address, url=f"{gone},{gone}"), "a")
+        await RabbitConnection.connect(replace(address, url=f"{gone},{gone}"), "a")
 
 
-async def test_a_queue_of_another_kind_is_said(address: Address) -> None:
+async def test_a_queue_of_another_kind_is_said(address: RabbitAddress) -> None:
     async with linked(address) as connection:
         await connection.channel.queue_delete(address.name(CONTROLLER))
         await connection.channel.queue_declare(address.name(CONTROLLER), durable=False)
         with pytest.raises(ConfigError, match="inequivalent arg"):
-            await Connection.connect(address, "a")
+            await RabbitConnection.connect(address, "a")
         await connection.channel.queue_delete(address.name(CONTROLLER))
 
 
 @pytest.mark.parametrize("url", ["", "http://host", "amqp://", "rabbit", "amqp://host:99999", "amqp://a host"])
 async def test_what_is_no_url_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="is no URL of a RabbitMQ server"):
-        await Connection.connect(Address(url), "a")
+        await RabbitConnection.connect(RabbitAddress(url), "a")

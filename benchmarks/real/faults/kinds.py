@@ -14,25 +14,25 @@ import numpy as np
 
 from benchmarks.real.soak_clients import Endpoint
 from testing.servers import rabbitmq
-from testing.servers.parts import Cluster, Part
+from testing.servers.parts import ClusterPart, HeadwayCluster
 from testing.servers.proxy import Proxy
 
 SHORTEST_S = 0.2  # of a pause or a cut
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class FaultScene:
     """What a fault can reach. endpoints: of the gateways, in their order. rng: for which part, and how long.
 
     longest_s: of a pause or a cut.
     """
 
-    cluster: Cluster
+    cluster: HeadwayCluster
     endpoints: list[Endpoint]
     rng: np.random.Generator
     longest_s: float
 
-    def of(self, parts: list[Part]) -> Part:
+    def of(self, parts: list[ClusterPart]) -> ClusterPart:
         return parts[int(self.rng.integers(len(parts)))]
 
 
@@ -52,10 +52,10 @@ class Pausable(Protocol):
 
 
 Named = tuple[str, Pausable]
-Kind = Callable[[Scene], AbstractContextManager[Fault]]
+Kind = Callable[[FaultScene], AbstractContextManager[Fault]]
 
 
-def _last(scene: Scene) -> None:
+def _last(scene: FaultScene) -> None:
     """Let some time go by in which the fault lasts."""
     time.sleep(float(scene.rng.uniform(SHORTEST_S, scene.longest_s)))
 
@@ -63,9 +63,9 @@ def _last(scene: Scene) -> None:
 # ---- deaths: the part is started again at once, as its supervisor would
 
 
-def _killed(which: Callable[[Scene], Part]) -> Kind:
+def _killed(which: Callable[[FaultScene], ClusterPart]) -> Kind:
     @contextmanager
-    def kind(scene: Scene) -> Iterator[Fault]:
+    def kind(scene: FaultScene) -> Iterator[Fault]:
         part = which(scene)
         endpoint = _endpoint(scene, part)
         if endpoint is not None:
@@ -78,7 +78,7 @@ def _killed(which: Callable[[Scene], Part]) -> Kind:
 
 
 @contextmanager
-def _node_killed(scene: Scene) -> Iterator[Fault]:
+def _node_killed(scene: FaultScene) -> Iterator[Fault]:
     name, node = _node(scene)
     node.kill()
     yield Fault(name)
@@ -86,14 +86,14 @@ def _node_killed(scene: Scene) -> Iterator[Fault]:
 
 
 @contextmanager
-def _database_restarted(scene: Scene) -> Iterator[Fault]:
+def _database_restarted(scene: FaultScene) -> Iterator[Fault]:
     scene.cluster.database.stop(signal.SIGQUIT)
     yield Fault("postgresql")
     scene.cluster.database.start()
 
 
 @contextmanager
-def _disk_full(scene: Scene) -> Iterator[Fault]:
+def _disk_full(scene: FaultScene) -> Iterator[Fault]:
     scene.cluster.database.fill_disk()
     _last(scene)
     yield Fault("postgresql")
@@ -103,9 +103,9 @@ def _disk_full(scene: Scene) -> Iterator[Fault]:
 # ---- pauses
 
 
-def _paused(which: Callable[[Scene], Named]) -> Kind:
+def _paused(which: Callable[[FaultScene], Named]) -> Kind:
     @contextmanager
-    def kind(scene: Scene) -> Iterator[Fault]:
+    def kind(scene: FaultScene) -> Iterator[Fault]:
         name, stopped = which(scene)
         stopped.pause()
         _last(scene)
@@ -118,11 +118,11 @@ def _paused(which: Callable[[Scene], Named]) -> Kind:
 # ---- partitions
 
 
-def _cut(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -> Kind:
+def _cut(which: Callable[[FaultScene], ClusterPart], wires: Callable[[ClusterPart], list[Proxy]]) -> Kind:
     """Connections are reset, and none is made."""
 
     @contextmanager
-    def kind(scene: Scene) -> Iterator[Fault]:
+    def kind(scene: FaultScene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
             scene.cluster.wires.call(partial(proxy.cut, accept=False))
@@ -134,11 +134,11 @@ def _cut(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -
     return kind
 
 
-def _stalled(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]]) -> Kind:
+def _stalled(which: Callable[[FaultScene], ClusterPart], wires: Callable[[ClusterPart], list[Proxy]]) -> Kind:
     """Nothing passes any more, and nothing says so; all comes late in the end."""
 
     @contextmanager
-    def kind(scene: Scene) -> Iterator[Fault]:
+    def kind(scene: FaultScene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
             scene.cluster.wires.call(proxy.stall)
@@ -150,49 +150,49 @@ def _stalled(which: Callable[[Scene], Part], wires: Callable[[Part], list[Proxy]
     return kind
 
 
-def _gateway(scene: Scene) -> Part:
+def _gateway(scene: FaultScene) -> ClusterPart:
     return scene.of(scene.cluster.gateways)
 
 
-def _leader(scene: Scene) -> Part:
+def _leader(scene: FaultScene) -> ClusterPart:
     return scene.cluster.leader()
 
 
-def _agent(scene: Scene) -> Part:
+def _agent(scene: FaultScene) -> ClusterPart:
     return scene.of(scene.cluster.agents)
 
 
-def _engine(scene: Scene) -> Part:
+def _engine(scene: FaultScene) -> ClusterPart:
     return scene.of(scene.cluster.engines)
 
 
-def _node(scene: Scene) -> tuple[str, rabbitmq.Server]:
+def _node(scene: FaultScene) -> tuple[str, rabbitmq.RabbitServer]:
     number = int(scene.rng.integers(len(scene.cluster.rabbit.nodes)))
     return f"rabbitmq-{number}", scene.cluster.rabbit.nodes[number]
 
 
-def _postgresql(scene: Scene) -> Named:
+def _postgresql(scene: FaultScene) -> Named:
     return "postgresql", scene.cluster.database
 
 
-def _named(which: Callable[[Scene], Part]) -> Callable[[Scene], Named]:
-    def named(scene: Scene) -> Named:
+def _named(which: Callable[[FaultScene], ClusterPart]) -> Callable[[FaultScene], Named]:
+    def named(scene: FaultScene) -> Named:
         part = which(scene)
         return part.name, part
 
     return named
 
 
-def _endpoint(scene: Scene, part: Part) -> Endpoint | None:
+def _endpoint(scene: FaultScene, part: ClusterPart) -> Endpoint | None:
     """Return the endpoint of a gateway, None for another part."""
     return next((one for one in scene.endpoints if one.port == part.port), None)
 
 
-def _wires(part: Part) -> list[Proxy]:
+def _wires(part: ClusterPart) -> list[Proxy]:
     return part.wires
 
 
-def _database(part: Part) -> list[Proxy]:
+def _database(part: ClusterPart) -> list[Proxy]:
     return part.database
 
 

@@ -15,14 +15,14 @@ from rich.progress import Progress
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.faults.kinds import KINDS
-from benchmarks.real.faults.run import PATIENCE_S, Outcome, Sizes, measure
+from benchmarks.real.faults.run import PATIENCE_S, FaultSizes, FaultsOutcome, measure
 from benchmarks.real.peers import HEADWAY
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 from testing.fake_engine import NAME
 from testing.servers.parts import LEASE_S
 
-QUICK, WHOLE = Sizes(30, nodes=1, longest_s=0.6 * LEASE_S), Sizes(1000, nodes=3, longest_s=2 * LEASE_S)
+QUICK, WHOLE = FaultSizes(30, nodes=1, longest_s=0.6 * LEASE_S), FaultSizes(1000, nodes=3, longest_s=2 * LEASE_S)
 ALL = "all kinds"
 WORKLOAD = (
     f"Headway in parts: two gateways, two controllers, two agents with a {NAME} each, RabbitMQ and "
@@ -69,7 +69,7 @@ def _journal(out: Path | None) -> IO[str]:
     return (out / "faults.jsonl").open("w")
 
 
-def rows(outcome: Outcome) -> list[Row]:
+def rows(outcome: FaultsOutcome) -> list[Row]:
     """Return a row per figure; times to recover of all faults, and by kind."""
     verdict, count = outcome.verdict, len(outcome.records)
     setting = f"{count} faults, RabbitMQ of {outcome.nodes}"
@@ -97,14 +97,14 @@ def rows(outcome: Outcome) -> list[Row]:
     return made
 
 
-def _seconds(outcome: Outcome, kind: str) -> list[float]:
+def _seconds(outcome: FaultsOutcome, kind: str) -> list[float]:
     """Return the times to recover; one that was not seen counts as long as it was waited for."""
     return [
         PATIENCE_S if one.recovered is None else one.recovered for one in outcome.records if kind in (ALL, one.kind)
     ]
 
 
-def result(outcome: Outcome) -> Result:
+def result(outcome: FaultsOutcome) -> Result:
     """Return the findings: what was lost, then the times to recover by kind."""
     verdict = outcome.verdict
     found = [f"lost: {', '.join(verdict.lost_ids)}"] * bool(verdict.lost_ids)
@@ -112,7 +112,7 @@ def result(outcome: Outcome) -> Result:
     return Result(rows(outcome), WORKLOAD, lambda: {"faults": plot(outcome)}, notes=(*_NOTES, *found))
 
 
-def plot(outcome: Outcome) -> bytes:
+def plot(outcome: FaultsOutcome) -> bytes:
     """Return a PNG of the times to recover, a point per fault, by kind."""
     kinds = [kind for kind in KINDS if _seconds(outcome, kind)]
     figure, panels = sheet(1, 1, 8.0, 0.3 * len(kinds) + 1.2)

@@ -12,11 +12,11 @@ from typing import IO
 
 import numpy as np
 
-from benchmarks.real.faults.kinds import KINDS, Scene
+from benchmarks.real.faults.kinds import KINDS, FaultScene
 from benchmarks.real.soak_clients import Clients, Endpoint, probe
 from benchmarks.real.soak_history import Verdict, check
 from headway.errors import ConfigError
-from testing.servers.parts import Cluster, Part, Shape, clusters
+from testing.servers.parts import ClusterPart, ClusterShape, HeadwayCluster, clusters
 
 PATIENCE_S = 60.0  # for all to be well again
 _BETWEEN_S = (0.1, 0.5)  # all well again and the next fault
@@ -24,7 +24,7 @@ _PAUSE_S = 0.4  # of a client, between two requests: the load is not what this i
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class FaultSizes:
     """How many faults there are, how many nodes RabbitMQ has, and how long a pause or a cut lasts at most."""
 
     faults: int
@@ -33,7 +33,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FaultRecord:
     """A fault as it happened.
 
     at: seconds from the beginning. lasted: seconds until it was undone: a part resumed, or started again.
@@ -54,14 +54,14 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultsOutcome:
     """What happened, and what clients saw of it.
 
     told: requests that were answered with an error. refused: those that were to come again.
     nodes: of RabbitMQ.
     """
 
-    records: tuple[Record, ...]
+    records: tuple[FaultRecord, ...]
     verdict: Verdict
     told: int
     refused: int
@@ -78,8 +78,8 @@ def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str
 
 
 def measure(
-    folder: Path, sizes: Sizes, seed: int, tick: Callable[[str], None], journal: IO[str], only: Sequence[str] = ()
-) -> Outcome:
+    folder: Path, sizes: FaultSizes, seed: int, tick: Callable[[str], None], journal: IO[str], only: Sequence[str] = ()
+) -> FaultsOutcome:
     """Break parts under load, then let all that is owed end.
 
     tick: called before each fault. journal: each fault is written there as it ends, so that a run that is
@@ -87,12 +87,12 @@ def measure(
     """
     rng = np.random.default_rng([seed, 17])
     kinds = drawn(sizes.faults, only, rng)
-    with clusters(folder, Shape(sizes.nodes, proxies=True)) as cluster:
+    with clusters(folder, ClusterShape(sizes.nodes, proxies=True)) as cluster:
         endpoints = [Endpoint(part.port, lives=1) for part in cluster.gateways]
         clients, scene, records = (
             Clients(endpoints, seed, pause=_PAUSE_S),
-            Scene(cluster, endpoints, rng, sizes.longest_s),
-            list[Record](),
+            FaultScene(cluster, endpoints, rng, sizes.longest_s),
+            list[FaultRecord](),
         )
         began = time.monotonic()
         with clients.running():
@@ -105,23 +105,23 @@ def measure(
                 time.sleep(float(rng.uniform(*_BETWEEN_S)))
         _pay(cluster, clients)
     history = clients.history
-    return Outcome(tuple(records), check(history), history.told, clients.refused, sizes.nodes)
+    return FaultsOutcome(tuple(records), check(history), history.told, clients.refused, sizes.nodes)
 
 
-def _strike(scene: Scene, number: int, kind: str, began: float) -> Record:
+def _strike(scene: FaultScene, number: int, kind: str, began: float) -> FaultRecord:
     at = time.monotonic()
     with KINDS[kind](scene) as fault:
         pass
     undone = time.monotonic()
     recovered = _recovery(scene.cluster.gateways, scene.endpoints)
-    return Record(number, kind, fault.target, at - began, undone - at, recovered)
+    return FaultRecord(number, kind, fault.target, at - began, undone - at, recovered)
 
 
-def _recovery(gateways: Sequence[Part], endpoints: Sequence[Endpoint]) -> float | None:
+def _recovery(gateways: Sequence[ClusterPart], endpoints: Sequence[Endpoint]) -> float | None:
     """Return the seconds until every gateway is ready and answers a new request, None = it took too long."""
     began = time.monotonic()
 
-    async def well(part: Part, endpoint: Endpoint) -> None:
+    async def well(part: ClusterPart, endpoint: Endpoint) -> None:
         while not (await asyncio.to_thread(part.ready) and await probe(part.port)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         endpoint.lives += not endpoint.lives_now
@@ -137,7 +137,7 @@ def _recovery(gateways: Sequence[Part], endpoints: Sequence[Endpoint]) -> float 
     return time.monotonic() - began
 
 
-def _pay(cluster: Cluster, clients: Clients) -> None:
+def _pay(cluster: HeadwayCluster, clients: Clients) -> None:
     """Wait until nothing is broken and all that is owed has ended, as every gateway sees it."""
     cluster.wait()
     asyncio.run(clients.look_at_all())

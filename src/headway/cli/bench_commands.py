@@ -132,7 +132,7 @@ def compare(
 
     names = (TIGHT if tight else STANDARD) if systems is None else listed(systems)
     engine = standard_engine(model, max_running=max_running, blocks=kv_blocks, host_kv_gib=host_kv_gib)
-    asked = comparison.Setup(
+    asked = comparison.CompareSetup(
         mix_of(mix, slo), engine, names, load, rate, duration, rounds, ask.seed, together, tight, burstiness
     )
     setup = comparison.shortened(asked) if ask.quick else asked

@@ -13,7 +13,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.simulate.fleet import Spec
     from headway.simulate.workload.traffic import TrafficClass
-    from headway.whatif.journal.source import Source
+    from headway.whatif.journal.source import JournalSource
 
 JournalDir = Annotated[
     Path | None,
@@ -168,13 +168,13 @@ def source_of(
     classes: list[TrafficClass],
     slo: str,
     seed: int,
-) -> Source:
+) -> JournalSource:
     """Return real traffic, from options; without specs on the engines of the journal, by default config's."""
-    from headway.whatif.journal.source import Source
+    from headway.whatif.journal.source import JournalSource
 
     journal = journal if trace else folder_of(journal, config)
     begin, end = _instant(since), _instant(until)
-    return Source(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
+    return JournalSource(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
 
 
 def _instant(text: str | None) -> float | None:

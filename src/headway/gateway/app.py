@@ -135,7 +135,7 @@ def _schema(model: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
         del schema["properties"]["prompt"]
         schema["required"] = []
     if "messages" in schema["properties"]:
-        schema["properties"]["messages"]["items"] = parts["Message"]
+        schema["properties"]["messages"]["items"] = parts["ChatMessage"]
     schema["properties"]["headway"] = parts["RunFields"]
     return schema
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from headway import clock
 from headway.cluster.backends.port import Backend
 from headway.cluster.backends.registry import opened
-from headway.cluster.wire.port import Link
+from headway.cluster.wire.port import WireLink
 from headway.config import Broker as BrokerSettings
 from headway.config import Config
 from headway.gateway import tasks
@@ -36,7 +36,7 @@ from headway.gateway.watch.ends import Observers
 from headway.gateway.watch.journal import JournalKeeper
 from headway.gateway.watch.late import LateRequests
 from headway.gateway.watch.metrics import Metrics
-from headway.gateway.watch.tracing import Tracing
+from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.recipes.registry import find
 from headway.ports import Lengths
@@ -84,7 +84,9 @@ class Gateway:
 
 
 @asynccontextmanager
-async def serving(config: Config, *, log_dir: Path | None = None, link: Link | None = None) -> AsyncIterator[Gateway]:
+async def serving(
+    config: Config, *, log_dir: Path | None = None, link: WireLink | None = None
+) -> AsyncIterator[Gateway]:
     """Open a gateway: tokenizers, length predictor, broker, backends, engines; then recover jobs.
 
     At the end background tasks stop first, then the engines, so that nothing is answered any more; foreground
@@ -131,14 +133,14 @@ class _Watch:
     usage: Usage
     journal: JournalKeeper
     late: LateRequests
-    tracing: Tracing
+    tracing: RequestTracing
 
 
 @asynccontextmanager
 async def _open_observers(config: Config, metrics: Metrics) -> AsyncIterator[_Watch]:
     """Open the observers; at the end write what they have noted."""
     journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
-    watch = _Watch(Usage(config.keys), journal, LateRequests(metrics.history.pair), Tracing(config.tracing))
+    watch = _Watch(Usage(config.keys), journal, LateRequests(metrics.history.pair), RequestTracing(config.tracing))
     try:
         yield watch
     finally:
@@ -152,7 +154,7 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
 
 
 def _wire(
-    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: Link | None, paces: Paces
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: WireLink | None, paces: Paces
 ) -> LocalGateway | RemoteGateway:
     if link is not None:
         return RemoteGateway.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)

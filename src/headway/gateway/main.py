@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from headway.addresses import is_host, is_url, netloc
-from headway.cluster.wire.port import Link
+from headway.cluster.wire.port import WireLink
 from headway.config import Config, Engine, Postgres, check_contradictions
 from headway.config.keys import reveal, revealed
 from headway.engines.vllm.process.launch import check_installed, spec
@@ -35,7 +35,7 @@ from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
 from headway.gateway.control.lengths.embedding import locate
 from headway.gateway.gateway import Gateway, serving
-from headway.gateway.http.connections import Connections, Limits
+from headway.gateway.http.connections import ConnectionLimits, Connections
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.protocol import protocol_class
 from headway.gateway.parsing.models import base_models, check_aliases
@@ -56,7 +56,7 @@ _ACCEPTED = 4
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
-OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[Link]]
+OpenLink = Callable[[], contextlib.AbstractAsyncContextManager[WireLink]]
 
 
 def preflight(config: Config, *, starts_engines: bool = True) -> None:
@@ -228,7 +228,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(bind(config.server.host, config.server.port))
         same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
-        server = Server(config, log_dir, None if sys.stderr.isatty() else file, link)
+        server = GatewayServer(config, log_dir, None if sys.stderr.isatty() else file, link)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
             server.run(sockets=[sock, *same])
     gc.unfreeze()  # or libraries would complain of leaks at the end
@@ -274,7 +274,7 @@ def _tidy() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn around an open gateway; it ends when no engine can be started.
 
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
@@ -287,7 +287,7 @@ class Server(uvicorn.Server):
         self._app, self._file = new_app(), file
         app = DeferredMiddleware(self._app)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._connections = Connections(Limits.of(config.server, files))
+        self._connections = Connections(ConnectionLimits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
                 AccessLog(app) if config.log.access else app,

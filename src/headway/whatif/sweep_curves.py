@@ -15,7 +15,7 @@ from headway.whatif.sweep import Cell, Sweep
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """One figure at one rate over its seeds; None when no seed has it."""
 
     mean: float | None
@@ -33,13 +33,13 @@ class Curves:
     slo: SLO of chat
     """
 
-    points: Mapping[tuple[str, str, str], Mapping[float, Point]]
+    points: Mapping[tuple[str, str, str], Mapping[float, CurvePoint]]
     recipes: tuple[str, ...]
     rates: tuple[float, ...]
     classes: tuple[str, ...]
     slo: Slo
 
-    def of(self, recipe: str, tier: str, figure: str) -> Mapping[float, Point]:
+    def of(self, recipe: str, tier: str, figure: str) -> Mapping[float, CurvePoint]:
         """Return a curve, empty when there is none. `attainment` is that of the class."""
         name = f"attainment.{tier}" if figure == "attainment" else figure
         return self.points.get((recipe, tier, name), {})
@@ -66,7 +66,7 @@ def collect(sweep: Sweep, found: Mapping[Cell, dict[str, Any]]) -> Curves:
     return Curves(points, sweep.recipes, tuple(sorted(set(sweep.rates))), (*tiers, ALL), parse_slo(sweep.slo))
 
 
-def _point(values: list[float], unit: str) -> Point:
+def _point(values: list[float], unit: str) -> CurvePoint:
     if not values:
-        return Point(None, None, None, unit, 0)
-    return Point(float(np.mean(values)), min(values), max(values), unit, len(values))
+        return CurvePoint(None, None, None, unit, 0)
+    return CurvePoint(float(np.mean(values)), min(values), max(values), unit, len(values))

@@ -20,7 +20,7 @@ from headway.whatif import sweep as sweeps
 from headway.whatif.load.metrics import ALL
 from headway.whatif.output.results import SIMULATED, About, Grid, Pictures, Report, Row, deliver
 from headway.whatif.sweep import Cell, Sweep
-from headway.whatif.sweep_curves import Curves, Point, collect
+from headway.whatif.sweep_curves import CurvePoint, Curves, collect
 
 _STOPPED = 130  # exit status of a shell command that Ctrl-C ended
 _SHOWN = (
@@ -144,7 +144,7 @@ def _line(curves: Curves, tier: str, figure: str, rate: float, ranges: bool) -> 
     return [label, f"{rate:g}", *(_show(point, ranges) for point in points)]
 
 
-def _show(point: Point | None, ranges: bool) -> str:
+def _show(point: CurvePoint | None, ranges: bool) -> str:
     if point is None or point.mean is None or point.low is None or point.high is None:
         return "-"
     mean, low, high = (_number(value, point.unit) for value in (point.mean, point.low, point.high))

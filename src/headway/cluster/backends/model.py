@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from headway.cluster.backends.pool import WorkerPool
-from headway.cluster.backends.port import Backend, BackendError, Held, Ran
+from headway.cluster.backends.port import Backend, BackendError, HeldWorker, UnitResult
 from headway.cluster.backends.worker import Worker
 from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
@@ -55,15 +55,15 @@ class Model(Backend):
     def shared(self) -> bool:
         return True
 
-    async def warm(self) -> Held | None:
+    async def warm(self) -> HeldWorker | None:
         """Load the model ahead, or keep a worker that has it."""
         return await self.pool.warm()
 
-    async def run(self, tenant: str, input: Any) -> Ran:
+    async def run(self, tenant: str, input: Any) -> UnitResult:
         """Call the model with the input and return what it returns."""
         async with self.pool.worker(tenant) as taken:
             output = await self._call(taken.worker.worker, input)
-        return Ran(output, taken.warm, taken.waited, taken.started)
+        return UnitResult(output, taken.warm, taken.waited, taken.started)
 
     async def close(self) -> None:
         await self.pool.close()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from headway.cluster.backends.places import Places, Ticket
-from headway.cluster.backends.port import BackendError, Held
+from headway.cluster.backends.port import BackendError, HeldWorker
 
 _CLOSE_S = 10.0  # within which all workers have ended
 
@@ -102,7 +102,7 @@ class WorkerPool(Generic[W]):
         """Workers that serve."""
         return len(self._busy)
 
-    async def warm(self) -> Held | None:
+    async def warm(self) -> HeldWorker | None:
         """Start a worker ahead, one at a time; where workers serve on, a spare one is kept instead.
 
         None = there is no room. BackendError when it does not start.
@@ -120,7 +120,7 @@ class WorkerPool(Generic[W]):
             except BaseException:
                 self._release(spare, used)
                 raise
-        return Held(used, partial(self._let_go, spare, used), fresh)
+        return HeldWorker(used, partial(self._let_go, spare, used), fresh)
 
     @asynccontextmanager
     async def worker(self, tenant: str) -> AsyncIterator[Taken[W]]:

@@ -18,7 +18,7 @@ class BackendError(HeadwayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class UnitResult:
     """What an execution gave.
 
     output: a JSON value.
@@ -34,7 +34,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldWorker:
     """Something that is kept warm until `release`.
 
     used: is set when something has used it.
@@ -61,11 +61,11 @@ class Backend(Protocol):
         """Tell whether one warm instance serves any number of units, so that a second is not warmed."""
         ...
 
-    async def warm(self) -> Held | None:
+    async def warm(self) -> HeldWorker | None:
         """Make it ready before it is needed; None when the pool is full or there is nothing to warm."""
         ...
 
-    async def run(self, tenant: str, input: Any) -> Ran:
+    async def run(self, tenant: str, input: Any) -> UnitResult:
         """Execute a unit. input: the JSON value that the client sent."""
         ...
 

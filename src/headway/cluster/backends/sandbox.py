@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headway.cluster.backends import namespaces, sandbox_main
 from headway.cluster.backends.containers import PROCESSES, Container, command_env
 from headway.cluster.backends.pool import WorkerPool
-from headway.cluster.backends.port import Backend, Held, Ran
+from headway.cluster.backends.port import Backend, HeldWorker, UnitResult
 from headway.cluster.backends.worker import Worker
 from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
@@ -80,11 +80,11 @@ class Sandboxes(Backend):
     def shared(self) -> bool:
         return False
 
-    async def warm(self) -> Held | None:
+    async def warm(self) -> HeldWorker | None:
         """Start a sandbox ahead; it serves one unit, of any tenant, as it has served none before."""
         return await self.pool.warm()
 
-    async def run(self, tenant: str, input: Any) -> Ran:
+    async def run(self, tenant: str, input: Any) -> UnitResult:
         """Execute code; return `exit_code`, `stdout`, `stderr`, `truncated`, `timed_out`."""
         try:
             code = Code.model_validate(input)
@@ -96,7 +96,7 @@ class Sandboxes(Backend):
             ) from None
         async with self.pool.worker(tenant) as taken:
             output = await self._execute(taken.worker.worker, code.code)
-        return Ran(output, taken.warm, taken.waited, taken.started)
+        return UnitResult(output, taken.warm, taken.waited, taken.started)
 
     async def close(self) -> None:
         await self.pool.close()

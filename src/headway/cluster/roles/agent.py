@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from headway.cluster.wire.messages import Asked, EngineState, Gone, Item, Progressed, Standing
-from headway.cluster.wire.port import Link, Message
+from headway.cluster.wire.port import Message, WireLink
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.agents import Agents
@@ -25,7 +25,7 @@ class Agent:
     make: makes the engines, given the listener for what happens to them.
     """
 
-    def __init__(self, link: Link, make: Callable[[Tell], Mapping[str, VllmEngine]]) -> None:
+    def __init__(self, link: WireLink, make: Callable[[Tell], Mapping[str, VllmEngine]]) -> None:
         self._link = link
         self.agents = Agents(make(self._tell), self._tell, self._progressed)
         self._instances: dict[str, Instance] = {}

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from headway.cluster.roles.leader import Leader
-from headway.cluster.wire.port import Link, Message
+from headway.cluster.wire.port import Message, WireLink
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.control import Control, Inquire
@@ -25,7 +25,7 @@ class ControllerProcess:
     leader: that of this term, None = it has not led yet.
     """
 
-    def __init__(self, config: Config, link: Link, lengths: LengthService, metrics: Metrics) -> None:
+    def __init__(self, config: Config, link: WireLink, lengths: LengthService, metrics: Metrics) -> None:
         self._config, self._link, self._lengths, self._metrics = config, link, lengths, metrics
         self.leader: Leader | None = None
         self._term = 0

@@ -28,7 +28,7 @@ from headway.cluster.wire.messages import (
     Standing,
     Waiting,
 )
-from headway.cluster.wire.port import Link, Message
+from headway.cluster.wire.port import Message, WireLink
 from headway.events import (
     Arrived,
     Event,
@@ -94,7 +94,7 @@ class Leader:
     engines: ids of those that are configured.
     """
 
-    def __init__(self, link: Link, make: Make, lease_s: float, engines: Collection[str]) -> None:
+    def __init__(self, link: WireLink, make: Make, lease_s: float, engines: Collection[str]) -> None:
         self._link, self._lease_s, self._configured = link, lease_s, engines
         self.control = make(self._execute, self._inquire)
         self._gateways: dict[str, _Gateway] = {}

@@ -19,7 +19,7 @@ import uvicorn
 from headway.cluster.roles.agent import Agent
 from headway.cluster.roles.controllers import ControllerProcess
 from headway.cluster.roles.probes import probes
-from headway.cluster.wire.connection import VARIABLE, Address
+from headway.cluster.wire.connection import VARIABLE, RabbitAddress
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.config import Config
 from headway.config.keys import reveal
@@ -37,7 +37,7 @@ from headway.policy.recipes.registry import find
 log = logging.getLogger("headway.gateway")
 
 
-def address_of(config: Config) -> Address:
+def address_of(config: Config) -> RabbitAddress:
     """Return where RabbitMQ is. ConfigError when neither the configuration nor the environment says."""
     url = os.environ.get(VARIABLE) if config.wire.url is None else reveal(config.wire.url, "wire.url")
     if not url:
@@ -46,7 +46,7 @@ def address_of(config: Config) -> Address:
             f'Set wire.url = "env:{VARIABLE}" and the variable, or run `headway serve`, which needs none.',
             param="wire.url",
         )
-    return Address(url, config.wire.name)
+    return RabbitAddress(url, config.wire.name)
 
 
 def new_name(role: str) -> str:

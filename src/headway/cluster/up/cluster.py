@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headway.cluster.up.parts import Part, parts_of, template
-from headway.cluster.up.supervisor import State, Supervisor
+from headway.cluster.up.supervisor import PartState, Supervisor
 from headway.config import Config
 from headway.errors import ConfigError, EngineError
 
-OnChange = Callable[[str, State | None], None]
+OnChange = Callable[[str, PartState | None], None]
 _LOOK_S = 0.3
 _ASK_S = 10.0  # for an actor's answer; one without a node does not answer
 _SPARE_S = 120.0  # for a part to be ready, beyond the engines' own time
@@ -30,7 +30,7 @@ class Actors:
         self._ray, self._config, self._text = ray, config, template(config)
         self._env = _variables(self._text)
 
-    def up(self, on_change: OnChange) -> dict[str, State]:
+    def up(self, on_change: OnChange) -> dict[str, PartState]:
         """Start what does not run, or not as configured; return how all parts are once they are ready.
 
         Agents and controllers begin together. Gateways follow one by one, so that others answer meanwhile.
@@ -78,18 +78,18 @@ class Actors:
             resources=dict(part.custom) or None,
         ).remote(part, self._text, self._env)
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> PartState | None:
         """Return how a part is, None = it is on no node, or does not answer."""
         try:
             answer = self._ray.get_actor(name).state.remote()
-            state: State = self._ray.get(answer, timeout=_ASK_S)
+            state: PartState = self._ray.get(answer, timeout=_ASK_S)
         except (ValueError, self._ray.exceptions.RayError):
             return None
         return state
 
-    def _ready(self, parts: Sequence[Part], on_change: OnChange) -> dict[str, State]:
+    def _ready(self, parts: Sequence[Part], on_change: OnChange) -> dict[str, PartState]:
         """Wait until parts are ready, and return how they are."""
-        found, limit = dict[str, State](), _SPARE_S + max(one.start_timeout_s for one in self._config.engines)
+        found, limit = dict[str, PartState](), _SPARE_S + max(one.start_timeout_s for one in self._config.engines)
         deadline = time.monotonic() + limit
         while missing := [part for part in parts if part.name not in found]:
             for part in missing:
@@ -173,7 +173,7 @@ def _variables(text: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def _late(part: Part, state: State | None, seconds: float) -> EngineError:
+def _late(part: Part, state: PartState | None, seconds: float) -> EngineError:
     if state is None:
         problem = f"{part.name} has not found a node within {seconds:g} s; it needs {part.needs()}."
         return EngineError(problem, "Add such a node (`ray status` lists them), or ask for less.")

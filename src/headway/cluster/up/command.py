@@ -8,16 +8,16 @@ from rich.table import Table
 
 from headway.cluster.up.cluster import connected
 from headway.cluster.up.parts import parts_of
-from headway.cluster.up.supervisor import State
+from headway.cluster.up.supervisor import PartState
 from headway.config import Config
 
 
 def up(config: Config) -> None:
     """Run all parts on the cluster, and show where they are once all are ready."""
-    states: dict[str, State | None] = dict.fromkeys(part.name for part in parts_of(config))
+    states: dict[str, PartState | None] = dict.fromkeys(part.name for part in parts_of(config))
     with connected(config) as actors, Live(_table(states), console=Console()) as live:
 
-        def show(name: str, state: State | None) -> None:
+        def show(name: str, state: PartState | None) -> None:
             if name in states:
                 states[name] = state
             live.update(_table(states))
@@ -33,7 +33,7 @@ def down(config: Config) -> None:
         actors.down(lambda name, state: console.print(f"{name} has ended", highlight=False))
 
 
-def _table(states: dict[str, State | None]) -> Table:
+def _table(states: dict[str, PartState | None]) -> Table:
     table = Table("part", "node", "port", "process", "restarts", "state")
     for name, state in states.items():
         if state is None:

@@ -27,7 +27,7 @@ _GOOD_S = 60.0  # one that has run for so long begins with the shortest pause ag
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PartState:
     """How a part is. digest: of part and configuration. tail: the last lines of a process that has ended."""
 
     digest: str
@@ -59,12 +59,12 @@ class Supervisor:
         self._thread = threading.Thread(target=self._watch, name=part.name, daemon=True)
         self._thread.start()
 
-    def state(self) -> State:
+    def state(self) -> PartState:
         """Return how the part is now."""
         process = self._child.process
         pid = process.pid if process is not None and self._child.alive else 0
         ready = bool(pid) and self._answers()
-        return State(self._digest, self._host, self._port, pid, ready, self._restarts, self._tail)
+        return PartState(self._digest, self._host, self._port, pid, ready, self._restarts, self._tail)
 
     def stop(self, grace: float) -> None:
         """End the process, which gets `grace` seconds to finish its work."""

@@ -42,7 +42,7 @@ Item = TypeVar("Item")
 log = logging.getLogger("headway.cluster.wire")
 
 
-class Lost(Exception):
+class RabbitLost(Exception):
     """The connection has ended; what was not confirmed may have arrived, or not."""
 
 
@@ -51,7 +51,7 @@ class Unroutable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RabbitAddress:
     """Where RabbitMQ is, and the prefix of the names of this installation's queues there.
 
     url: of a server, or of the nodes of a cluster, separated by commas: any of them will do.
@@ -69,7 +69,7 @@ class Address:
         return f"Address({self.place}, {self.prefix})"  # the URL may hold a password
 
     @classmethod
-    def from_environment(cls) -> Address:
+    def from_environment(cls) -> RabbitAddress:
         """Return the address in HEADWAY_RABBITMQ_URL. ConfigError when it is not set."""
         url = os.environ.get(VARIABLE, "")
         if not url:
@@ -113,10 +113,10 @@ _FORM = (
 )
 
 
-class Connection:
+class RabbitConnection:
     """A connection with its channel. `lost` is done, with the reason, when either has ended."""
 
-    def __init__(self, address: Address, connection: AbstractConnection, channel: AbstractChannel) -> None:
+    def __init__(self, address: RabbitAddress, connection: AbstractConnection, channel: AbstractChannel) -> None:
         self.address, self.channel, self._connection = address, channel, connection
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -125,7 +125,7 @@ class Connection:
         channel.on_consumer_cancel_callbacks.add(lambda _: self.fail("a queue was deleted"))
 
     @classmethod
-    async def connect(cls, address: Address, name: str) -> Connection:
+    async def connect(cls, address: RabbitAddress, name: str) -> RabbitConnection:
         """Connect, and make the queues that are not there. ConfigError when that is not possible.
 
         name: as which RabbitMQ lists the connection. Of a cluster, the first node that lets it in is taken.
@@ -223,7 +223,7 @@ class Connection:
             if not get.done() or self.lost.done():
                 get.cancel()
         if self.lost.done():
-            raise Lost(self.lost.result())
+            raise RabbitLost(self.lost.result())
         return get.result()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -250,23 +250,23 @@ class Connection:
             yield
         except DeliveryError as error:  # the server has refused it, such as while a queue has no leader
             self.fail(str(error))
-            raise Lost(str(error)) from error
+            raise RabbitLost(str(error)) from error
         except (AMQPError, ChannelInvalidStateError, OSError) as error:
             self.fail(str(error))
-            raise Lost(str(error)) from error
+            raise RabbitLost(str(error)) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling() or not self.channel.is_closed:
                 raise
             self.fail("the channel was closed")  # aiormq cancels what waits for it
-            raise Lost("the channel was closed") from None
+            raise RabbitLost("the channel was closed") from None
 
     def _on_closed(self, closing: asyncio.Future[Any]) -> None:
         error = None if closing.cancelled() else closing.exception()
         self.fail(str(error or "the connection has ended"))
 
 
-async def _first(address: Address, name: str) -> AbstractConnection:
+async def _first(address: RabbitAddress, name: str) -> AbstractConnection:
     """Return a connection to the first node that gives one; without any, raise the last one's error."""
     targets = address.targets()
     while True:
@@ -297,7 +297,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, Item]) -> Item:
     return task.result()
 
 
-async def declare(channel: AbstractChannel, address: Address) -> None:
+async def declare(channel: AbstractChannel, address: RabbitAddress) -> None:
     """Make the queues and the exchange that every end of the wire relies on."""
     quorum: dict[str, FieldValue] = {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERIES}
     alone: dict[str, FieldValue] = {**quorum, "x-single-active-consumer": True}
@@ -310,7 +310,7 @@ async def declare(channel: AbstractChannel, address: Address) -> None:
 
 
 @contextmanager
-def explained(address: Address) -> Iterator[None]:
+def explained(address: RabbitAddress) -> Iterator[None]:
     """Turn errors of connecting into a ConfigError that names the fix and never quotes a password."""
     place = address.place
     try:
@@ -369,7 +369,9 @@ def pauses() -> Iterator[float]:
         yield min(_FIRST_S * 2 ** min(power, 16), _LONGEST_S) * random.uniform(0.5, 1.0)
 
 
-async def reconnected(connect: Callable[[], Coroutine[Any, Any, Connection]], why: str, seconds: float) -> Connection:
+async def reconnected(
+    connect: Callable[[], Coroutine[Any, Any, RabbitConnection]], why: str, seconds: float
+) -> RabbitConnection:
     """Return a new link, however long that takes.
 
     why: the reason why the last one has ended, for the log. seconds: that one attempt may take as a whole.
@@ -382,7 +384,7 @@ async def reconnected(connect: Callable[[], Coroutine[Any, Any, Connection]], wh
             link = await _within(seconds, connect())
         except Exception as error:  # whatever it is: without a link, this process serves nothing
             if str(error) != last:
-                known = isinstance(error, (ConfigError, Lost, OSError))
+                known = isinstance(error, (ConfigError, RabbitLost, OSError))
                 log.warning("%s", error, exc_info=None if known else error)
             last = str(error)
         else:

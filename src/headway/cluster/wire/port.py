@@ -30,7 +30,7 @@ class Message:
     number: int = 0
 
 
-class Link(Protocol):
+class WireLink(Protocol):
     """One process on the wire.
 
     What one process sends to another comes in this order, or not at all when a connection breaks in between:

@@ -24,9 +24,9 @@ from headway.cluster.wire.connection import (
     CONTROLLER,
     DIRECT,
     MAX_BYTES,
-    Address,
-    Connection,
-    Lost,
+    RabbitAddress,
+    RabbitConnection,
+    RabbitLost,
     reconnected,
     sized,
     tag_of,
@@ -44,7 +44,7 @@ log = logging.getLogger("headway.cluster.wire")
 
 
 class _Delivery(NamedTuple):
-    connection: Connection
+    connection: RabbitConnection
     tag: int | None
     message: Message
 
@@ -52,7 +52,7 @@ class _Delivery(NamedTuple):
 class RabbitLink:
     """A `port.Link`; `opened` makes it. name: of this process. controls: it may lead."""
 
-    def __init__(self, address: Address, name: str, *, controls: bool) -> None:
+    def __init__(self, address: RabbitAddress, name: str, *, controls: bool) -> None:
         self.name, self._address, self._controls = name, address, controls
         self.connected, self.connections, self.term = False, 0, 0
         self._numbers = defaultdict[str, int](int)  # of the last message, by receiver
@@ -61,11 +61,11 @@ class RabbitLink:
         self._filled = asyncio.Event()
         self._apart: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._current: Connection
+        self._current: RabbitConnection
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, address: Address, name: str, *, controls: bool = False) -> AsyncIterator[RabbitLink]:
+    async def opened(cls, address: RabbitAddress, name: str, *, controls: bool = False) -> AsyncIterator[RabbitLink]:
         """Yield a link that connects again whenever it must; at the end what waits is sent, if it can be.
 
         ConfigError when there is no connection to be had at first. A controller may wait to lead.
@@ -100,7 +100,7 @@ class RabbitLink:
             if not self._controls or message.epoch == self.term:
                 yield message
             if tag is not None:
-                with suppress(Lost):
+                with suppress(RabbitLost):
                     await connection.ack(tag)
 
     # ---- connections
@@ -118,14 +118,14 @@ class RabbitLink:
             self.connected = False
             await self._current.close()
 
-    def _let_go(self, connection: Connection) -> None:
+    def _let_go(self, connection: RabbitConnection) -> None:
         """Close a connection that has ended, beside: where nothing passes any more, that may take long."""
         task = asyncio.create_task(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _connect(self) -> Connection:
-        connection = await Connection.connect(self._address, self.name)
+    async def _connect(self) -> RabbitConnection:
+        connection = await RabbitConnection.connect(self._address, self.name)
         try:
             if not self._controls:
                 await connection.take_all(
@@ -140,7 +140,7 @@ class RabbitLink:
             raise
         return connection
 
-    async def _live(self, connection: Connection) -> str:
+    async def _live(self, connection: RabbitConnection) -> str:
         """Use a connection until it ends; return why it did."""
         work = [asyncio.create_task(self._publish(connection))]
         if self._controls:
@@ -153,11 +153,11 @@ class RabbitLink:
                 task.cancel()
             ended = await asyncio.gather(*work, return_exceptions=True)
         for error in ended:
-            if isinstance(error, Exception) and not isinstance(error, Lost):
+            if isinstance(error, Exception) and not isinstance(error, RabbitLost):
                 log.error("control over RabbitMQ has failed", exc_info=error)  # a bug; everything is sent again
         return connection.lost.result() if connection.lost.done() else "it was given up"
 
-    async def _publish(self, connection: Connection) -> None:
+    async def _publish(self, connection: RabbitConnection) -> None:
         """Send what there is until the connection ends."""
         while True:
             await self._filled.wait()
@@ -168,7 +168,7 @@ class RabbitLink:
     def _is_connected(self) -> None:
         self.connected, self.connections = True, self.connections + 1
 
-    async def _lead(self, connection: Connection) -> None:
+    async def _lead(self, connection: RabbitConnection) -> None:
         """Wait until this controller leads, and hold on to that."""
         term = Term(connection)
         await term.begin()
@@ -180,7 +180,7 @@ class RabbitLink:
             await asyncio.sleep(_HOLD_ON_S)
             await term.hold_on()
 
-    async def _send_next(self, connection: Connection) -> None:
+    async def _send_next(self, connection: RabbitConnection) -> None:
         """Send the items that are next for one receiver."""
         to, items, size = self._outbox[0][0], list[Item](), 0
         while self._outbox and self._outbox[0][0] == to and size < _BATCH:
@@ -210,7 +210,7 @@ class RabbitLink:
             return
         yield body
 
-    async def _send_message(self, connection: Connection, to: str, body: bytes) -> None:
+    async def _send_message(self, connection: RabbitConnection, to: str, body: bytes) -> None:
         if to == "controller":
             await connection.publish(body, self._address.name(CONTROLLER))
         elif to == "all":
@@ -225,7 +225,7 @@ class RabbitLink:
                 return
             await asyncio.sleep(0.01)
 
-    def _take(self, connection: Connection, message: DeliveredMessage) -> None:
+    def _take(self, connection: RabbitConnection, message: DeliveredMessage) -> None:
         """Put a delivery into the inbox; one that cannot be read goes to the dead letters."""
         try:
             envelope = decode(message.body)

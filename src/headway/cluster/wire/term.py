@@ -16,7 +16,7 @@ import secrets
 
 from aiormq.abc import DeliveredMessage
 
-from headway.cluster.wire.connection import TERM, Connection, tag_of
+from headway.cluster.wire.connection import TERM, RabbitConnection, tag_of
 
 log = logging.getLogger("headway.cluster.wire")
 
@@ -24,7 +24,7 @@ log = logging.getLogger("headway.cluster.wire")
 class Term:
     """The message that says which term it is. Whoever holds it leads."""
 
-    def __init__(self, link: Connection) -> None:
+    def __init__(self, link: RabbitConnection) -> None:
         self._link, self._queue = link, link.address.name(TERM)
         self._claims = (f"{secrets.token_hex(8)}.{number}" for number in itertools.count())
         self._claim, self.epoch = "", 0

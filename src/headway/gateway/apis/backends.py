@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import Counter
 
-from headway.cluster.backends.port import Backend, Ran
+from headway.cluster.backends.port import Backend, UnitResult
 from headway.config import Key
 from headway.errors import RequestError
 from headway.events import Prewarmed, RunEnded, UnitBegan, UnitEnded
@@ -86,7 +86,7 @@ class _Unit:
         self._tenant, self._backend = tenant, backend
         self._stage = stage if stage is not None and stage.run else None
 
-    async def execute(self, backend: Backend, input: Any) -> Ran:
+    async def execute(self, backend: Backend, input: Any) -> UnitResult:
         """Execute the unit, and report to the planner what it cost when the backend was cold."""
         self._begin()
         try:
@@ -132,7 +132,7 @@ def _find(gateway: Gateway, name: str) -> Backend:
     return backend
 
 
-async def _while_connected(request: Request, execution: Coroutine[Any, Any, Ran]) -> Ran | None:
+async def _while_connected(request: Request, execution: Coroutine[Any, Any, UnitResult]) -> UnitResult | None:
     """Execute while the client waits for it; None = it has left, and the execution was given up."""
     work, gone = asyncio.create_task(execution), asyncio.create_task(_wait_for_disconnect(request))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Mapping
 
-from headway.cluster.backends.port import Held
+from headway.cluster.backends.port import HeldWorker
 from headway.engines.vllm.process.view import EngineView
 from headway.gateway.control.prewarm import Warmer
 from headway.stages import Prewarm
@@ -31,7 +31,7 @@ class AdapterWarmer(Warmer):
         if request.adapter in self._held:
             self._held[request.adapter].set()
 
-    async def warm(self, command: Prewarm) -> Held | None:
+    async def warm(self, command: Prewarm) -> HeldWorker | None:
         """Load an adapter where it is not in memory. EngineError when an engine cannot."""
         name = command.resource.name
         resident = await asyncio.gather(*(engine.load_adapter(name) for engine in self._engines_with(name)))
@@ -42,7 +42,7 @@ class AdapterWarmer(Warmer):
         async def release() -> None:
             self._held.pop(name, None)
 
-        return Held(used, release, fresh=not all(resident))
+        return HeldWorker(used, release, fresh=not all(resident))
 
     def _engines_with(self, name: str) -> list[EngineView]:
         return [e for e in self._engines.values() if e.up.is_set() and name in e.config.adapters]

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from headway import clock
-from headway.cluster.backends.port import Held
+from headway.cluster.backends.port import HeldWorker
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
@@ -41,7 +41,7 @@ log = logging.getLogger("headway.gateway")
 
 
 @dataclass(slots=True)
-class _Unit:
+class _PrefixUnit:
     """The latest prompt of a unit in each of the latest runs that visited it."""
 
     model: str
@@ -52,7 +52,7 @@ class PrefixBook:
     """The beginnings of prompts, by tenant and unit ("application/unit"). Memory is bounded (32 MiB)."""
 
     def __init__(self) -> None:
-        self._units: OrderedDict[tuple[str, str], _Unit] = OrderedDict()
+        self._units: OrderedDict[tuple[str, str], _PrefixUnit] = OrderedDict()
 
     def learn(self, request: Request, ids: Sequence[int]) -> None:
         """Take note of a prompt. ids: its tokens."""
@@ -60,7 +60,7 @@ class PrefixBook:
         key = tenant, f"{app}/{unit}"
         entry = self._units.pop(key, None)
         if entry is None or entry.model != request.model:
-            entry = _Unit(request.model)
+            entry = _PrefixUnit(request.model)
         self._units[key] = entry
         entry.prompts.pop(run, None)
         entry.prompts[run] = np.array(ids[:_TOKENS], np.int32)
@@ -112,7 +112,7 @@ class PrefixWarmer(Warmer):
             if event is not None:
                 event.set()
 
-    async def warm(self, command: Prewarm) -> Held | None:
+    async def warm(self, command: Prewarm) -> HeldWorker | None:
         """Compute and pin the prefix where it is not cached. EngineError when no engine could."""
         key = command.tenant, command.resource.name
         model, tokens = self._book.model(*key), self._book.common(*key)
@@ -128,7 +128,7 @@ class PrefixWarmer(Warmer):
         if not any(fresh is not None for fresh in warmed):
             return None
         used = self._held[key] = asyncio.Event()
-        return Held(used, partial(self._release, key, pins), fresh=True in warmed)
+        return HeldWorker(used, partial(self._release, key, pins), fresh=True in warmed)
 
     def _engines_for(self, model: str) -> list[EngineView]:
         return [

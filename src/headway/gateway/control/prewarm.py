@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
 from headway import clock
-from headway.cluster.backends.port import Backend, Held
+from headway.cluster.backends.port import Backend, HeldWorker
 from headway.errors import HeadwayError
 from headway.events import Prewarmed
 from headway.gateway import tasks
@@ -34,7 +34,7 @@ class Warmer(Protocol):
         """Return the key of all commands that one warm-up serves; None = nothing to warm."""
         ...
 
-    async def warm(self, command: Prewarm) -> Held | None:
+    async def warm(self, command: Prewarm) -> HeldWorker | None:
         """Warm a resource; None = it cannot be done now. HeadwayError when it fails."""
         ...
 
@@ -100,7 +100,7 @@ class Warmups:
         finally:
             del self._until[key]
 
-    async def _keep(self, held: Held, command: Prewarm, key: Hashable, took: float) -> None:
+    async def _keep(self, held: HeldWorker, command: Prewarm, key: Hashable, took: float) -> None:
         """Keep a resource warm until it is used or the last command's time is over.
 
         took: seconds that warming took, reported to the planner if the resource was cold.
@@ -139,5 +139,5 @@ class BackendWarmer(Warmer):
             return None
         return name if backend.shared else (name, next(self._number))
 
-    async def warm(self, command: Prewarm) -> Held | None:
+    async def warm(self, command: Prewarm) -> HeldWorker | None:
         return await self._backends[command.resource.name].warm()

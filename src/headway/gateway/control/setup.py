@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headway.config import Config
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.pace import Pace
+from headway.engines.vllm.process.pace import MeasuredPace
 from headway.events import Event
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.prewarming import PrewarmOptions
@@ -43,7 +43,7 @@ def engines_of(
     listener: Listener,
     metrics: Metrics,
     only: frozenset[str] | None = None,
-    on_pace: Callable[[str, Pace], None] | None = None,
+    on_pace: Callable[[str, MeasuredPace], None] | None = None,
 ) -> dict[str, VllmEngine]:
     """Return the engines by id.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from headway.config import Config, Tier
-from headway.engines.vllm.process.pace import PROMPT, Pace
+from headway.engines.vllm.process.pace import PROMPT, MeasuredPace
 
 HEADROOM = 2.0  # a class may take this many times what an engine takes that has little to do
 SPARE = 1.25  # a target that such an engine meets by less than this factor is missed as soon as there is more
@@ -26,18 +26,18 @@ def measures(config: Config) -> bool:
 class Paces:
     """The pace of each engine that was measured at its start. changed: called when there is another one."""
 
-    by_engine: dict[str, Pace] = field(default_factory=dict)
+    by_engine: dict[str, MeasuredPace] = field(default_factory=dict)
     changed: Callable[[], None] = lambda: None
 
-    def add(self, engine: str, pace: Pace) -> None:
+    def add(self, engine: str, pace: MeasuredPace) -> None:
         """Take note of an engine's pace."""
         self.by_engine[engine] = pace
         self.changed()
 
     @property
-    def slowest(self) -> Pace | None:
+    def slowest(self) -> MeasuredPace | None:
         """Return the pace that all of them can keep, None = none was measured."""
-        return reduce(Pace.slowest, self.by_engine.values()) if self.by_engine else None
+        return reduce(MeasuredPace.slowest, self.by_engine.values()) if self.by_engine else None
 
     def fit(self, classes: Mapping[str, Tier]) -> dict[str, Tier]:
         """Return the classes, with those that are `measured` as the engines can serve them."""
@@ -59,7 +59,7 @@ class Paces:
                 yield f"class {name}: {'; '.join(missed)}; the engines here can keep: {describe(best)}"
 
 
-def fit_tier(tier: Tier, pace: Pace) -> Tier:
+def fit_tier(tier: Tier, pace: MeasuredPace) -> Tier:
     """Return a class with the targets that an engine of this pace can meet, none tighter than stated."""
     if not tier.measured:
         return tier
@@ -71,7 +71,7 @@ def fit_tier(tier: Tier, pace: Pace) -> Tier:
     return replace(tier, ttft_ms=ttft, tpot_ms=tpot)
 
 
-def _missed(tier: Tier, pace: Pace, spare: float) -> Iterator[str]:
+def _missed(tier: Tier, pace: MeasuredPace, spare: float) -> Iterator[str]:
     """Yield, in words, each target that an idle engine misses, or does not meet by the factor `spare`."""
     if tier.ttft_ms is not None and spare * 1000 * pace.ttft > tier.ttft_ms:
         took = f"a prompt of {PROMPT} tokens takes {_ms(1000 * pace.ttft)}"
@@ -86,7 +86,7 @@ def _verdict(took: float, stated: float) -> str:
     return f"{_ms(stated)} {'cannot be met here' if took > stated else 'leaves too little room'}"
 
 
-def _line(name: str, tier: Tier, pace: Pace) -> str:
+def _line(name: str, tier: Tier, pace: MeasuredPace) -> str:
     promise = f"{name}: {describe(fit_tier(tier, pace))}"
     if missed := list(_missed(tier, pace, SPARE)):
         return f"{promise} (measured: {'; '.join(missed)})"
@@ -94,7 +94,7 @@ def _line(name: str, tier: Tier, pace: Pace) -> str:
     return f"{promise} (measured: first token {first}, then {each} per token with {_streams(pace)})"
 
 
-def _streams(pace: Pace) -> str:
+def _streams(pace: MeasuredPace) -> str:
     return "one stream" if pace.streams == 1 else f"{pace.streams} streams at once"
 
 

@@ -28,7 +28,7 @@ Limit = Literal["head", "body", "write", "room"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """Limits of one connection, and how many there may be.
 
     max_head: bytes of request line and headers.
@@ -45,7 +45,7 @@ class Limits:
     most: int
 
     @classmethod
-    def of(cls, server: Server, files: int) -> Limits:
+    def of(cls, server: Server, files: int) -> ConnectionLimits:
         """Return the configured limits; ConfigError when more connections are allowed than there are files.
 
         files: how many the process may open. By default half of what it does not need itself is left for
@@ -93,7 +93,7 @@ class Connections:
     address: of the gateway, as the latest connection has it.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.ended: Callable[[Limit], None] = lambda limit: None
         self.address: tuple[str, int | None] | None = None

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.errors import error_response, stopped
-from headway.gateway.http.connections import CONNECTION, PROBES, Connections, Limit, Limits, Watcher
+from headway.gateway.http.connections import CONNECTION, PROBES, ConnectionLimits, Connections, Limit, Watcher
 from headway.gateway.http.empty_queues import Event, Flow, Pipeline
 from headway.gateway.http.turns import Turns
 
@@ -41,7 +41,7 @@ class LimitedHttp(HttpToolsProtocol):
     """
 
     clients: ClassVar[Connections]
-    limits: ClassVar[Limits]
+    limits: ClassVar[ConnectionLimits]
     # In slots: Python keeps up to 30 attributes of an object without a dictionary, and uvicorn has 29.
     __slots__ = (
         "_due",
@@ -417,7 +417,7 @@ def _malformed_head(version: str, hosts: int) -> RequestError:
     return RequestError(f"The request has {count}.", "Send one.", code="invalid_host")
 
 
-def _too_slow(limit: Limit, limits: Limits) -> RequestError:
+def _too_slow(limit: Limit, limits: ConnectionLimits) -> RequestError:
     what, seconds = ("headers", limits.head_s) if limit == "head" else ("body", limits.body_s)
     return RequestError(
         f"The request's {what} did not come within {seconds:g} s.",

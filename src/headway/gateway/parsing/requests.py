@@ -93,7 +93,7 @@ class Body(BaseModel):
         return max(self.n or 1, self.best_of or 1)
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One chat message; the engine's chat template checks the rest of it."""
 
     model_config = ConfigDict(extra="allow")
@@ -103,7 +103,7 @@ class Message(BaseModel):
 
 class ChatBody(Body):
     prompt_field: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 

@@ -36,7 +36,7 @@ from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.watch.ends import Ended, Observer, Refused
-from headway.gateway.watch.tracing import Tracing
+from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
 from headway.store.queue.port import Broker, queue_unavailable
@@ -58,7 +58,7 @@ class RequestPath:
         broker: Broker,
         lengths: LengthService,
         usage: Usage,
-        tracing: Tracing,
+        tracing: RequestTracing,
         observers: Observer,
     ) -> None:
         self.limits, self._dispatcher, self.broker = limits, dispatcher, broker

@@ -20,8 +20,8 @@ from headway.gateway.watch.history import (
     TPOT,
     TTFT,
     History,
-    Table,
-    View,
+    HistoryTable,
+    HistoryView,
 )
 from headway.types import Floats
 
@@ -38,10 +38,10 @@ class Attained:
     series: Series
 
 
-def figures(history: History, view: View, now: float) -> dict[str, Any]:
+def figures(history: History, view: HistoryView, now: float) -> dict[str, Any]:
     """Return the figures of a view. Instants are those of `headway.clock`."""
     pairs, table = history.table(view, now)
-    recent = history.table(View(FINEST, view.tier, view.tenant), now)[1]
+    recent = history.table(HistoryView(FINEST, view.tier, view.tenant), now)[1]
     whole = table.counts.sum(axis=0)
     tiers = sorted({pair.tier for pair in pairs})
     by_class = {tier: attained(table.counts[[pair.tier == tier for pair in pairs]].sum(axis=0)) for tier in tiers}
@@ -66,12 +66,12 @@ def attained(counts: npt.NDArray[np.int64]) -> Attained:
     return Attained(sum(kept), sum(owed), series)
 
 
-def _latest(table: Table, fields: list[int]) -> float:
+def _latest(table: HistoryTable, fields: list[int]) -> float:
     """Return the rate in the newest two buckets."""
     return float(table.counts[:, -2:, fields].sum() / max(table.ends[-1] - table.begins[-2:][0], 1.0))
 
 
-def _rate(table: Table, field: int) -> list[float]:
+def _rate(table: HistoryTable, field: int) -> list[float]:
     """Return a rate per second for each bucket."""
     seconds = np.maximum(table.ends - table.begins, 1.0)
     return [float(rate) for rate in table.counts[:, :, field].sum(axis=0) / seconds]

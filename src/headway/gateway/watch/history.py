@@ -34,18 +34,18 @@ _FIELDS = TPOT[1].stop
 Counts = npt.NDArray[np.uint32]
 
 
-class Pair(NamedTuple):
+class RatePair(NamedTuple):
     """A class and a tenant, whose requests are counted together. tenant: its label in `/metrics`."""
 
     tier: str
     tenant: str
 
 
-_OTHERS = Pair(OTHER, OTHER)
+_OTHERS = RatePair(OTHER, OTHER)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class HistoryView:
     """A viewer's choice of a window (of `WINDOWS`), a class and a tenant; None = all."""
 
     window: str = FINEST
@@ -57,12 +57,12 @@ class View:
         """Return how long the window is."""
         return WINDOWS[self.window][0]
 
-    def shows(self, pair: Pair) -> bool:
+    def shows(self, pair: RatePair) -> bool:
         """Return whether requests of a pair belong to it."""
         return self.tier in (None, pair.tier) and self.tenant in (None, pair.tenant)
 
 
-class Table(NamedTuple):
+class HistoryTable(NamedTuple):
     """Counts (pair, bucket, field), the oldest bucket first, and when each bucket begins and ends."""
 
     counts: npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ class _Ring:
             self.counts[:rows, bucket % self.size] = 0
         self.newest = newest
 
-    def table(self, rows: Sequence[int], began: float, now: float) -> Table:
+    def table(self, rows: Sequence[int], began: float, now: float) -> HistoryTable:
         """Return the counts of rows.
 
         Buckets that were over before the history began are left out. The newest is part of the one before it
@@ -101,7 +101,7 @@ class _Ring:
         if len(begins) > 1 and now - begins[-1] < self.step / 2:
             counts[:, -2] += counts[:, -1]
             counts, begins = counts[:, :-1], begins[:-1]
-        return Table(counts, begins, np.append(begins[1:], now))
+        return HistoryTable(counts, begins, np.append(begins[1:], now))
 
 
 class History:
@@ -110,8 +110,8 @@ class History:
     def __init__(self, now: float | None = None) -> None:
         self._began = clock.now() if now is None else now
         self.tenant = FewValues().of
-        self._rows: dict[Pair, int] = {}
-        self._open: dict[Pair, list[int]] = {}  # since the last `note`
+        self._rows: dict[RatePair, int] = {}
+        self._open: dict[RatePair, list[int]] = {}  # since the last `note`
         self._rings = {name: _Ring(*sizes, self._began) for name, sizes in WINDOWS.items()}
 
     @property
@@ -128,16 +128,16 @@ class History:
 
     # ---- what the request path reports
 
-    def pair(self, tier: str, tenant: str) -> Pair:
+    def pair(self, tier: str, tenant: str) -> RatePair:
         """Return the pair that a request of a class and a tenant counts for."""
-        pair = Pair(tier, self.tenant(tenant))
+        pair = RatePair(tier, self.tenant(tenant))
         if pair not in self._rows:
             if len(self._rows) >= MOST_PAIRS:
                 pair = _OTHERS
             self._rows.setdefault(pair, len(self._rows))
         return pair
 
-    def answered(self, pair: Pair, ttft: float, tpot: float, prompt: int, output: int) -> None:
+    def answered(self, pair: RatePair, ttft: float, tpot: float, prompt: int, output: int) -> None:
         """Count a complete answer. tpot: 0 where there was but one token."""
         counts = self._counts(pair)
         counts[ANSWERED] += 1
@@ -147,17 +147,17 @@ class History:
         if tpot > 0:
             counts[_bin(tpot, *TPOT)] += 1
 
-    def failed(self, pair: Pair) -> None:
+    def failed(self, pair: RatePair) -> None:
         """Count a request that was refused or failed."""
         self._counts(pair)[FAILED] += 1
 
-    def judged(self, pair: Pair, kept: bool) -> None:
+    def judged(self, pair: RatePair, kept: bool) -> None:
         """Count a promise."""
         counts = self._counts(pair)
         counts[OWED] += 1
         counts[KEPT] += kept
 
-    def _counts(self, pair: Pair) -> list[int]:
+    def _counts(self, pair: RatePair) -> list[int]:
         counts = self._open.get(pair)
         if counts is None:
             counts = self._open[pair] = [0] * _FIELDS
@@ -179,7 +179,7 @@ class History:
         """Return the tenants that were seen."""
         return sorted({pair.tenant for pair in self._rows})
 
-    def table(self, view: View, now: float) -> tuple[list[Pair], Table]:
+    def table(self, view: HistoryView, now: float) -> tuple[list[RatePair], HistoryTable]:
         """Return the pairs that a view shows and their counts, up to the last `note`."""
         rows = {pair: row for pair, row in self._rows.items() if view.shows(pair)}
         return list(rows), self._rings[view.window].table(list(rows.values()), self._began, now)

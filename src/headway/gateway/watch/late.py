@@ -12,7 +12,7 @@ from typing import Any
 from headway import clock
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.watch.ends import Ended, Observer
-from headway.gateway.watch.history import WINDOWS, Pair, View
+from headway.gateway.watch.history import WINDOWS, HistoryView, RatePair
 
 _SHOWN = 12
 _BUCKETS = 4  # of a window, and the one that is not over yet
@@ -44,7 +44,7 @@ class LateRequest:
 
 
 Entry = tuple[float, int, LateRequest]
-Heaps = dict[Pair, list[Entry]]
+Heaps = dict[RatePair, list[Entry]]
 
 
 class LateRequests(Observer):
@@ -53,7 +53,7 @@ class LateRequests(Observer):
     pair_of: the pair that a request of a class and a tenant counts for.
     """
 
-    def __init__(self, pair_of: Callable[[str, str], Pair]) -> None:
+    def __init__(self, pair_of: Callable[[str, str], RatePair]) -> None:
         self._pair_of = pair_of
         self._buckets: dict[str, deque[tuple[float, Heaps]]] = {
             window: deque(maxlen=_BUCKETS + 1) for window in WINDOWS
@@ -84,7 +84,7 @@ class LateRequests(Observer):
             else:
                 heapq.heapreplace(heap, entry)
 
-    def latest(self, view: View, now: float) -> list[LateRequest]:
+    def latest(self, view: HistoryView, now: float) -> list[LateRequest]:
         """Return the requests of a view that were late by most, in descending order."""
         since = now - view.seconds
         entries = [

@@ -17,7 +17,7 @@ from headway.config import Tier
 from headway.engines.vllm.process.inside import Inside
 from headway.engines.vllm.process.models import SwapReport
 from headway.gateway.watch.ends import Ended, Observer, Refused
-from headway.gateway.watch.history import History, Pair
+from headway.gateway.watch.history import History, RatePair
 from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.gateway.watch.run_metrics import RunMetrics
 from headway.store.batches.records import Batch
@@ -44,7 +44,7 @@ class _Answers(NamedTuple):
     e2e: Histogram
     prompt: Counter
     output: Counter
-    pair: Pair
+    pair: RatePair
 
 
 class Metrics(Observer):
@@ -274,7 +274,7 @@ class Metrics(Observer):
             self.history.failed(pair)
             self._judge(request, pair, False)
 
-    def _judge(self, request: Request, pair: Pair, met: bool) -> None:
+    def _judge(self, request: Request, pair: RatePair, met: bool) -> None:
         if request.slo.objective == "best_effort":
             return
         by = (request.model, request.tier)

@@ -24,7 +24,7 @@ _PARENT = "traceparent"
 log = logging.getLogger("headway.gateway")
 
 
-class Tracing(Observer):
+class RequestTracing(Observer):
     """Makes spans and sends them; without an endpoint it does nothing, and imports nothing."""
 
     def __init__(self, settings: Settings) -> None:

@@ -27,7 +27,7 @@ class StatementTimeout(HeadwayError):
 
 
 @dataclass(slots=True, eq=False)
-class _Call(session.Call, Generic[T]):
+class _Call(session.SessionCall, Generic[T]):
     """Work, and what is done before all later work if the end of the connection has hidden its outcome."""
 
     work: Work[T]

@@ -33,7 +33,7 @@ _WAIT_S = 10.0  # for a gateway that is writing
 
 
 @dataclass(slots=True)
-class Journal:
+class JournalReader:
     """The rows of a journal, requests by arrival.
 
     engines: the newest description of each. refused: at the door, without a row of their own.
@@ -61,7 +61,7 @@ class Journal:
         )
 
 
-def read(folder: Path, *, since: float | None = None, until: float | None = None) -> Journal:
+def read(folder: Path, *, since: float | None = None, until: float | None = None) -> JournalReader:
     """Read what ended in [since, until), None = no limit. ConfigError when the folder has no journal.
 
     A file that cannot be read (a power failure may tear the newest) is left out and named in `damaged`.
@@ -69,7 +69,7 @@ def read(folder: Path, *, since: float | None = None, until: float | None = None
     files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     if not files:
         raise _none(folder)
-    found, packs = Journal(), list[IterationsRow]()
+    found, packs = JournalReader(), list[IterationsRow]()
     for path in files:
         try:
             _add(path, found, packs, since, until)
@@ -101,7 +101,9 @@ def _none(folder: Path) -> ConfigError:
     return ConfigError(f"There is no journal in {folder}.", hint)
 
 
-def _add(path: Path, found: Journal, packs: list[IterationsRow], since: float | None, until: float | None) -> None:
+def _add(
+    path: Path, found: JournalReader, packs: list[IterationsRow], since: float | None, until: float | None
+) -> None:
     """Add the rows of one file, or none of them."""
     low, high = -1e300 if since is None else since, 1e300 if until is None else until
     with closing(_open(path)) as db:

@@ -35,13 +35,13 @@ def _future() -> asyncio.Future[Any]:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
+class SessionCall:
     """One call on its way to a connection, and the future that its caller waits on."""
 
     future: asyncio.Future[Any] = field(default_factory=_future)
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=SessionCall)
 
 
 class Lane(Generic[C]):

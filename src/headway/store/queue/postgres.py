@@ -25,7 +25,7 @@ from headway.store.postgres.link import Address, Lost
 from headway.store.postgres.schema import loaded, lock_of, stored
 from headway.store.postgres.session import Lane, Session
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
-from headway.store.queue.postgres_calls import Call, check, together, unfit
+from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
 from headway.store.queue.postgres_schema import JOBS
 
 GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
@@ -146,8 +146,8 @@ class PostgresBroker(Session):
     async def _write(self, verb: str, **more: Any) -> Any:
         return await self._ask(self._writes, verb, **more)
 
-    async def _ask(self, lane: Lane[Call], verb: str, **more: Any) -> Any:
-        call = Call(verb, next(self._numbers), **more)
+    async def _ask(self, lane: Lane[QueueCall], verb: str, **more: Any) -> Any:
+        call = QueueCall(verb, next(self._numbers), **more)
         check(call)
         return await self.call(lane, call)
 
@@ -162,13 +162,13 @@ class PostgresBroker(Session):
         self._lanes += self._writes, self._reads
 
     async def _leave(self) -> None:
-        await self._outcomes(self._writes, [Call("leave", 0)])  # else the lease runs out
+        await self._outcomes(self._writes, [QueueCall("leave", 0)])  # else the lease runs out
 
     def _unfit(self, error: asyncpg.PostgresError) -> HeadwayError:
         # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
         return unfit(error.__cause__ or error.args[0])
 
-    async def _look(self, group: list[Call], tries: int, connection: Connection) -> Sequence[Any]:
+    async def _look(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
         """Return the jobs that calls of `get` ask for, or what one of `gone` does."""
         first = group[0]
         if first.verb == "gone":
@@ -179,14 +179,14 @@ class PostgresBroker(Session):
         found = {row["id"]: row for row in rows}
         return [_job(found.get(stored(call.id))) for call in group]
 
-    async def _change(self, group: list[Call], tries: int, connection: Connection) -> Sequence[Any]:
+    async def _change(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
         """Apply the group in one transaction."""
         if group[0].verb == "cancel":
             return [await self._cancel(group[0], connection)]
         # After a failure alone: then no other transaction has locked its rows.
         return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
 
-    async def _apply(self, group: list[Call], alone: bool, connection: Connection) -> list[Any]:
+    async def _apply(self, group: list[QueueCall], alone: bool, connection: Connection) -> list[Any]:
         await self._undo(connection)
         columns = [list(column) for column in zip(*(call.row() for call in group), strict=True)]
         places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
@@ -201,7 +201,7 @@ class PostgresBroker(Session):
                 outcomes[i], self._unsure = outcomes[i] and not self._unsure, False
         return outcomes
 
-    async def _cancel(self, call: Call, connection: Connection) -> bool:
+    async def _cancel(self, call: QueueCall, connection: Connection) -> bool:
         return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
@@ -213,7 +213,7 @@ class PostgresBroker(Session):
         rows = {row["seq"]: row for row in found}
         return [job for seq in taken if (job := _job(rows.get(seq))) is not None]
 
-    def _doubt(self, group: Sequence[Call]) -> None:
+    def _doubt(self, group: Sequence[QueueCall]) -> None:
         for call in group:
             if call.verb in self._doubtful:
                 self._doubtful[call.verb].append(call.number)

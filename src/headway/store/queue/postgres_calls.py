@@ -19,7 +19,7 @@ SINGLE = ("cancel", "gone")  # calls that are statements of their own
 
 
 @dataclass(slots=True, eq=False)
-class Call(session.Call):
+class QueueCall(session.SessionCall):
     """One call as the function `apply` in the database takes it."""
 
     verb: str
@@ -49,9 +49,9 @@ class Call(session.Call):
         )
 
 
-def together(calls: deque[Call], limit: int) -> list[Call]:
+def together(calls: deque[QueueCall], limit: int) -> list[QueueCall]:
     """Take up to `limit` of the first calls, which share one round trip."""
-    group: list[Call] = []
+    group: list[QueueCall] = []
     size = 0
     while calls and len(group) < limit and size < GROUP_BYTES:
         if group and (group[0].verb in SINGLE or calls[0].verb in SINGLE):
@@ -68,7 +68,7 @@ def unfit(why: object) -> HeadwayError:
     return HeadwayError(f"The job cannot be stored: {why}.", "Send a smaller or well-formed request.")
 
 
-def check(call: Call) -> None:
+def check(call: QueueCall) -> None:
     """Refuse what would be understood otherwise (NaN comes after all instants), or cannot be sent."""
     if call.instant is not None and math.isnan(call.instant):
         raise unfit("an instant is NaN")

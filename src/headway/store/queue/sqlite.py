@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 from headway.errors import HeadwayError
 from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
-from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Turns, job_of, open_file, row_of
+from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
@@ -79,7 +79,7 @@ log = logging.getLogger("headway.store.queue")
 
 
 @dataclass(slots=True)
-class _Call:
+class _QueueCall:
     """One caller's change and the future it waits on."""
 
     apply: Callable[[sqlite3.Connection], Any]
@@ -112,11 +112,11 @@ class SqliteBroker:
             writing, reading = open_file(self.path, synchronous)
             self._db = held.enter_context(closing(writing))
             self._view = held.enter_context(closing(reading))
-            self._turns = held.enter_context(closing(Turns(self.path)))
+            self._turns = held.enter_context(closing(WriteTurns(self.path)))
             self._held = held.pop_all()
         self._file = Identity(self.path)
-        self._coming: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._coming: dict[asyncio.AbstractEventLoop, list[_QueueCall]] = {}
+        self._calls: SimpleQueue[_QueueCall | None] = SimpleQueue()
         self._closed = self._moved = False
         self._damage: str | None = None
         self._kept = Kept()
@@ -236,7 +236,7 @@ class SqliteBroker:
         if loop not in self._coming:
             self._coming[loop] = []
             loop.call_soon(self._hand_over, loop)
-        self._coming[loop].append(_Call(apply, future))
+        self._coming[loop].append(_QueueCall(apply, future))
         return await future
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -284,9 +284,9 @@ class SqliteBroker:
             self._turns.begin(self._db)
             self._db.execute(LEAVE, [self.owner])
 
-    def _next_group(self) -> list[_Call] | None:
+    def _next_group(self) -> list[_QueueCall] | None:
         """Wait up to `TICK_S` for a call; return it with all that wait behind it, None = closed."""
-        group: list[_Call] = []
+        group: list[_QueueCall] = []
         with suppress(Empty):
             call = self._calls.get(timeout=TICK_S)
             if call is None:
@@ -299,7 +299,7 @@ class SqliteBroker:
             self._calls.put(None)  # the end comes after this group
         return group
 
-    def _commit(self, group: list[_Call]) -> list[Any]:
+    def _commit(self, group: list[_QueueCall]) -> list[Any]:
         """Apply the group in one transaction; return each call's value, or its error."""
         try:
             self._turns.begin(self._db)
@@ -349,7 +349,7 @@ class SqliteBroker:
         self._file, self._moved = Identity(file), True
         log.error("what the queue has is saved in %s; %d rows could not be read", file, unreadable)
 
-    def _apply_all(self, group: list[_Call]) -> list[Any]:
+    def _apply_all(self, group: list[_QueueCall]) -> list[Any]:
         """Apply calls in their order; ends that follow each other, together."""
         outcomes = list[Any]()
         for ends, some in groupby(group, lambda call: isinstance(call.apply, Done)):
@@ -360,14 +360,14 @@ class SqliteBroker:
                 outcomes += [self._apply(call) for call in calls]
         return outcomes
 
-    def _end(self, calls: list[_Call]) -> list[Any]:
+    def _end(self, calls: list[_QueueCall]) -> list[Any]:
         """Store ends together; in turn when one of them is unfit."""
         try:
             return end_together([cast(Done, call.apply) for call in calls], self._db)
         except UNFIT:
             return [self._apply(call) for call in calls]
 
-    def _apply(self, call: _Call) -> Any:
+    def _apply(self, call: _QueueCall) -> Any:
         try:
             return call.apply(self._db)
         except HeadwayError as error:  # refused before anything was changed

@@ -184,7 +184,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class Turns:
+class WriteTurns:
     """Lets the gateways that share a file write in turn, however fast one of them writes.
 
     SQLite does not queue for its write lock: a waiting process looks again every few milliseconds, so one

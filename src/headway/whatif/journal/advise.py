@@ -20,7 +20,7 @@ from headway.policy.recipes.registry import find
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.whatif.experiment import records
 from headway.whatif.journal.served import records_of
 from headway.whatif.journal.trust import differs, slower, warning
@@ -233,13 +233,13 @@ def _median(found: Sequence[Record], metric: str) -> float | None:
     return float(np.median(values) * 1000) if values.size else None
 
 
-def served_of(journal: Journal) -> tuple[str, list[Record]]:
+def served_of(journal: JournalReader) -> tuple[str, list[Record]]:
     """Return the recipe under which a journal's requests were served and their records."""
     (recipe,) = recipes_of(journal)
     return recipe, records_of(journal.requests)
 
 
-def recipes_of(journal: Journal) -> set[str]:
+def recipes_of(journal: JournalReader) -> set[str]:
     """Return the recipes of a journal's engines."""
     return {engine.recipe for engine in journal.engines.values()}
 

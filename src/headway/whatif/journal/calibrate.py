@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.policy.forecast.latency.measurement import Row, Samples, Seen, bias, fit_all, interruptions, overheads
 from headway.policy.forecast.latency.profiles import FixedLatency
 from headway.simulate.instance import InstanceSpec
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import EngineRow
 from headway.types import Floats, Instance
 
@@ -44,7 +44,7 @@ class Calibration:
     interruption: float
 
 
-def instances_of(journal: Journal) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
+def instances_of(journal: JournalReader) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
     """Return a journal's engines as instances, and their calibrations; ConfigError if it says too little."""
     if not journal.engines:
         raise ConfigError(
@@ -83,7 +83,7 @@ def _told(engine: EngineRow) -> tuple[int, int, int]:
     return engine.blocks, engine.block_size, engine.token_budget
 
 
-def _calibration(journal: Journal, name: str) -> Calibration:
+def _calibration(journal: JournalReader, name: str) -> Calibration:
     """Fit the laws to the iterations of one engine."""
     table = journal.iterations.get(name, np.empty((0, 8)))
     rows = _rows(_spread(table))
@@ -125,7 +125,7 @@ def _rows(parts: Sequence[Floats]) -> list[Row]:
     return rows
 
 
-def _moments(journal: Journal, name: str) -> list[Floats]:
+def _moments(journal: JournalReader, name: str) -> list[Floats]:
     """Return the instants at which requests were sent to an engine, got their first token, and ended."""
     sent = [row.sent for row in journal.requests if row.instance == name and row.sent is not None]
     stays = [stay for stay in journal.stays if stay.instance == name]
@@ -133,7 +133,7 @@ def _moments(journal: Journal, name: str) -> list[Floats]:
     return [np.sort(np.array(times, float)) for times in (sent, first, ended)]
 
 
-def _seen(journal: Journal, name: str) -> list[Seen]:
+def _seen(journal: JournalReader, name: str) -> list[Seen]:
     """Join the gateway's times of streamed answers with the scheduler's."""
     stays = {stay.id: stay for stay in journal.stays if stay.instance == name}
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.store.journal.reader import Journal, read
+from headway.store.journal.reader import JournalReader, read
 from headway.whatif import explain
 from headway.whatif.journal.past import Past
 from headway.whatif.output.results import command_line, say
@@ -21,7 +21,7 @@ def main(
     explain.show(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
 
-def load(folder: Path, since: float | None, until: float | None = None) -> Journal:
+def load(folder: Path, since: float | None, until: float | None = None) -> JournalReader:
     """Read what ended in [since, until) (None = all), and say which files could not be read."""
     journal = read(folder, since=since, until=until)
     for name, why in journal.damaged.items():

@@ -21,7 +21,7 @@ from headway.simulate.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS,
 from headway.simulate.record.run_folder import Header, Machine, Run
 from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
 from headway.simulate.workload.traffic import Workload
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import ITERATION, RequestRow, StayRow
 from headway.types import Floats, Ints
 
@@ -33,11 +33,11 @@ _ENDINGS = {"dropped": "was refused ({})", "failed": "failed ({})", "cancelled":
 class Past:
     """A journal whose requests can be explained. Seconds count from the first arrival."""
 
-    journal: Journal
+    journal: JournalReader
     run: Run
 
     @classmethod
-    def of(cls, journal: Journal, command: str) -> Past:
+    def of(cls, journal: JournalReader, command: str) -> Past:
         """Return the run that a journal has. ConfigError when it has no requests."""
         rows = journal.requests
         if not rows:
@@ -256,16 +256,16 @@ def _ending(row: RequestRow) -> str:
     return _ENDINGS[row.verdict].format(row.reason or "no reason is known")
 
 
-def _instances(journal: Journal) -> list[str]:
+def _instances(journal: JournalReader) -> list[str]:
     names = {row.instance for row in journal.requests if row.instance} | set(journal.iterations)
     return sorted(names | {stay.instance for stay in journal.stays} | set(journal.engines))
 
 
-def _recipes(journal: Journal) -> str:
+def _recipes(journal: JournalReader) -> str:
     return ", ".join(sorted({engine.recipe for engine in journal.engines.values()})) or "unknown"
 
 
-def _machine(journal: Journal, name: str) -> Machine:
+def _machine(journal: JournalReader, name: str) -> Machine:
     """Return an engine as it last said it was; 0 = not known."""
     engine = journal.engines.get(name)
     if engine is None:
@@ -280,7 +280,7 @@ def _machine(journal: Journal, name: str) -> Machine:
     )
 
 
-def _iterations(journal: Journal, instances: Sequence[str], began: float) -> Log:
+def _iterations(journal: JournalReader, instances: Sequence[str], began: float) -> Log:
     parts = []
     for name, table in journal.iterations.items():
         part = np.zeros(len(table), ITERATIONS)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from headway.simulate.workload.traffic import Workload
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import RequestRow
 from headway.types import Ints
 from headway.whatif.journal.past import workload_of
 
 
-def traffic_of(journal: Journal, seed: int) -> Workload:
+def traffic_of(journal: JournalReader, seed: int) -> Workload:
     """Return the requests of a journal as they came; the answers that have no end get lengths of others.
 
     seed: of the draw of these lengths, from answers of the same class that were finished.

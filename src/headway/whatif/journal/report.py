@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS
-from headway.store.journal.reader import Journal, columns
+from headway.store.journal.reader import JournalReader, columns
 from headway.store.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
 from headway.whatif.journal.explain import load
@@ -73,7 +73,7 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(journal))
 
 
-def _about(journal: Journal) -> str:
+def _about(journal: JournalReader) -> str:
     rows = journal.requests
     if not rows:
         return "no request was accepted"
@@ -86,7 +86,7 @@ def _about(journal: Journal) -> str:
 # ---- requests
 
 
-def of_requests(journal: Journal) -> list[Row]:
+def of_requests(journal: JournalReader) -> list[Row]:
     """Return the figures of the requests by class, of all, and by tenant where there are several."""
     records = records_of(journal.requests)
     rows = [row for row in metrics.figures({SERVED: (records, {})}) if _meant(row.id)]
@@ -123,7 +123,7 @@ def _shares(rows: Sequence[RequestRow]) -> Iterator[Row]:
             yield Row("tokens.share_pct", SERVED, setting, 100 * amount / total if total else None, "%")
 
 
-def of_times(journal: Journal) -> Iterator[Row]:
+def of_times(journal: JournalReader) -> Iterator[Row]:
     """Yield where the time of complete answers went: means by class in ms, which add up to their mean e2el."""
     rows = [row for row in journal.requests if row.outcome == "finished"]
     if not rows:
@@ -140,7 +140,7 @@ def of_times(journal: Journal) -> Iterator[Row]:
             yield Row(f"spent.{name}", SERVED, setting, 1000 * spent / count, "ms")
 
 
-def _refusals(journal: Journal) -> list[Row]:
+def _refusals(journal: JournalReader) -> list[Row]:
     """Return what was refused, and what failed, by reason."""
     counts = Counter[str]()
     for refusal in journal.refusals:
@@ -193,7 +193,7 @@ def use_of(table: Floats, engine: EngineRow) -> Use:
     )
 
 
-def of_engines(journal: Journal) -> list[Row]:
+def of_engines(journal: JournalReader) -> list[Row]:
     """Return the figures of the engines that log iterations."""
     rows: list[Row] = []
     for name, table in sorted(journal.iterations.items()):
@@ -259,7 +259,7 @@ def _cell(row: Row | None) -> str:
     return show(row.ours) if row else "-"
 
 
-def _pictures(journal: Journal) -> Pictures:
+def _pictures(journal: JournalReader) -> Pictures:
     from headway.whatif.journal.report_plots import draw
 
     return draw(journal)
@@ -271,7 +271,7 @@ def _pictures(journal: Journal) -> Pictures:
 _BINS = 200  # over the whole time
 
 
-def draw(journal: Journal) -> dict[str, bytes]:
+def draw(journal: JournalReader) -> dict[str, bytes]:
     """Return {name: PNG}; empty ones are left out."""
     records = records_of(journal.requests)
     pictures = plots.draw({SERVED: (records, {})}) if any(record.ok for record in records) else {}

@@ -14,7 +14,7 @@ from headway.simulate import fleet as fleets
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.workload import result_files
 from headway.simulate.workload.traffic import TrafficClass, Workload
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.whatif.experiment import Given
 from headway.whatif.journal.advise import Case, recipes_of, served_of
 from headway.whatif.journal.calibrate import Calibration, instances_of
@@ -31,7 +31,7 @@ _PREFIXES = "Prompts that engines had in their prefix cache are simulated as com
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class JournalSource:
     """What to simulate.
 
     journal, trace: one of the two. since, until: instants, of a journal.
@@ -66,7 +66,7 @@ class Source:
         case = Case(kinds, part, served, recipes, loads, target, most, seen)
         return case, self._about(part, kinds, longer), notes
 
-    def _unknown(self, journal: Journal | None, left: int, longer: int) -> str:
+    def _unknown(self, journal: JournalReader | None, left: int, longer: int) -> str:
         """Return why what was served cannot be simulated, "" = it can. left: requests that are left out."""
         if journal is None:
             return "as a trace does not contain what was served; a journal does"
@@ -87,7 +87,7 @@ class Source:
         about = " ".join([f"{self._about(requests, kinds, 0)}, at {load_:g}x its rate.", *notes])
         return Recorded(Given(kinds), requests, about, self.seed, plan_us)
 
-    def _machines(self) -> tuple[tuple[InstanceSpec, ...], Journal | None, list[str], list[str]]:
+    def _machines(self) -> tuple[tuple[InstanceSpec, ...], JournalReader | None, list[str], list[str]]:
         """Return the instances, the journal, notes about both, and what makes the journal suspect."""
         if (self.journal is None) == (self.trace is None):
             raise ConfigError(
@@ -106,7 +106,7 @@ class Source:
         kinds, known = instances_of(journal)
         return kinds, journal, [*_measured(known), _PREFIXES], suspects(journal, known)
 
-    def _requests(self, kinds: Sequence[InstanceSpec], journal: Journal | None) -> Workload:
+    def _requests(self, kinds: Sequence[InstanceSpec], journal: JournalReader | None) -> Workload:
         if journal is not None:
             return traffic_of(journal, self.seed)
         assert self.trace is not None, "one of the two is there"

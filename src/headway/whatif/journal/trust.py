@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from headway.store.journal.reader import Journal
+from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import ITERATION
 from headway.whatif.journal.calibrate import Calibration
 
@@ -50,7 +50,7 @@ def warning(differences: Sequence[str], seen: Sequence[str]) -> str:
     return "\n".join((f"{first}{'; '.join(differences)}.", causes, shown, _MEND))
 
 
-def suspects(journal: Journal, known: Mapping[str, Calibration]) -> list[str]:
+def suspects(journal: JournalReader, known: Mapping[str, Calibration]) -> list[str]:
     """Return what a journal shows that a simulation of it cannot reproduce."""
     found = [
         f"the latency law misses the iterations of {name} by {one.error:.0%}"
@@ -65,7 +65,7 @@ def suspects(journal: Journal, known: Mapping[str, Calibration]) -> list[str]:
     return [*found, *_requests(journal), *_tokens(journal)]
 
 
-def _requests(journal: Journal) -> Iterator[str]:
+def _requests(journal: JournalReader) -> Iterator[str]:
     rows = journal.requests
     gone = [row.ended for row in rows if row.requeues or (row.reason or "").startswith("engine_")]
     if gone:
@@ -83,7 +83,7 @@ def _requests(journal: Journal) -> Iterator[str]:
         yield f"{len(journal.damaged)} of its files cannot be read"
 
 
-def _tokens(journal: Journal) -> Iterator[str]:
+def _tokens(journal: JournalReader) -> Iterator[str]:
     """Compare what engines computed with what the journal's requests account for."""
     complete = all(row.outcome in ("finished", "refused") for row in journal.requests)
     for name, table in journal.iterations.items():

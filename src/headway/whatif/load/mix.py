@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # used in an HTTP header and 
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class TrafficTier:
     """One class of requests.
 
     share: of the requests, relative to the other classes
@@ -66,7 +66,7 @@ class Mix:
     """Classes under one name. Raises ConfigError for no class or for two with the same name."""
 
     name: str
-    tiers: tuple[Tier, ...]
+    tiers: tuple[TrafficTier, ...]
 
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) < len(self.names):
@@ -86,8 +86,8 @@ class Mix:
         return np.asarray(shares / shares.sum(), float)
 
 
-_CHAT = Tier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
-_BATCH = Tier(
+_CHAT = TrafficTier("chat", 0.6, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
+_BATCH = TrafficTier(
     "batch",
     0.4,
     Slo(soft=600.0),
@@ -98,7 +98,7 @@ _BATCH = Tier(
     prompt_tokens=(200, 1000),
 )
 # Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
-_CODE = Tier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
+_CODE = TrafficTier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
 BUILTIN = {
     "chat-batch": Mix("chat-batch", (_CHAT, _BATCH)),
     "deadlines": Mix("deadlines", (replace(_CHAT, share=0.5), _CODE, replace(_BATCH, share=0.2))),
@@ -191,14 +191,14 @@ def describe(mix: Mix) -> str:
     )
 
 
-def _describe(tier: Tier) -> str:
+def _describe(tier: TrafficTier) -> str:
     source = prompts.replaced(tier.prompts) or tier.prompts
     band = f"; {tier.prompt_tokens[0]} to {tier.prompt_tokens[1]} tokens in" if tier.prompt_tokens else ""
     length = "exactly" if tier.ignore_eos else "up to"
     return f"{source}{band}; {length} {tier.max_tokens} tokens out; {format_slo(tier.slo)}"
 
 
-def _call(tier: Tier, at: float, prompt: str) -> Call:
+def _call(tier: TrafficTier, at: float, prompt: str) -> Call:
     return Call(at, tier.name, prompt, tier.max_tokens, tier.ignore_eos, tier.slo, tier.priority)
 
 
@@ -224,7 +224,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _tier(name: str, table: Any, file: Path) -> Tier:
+def _tier(name: str, table: Any, file: Path) -> TrafficTier:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: {name} is outside of a class.", f"Begin a class with [{name}].")
     for key, value in table.items():
@@ -238,7 +238,7 @@ def _tier(name: str, table: Any, file: Path) -> Tier:
         known["slo"] = parse_slo(known["slo"])
     if "prompt_tokens" in known:
         known["prompt_tokens"] = _band(known["prompt_tokens"], f"{file}: {name}.prompt_tokens")
-    return Tier(name, **known)
+    return TrafficTier(name, **known)
 
 
 def _band(value: list[Any], where: str) -> tuple[int, int]:
@@ -251,4 +251,4 @@ def _nearest(word: str, known: Any) -> str:
     return f"Did you mean {get_close_matches(word, list(known), 1, 0)[0]}?"
 
 
-assert set(_KINDS) == {entry.name for entry in fields(Tier)} - {"name"}
+assert set(_KINDS) == {entry.name for entry in fields(TrafficTier)} - {"name"}

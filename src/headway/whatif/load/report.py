@@ -84,7 +84,7 @@ def warnings(results: Results) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _ReportLine:
     """A line of the table; a rule separates sections."""
 
     section: str
@@ -92,7 +92,7 @@ class _Line:
     cells: list[str]
 
 
-def _grid(header: Sequence[str], lines: Iterable[_Line]) -> Grid:
+def _grid(header: Sequence[str], lines: Iterable[_ReportLine]) -> Grid:
     groups = [[[line.label, *line.cells] for line in group] for _, group in groupby(lines, lambda x: x.section)]
     return Grid(["figure", *header], groups)
 
@@ -106,7 +106,7 @@ def _by_class(rows: Sequence[Row]) -> Grid:
     for kind, line in found.items():
         cells = [_show(line[name]) if name in line else "" for name in settings]
         section = kind.partition(".")[0] if line[ALL].unit == "ms" else ""
-        lines.append(_Line(section, _label(line[ALL]), cells))
+        lines.append(_ReportLine(section, _label(line[ALL]), cells))
     return _grid(settings, lines)
 
 
@@ -117,7 +117,7 @@ def _by_system(rows: Sequence[Row], systems: Sequence[str], only: Sequence[str] 
             found.setdefault(row.setting, {}).setdefault(_kind(row), {})[row.system] = row
     found[ALL] = found.pop(ALL, {})  # last, also when a later system has a class of its own
     lines = [
-        _Line(setting, f"{setting}: {_label(next(iter(line.values())))}", _compare(line, systems))
+        _ReportLine(setting, f"{setting}: {_label(next(iter(line.values())))}", _compare(line, systems))
         for setting, kinds in found.items()
         for line in kinds.values()
     ]

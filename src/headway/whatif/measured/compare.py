@@ -35,7 +35,7 @@ _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class CompareSetup:
     """What to compare.
 
     load: arrivals per second as a multiple of the measured capacity
@@ -79,7 +79,7 @@ class Systems:
     urls: {system: address} of those that run
     """
 
-    setup: Setup
+    setup: CompareSetup
     urls: dict[str, str]
     logs: Path
 
@@ -123,7 +123,7 @@ class Systems:
 
 
 @dataclass(slots=True)
-class Outcome:
+class CompareOutcome:
     """The result.
 
     results: records and counters by system
@@ -137,13 +137,13 @@ class Outcome:
     engine: Engine
 
 
-async def run(setup: Setup) -> Outcome:
+async def run(setup: CompareSetup) -> CompareOutcome:
     """Run the comparison. Raises ConfigError or EngineError when a system cannot be run."""
     async with started(setup) as systems:
         setup = systems.setup
         capacity = None if setup.rate else await systems.capacity()
         rate = setup.rate or setup.load * (capacity or 0.0)
-        outcome = Outcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
+        outcome = CompareOutcome({name: ([], {}) for name in setup.systems}, rate, capacity, setup.engine)
         for number in range(setup.rounds):
             calls = _calls(setup, rate, number)
             for name in rotated(setup.systems, number):
@@ -153,7 +153,7 @@ async def run(setup: Setup) -> Outcome:
 
 
 @asynccontextmanager
-async def started(setup: Setup) -> AsyncIterator[Systems]:
+async def started(setup: CompareSetup) -> AsyncIterator[Systems]:
     """Check the setup, size its KV, start and warm what runs throughout, and stop it in the end.
 
     Raises ConfigError or EngineError when a system cannot be run.
@@ -173,18 +173,18 @@ async def started(setup: Setup) -> AsyncIterator[Systems]:
         yield Systems(setup, dict(zip(names, urls, strict=True)), logs)
 
 
-async def _up(stack: AsyncExitStack, name: str, setup: Setup, logs: Path) -> str:
+async def _up(stack: AsyncExitStack, name: str, setup: CompareSetup, logs: Path) -> str:
     _console.print(f"[dim]starting {escape(name)} ...[/]")
     return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
 
 
-async def _warm(url: str, setup: Setup) -> None:
+async def _warm(url: str, setup: CompareSetup) -> None:
     """Send a few requests that are not measured: the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
 
 
-def shortened(setup: Setup) -> Setup:
+def shortened(setup: CompareSetup) -> CompareSetup:
     """Return a setup of about a minute: two systems, started together, at a fixed rate.
 
     Small batches, so that few requests are enough to wait for each other.
@@ -198,7 +198,7 @@ def shortened(setup: Setup) -> Setup:
     )
 
 
-def describe(setup: Setup, outcome: Outcome) -> str:
+def describe(setup: CompareSetup, outcome: CompareOutcome) -> str:
     """Return the workload line of the report."""
     capacity = f", capacity {outcome.capacity:.3f} req/s" if outcome.capacity else ""
     spread = "Poisson arrivals"
@@ -228,7 +228,7 @@ def steady(records: Sequence[Record]) -> float:
     return float((high - low) / (ends[high] - ends[low]))
 
 
-def _calls(setup: Setup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+def _calls(setup: CompareSetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
     """Return the calls of a round: the same for every system, different for every round."""
     rng = np.random.default_rng([setup.seed, number])
     seconds = duration or setup.duration
@@ -245,7 +245,7 @@ def rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
     return systems[start:] + systems[:start]
 
 
-def _append(outcome: Outcome, name: str, records: Sequence[Record], counters: Counters) -> None:
+def _append(outcome: CompareOutcome, name: str, records: Sequence[Record], counters: Counters) -> None:
     """Append a round after the earlier ones, shifted to their end, so that makespans add up."""
     earlier, counts = outcome.results[name]
     start = metrics.makespan(earlier) or 0.0

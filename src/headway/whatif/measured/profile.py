@@ -58,7 +58,7 @@ console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ProfileTarget:
     """A live engine.
 
     url: address for requests
@@ -76,7 +76,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Measured:
+class ProfileMeasurement:
     """The samples of a profile.
 
     rows: the engine's log of iterations
@@ -86,7 +86,7 @@ class Measured:
     passes: rows of each pass over the load patterns
     """
 
-    target: Target
+    target: ProfileTarget
     limits: Limits
     block_size: int
     rows: Rows
@@ -94,7 +94,7 @@ class Measured:
     moments: dict[str, list[float]]
     passes: list[int] = field(default_factory=list)
 
-    def add(self, other: Measured) -> None:
+    def add(self, other: ProfileMeasurement) -> None:
         """Add another pass over the same engine."""
         self.passes += other.passes
         self.rows += other.rows
@@ -159,17 +159,17 @@ def _source(rows: int) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def started(engine: Engine, logs: Path) -> AsyncIterator[Target]:
+async def started(engine: Engine, logs: Path) -> AsyncIterator[ProfileTarget]:
     """Start `vllm serve` with Headway's scheduler inside (recipe vllm), yield it, then stop it."""
     check_installed()
     port = free_port()
     child = Child(command(engine, port, "vllm"), environment(engine), logs / "engine.log")
     url, began = f"http://127.0.0.1:{port}", time.monotonic()
     async with answering("vLLM", child, f"{url}/health"):
-        yield Target(url, url, engine.name, resolve(engine.model), time.monotonic() - began)
+        yield ProfileTarget(url, url, engine.name, resolve(engine.model), time.monotonic() - began)
 
 
-async def attached(url: str, model: str | None) -> Target:
+async def attached(url: str, model: str | None) -> ProfileTarget:
     """Return a running vLLM; ConfigError when none answers at `url`."""
     url = url.rstrip("/").removesuffix("/v1")
     if url.partition("://")[0] not in ("http", "https"):
@@ -182,10 +182,10 @@ async def attached(url: str, model: str | None) -> Target:
             f"No vLLM answers at {url} ({type(error).__name__}).",
             "Check that it is running, or start one with --model NAME.",
         ) from error
-    return Target(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
+    return ProfileTarget(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
 
 
-async def engine_state(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
+async def engine_state(session: aiohttp.ClientSession, target: ProfileTarget) -> dict[str, Any]:
     """Return the scheduler's state with all rows of its logs."""
     message = {"op": "state", "iterations": _ALL, "requests": _ALL}
     try:
@@ -205,8 +205,8 @@ async def engine_state(session: aiohttp.ClientSession, target: Target) -> dict[s
 
 
 async def measure(
-    target: Target, rng: np.random.Generator, *, quick: bool = False, passes: int = 1, bar: bool = True
-) -> Measured:
+    target: ProfileTarget, rng: np.random.Generator, *, quick: bool = False, passes: int = 1, bar: bool = True
+) -> ProfileMeasurement:
     """Play all load patterns on a live engine and return the samples."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # vLLM closes idle ones after 5 s
@@ -233,10 +233,10 @@ async def measure(
         name: [float(row[place]) + _SOON for row in requests] for name, place in (("begun", 2), ("ended", 3))
     }
     rows = [row for row in rows if row[2] is not None]
-    return Measured(target, limits, int(after["block_size"]), rows, seen, moments, [len(rows)])
+    return ProfileMeasurement(target, limits, int(after["block_size"]), rows, seen, moments, [len(rows)])
 
 
-async def _limits(session: aiohttp.ClientSession, target: Target, state: dict[str, Any]) -> Limits:
+async def _limits(session: aiohttp.ClientSession, target: ProfileTarget, state: dict[str, Any]) -> Limits:
     async with session.get(f"{target.control}/v1/models") as answer:
         served = (await answer.json())["data"][0]
     tokens = int(state["blocks_total"]) * int(state["block_size"])
@@ -261,7 +261,7 @@ class _Stage:
     """
 
     session: aiohttp.ClientSession
-    target: Target
+    target: ProfileTarget
     rng: np.random.Generator
     shown: dict[str, tuple[float, float]] = field(default_factory=dict)
     sent: list[float] = field(default_factory=list)

@@ -16,7 +16,7 @@ from headway.policy.forecast.latency.laws import KINDS, Shapes
 from headway.policy.forecast.latency.measurement import Fits
 from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.whatif.measured import profile
-from headway.whatif.measured.profile import Measured, Target
+from headway.whatif.measured.profile import ProfileMeasurement, ProfileTarget
 from headway.whatif.output.results import About, Grid, Report, Row, deliver, say
 
 _HEADER = ("law", *(f"{kind}, mean (p90) %" for kind in ("all", *KINDS)))
@@ -27,7 +27,7 @@ _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}
 class Found:
     """The samples of an engine, the fitted laws and the latency profile."""
 
-    measured: Measured
+    measured: ProfileMeasurement
     fits: Fits
     profile: LatencyProfile
 
@@ -91,7 +91,7 @@ async def _found(
         return await _measured(target, where, rng, quick)
 
 
-async def _measured(target: Target, where: str, rng: np.random.Generator, quick: bool) -> Found:
+async def _measured(target: ProfileTarget, where: str, rng: np.random.Generator, quick: bool) -> Found:
     measured = await profile.measure(target, rng, quick=quick, passes=1 if quick else 2)
     fits = measured.fits()
     return Found(measured, fits, measured.profile(fits, where))

@@ -18,7 +18,7 @@ import torch
 _right_aligned: list[tuple[int, int]] = []
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The kernel call of one request.
 
     token: index of its token in the batch.
@@ -98,7 +98,7 @@ def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args:
     return metadata
 
 
-def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:
+def _call(builder: Any, common: Any, row: int, k: int) -> AttentionCall | None:
     """Return the kernel call of a request whose k-th block is its last; None when that block is full."""
     from vllm import _custom_ops as ops
     from vllm import envs
@@ -124,7 +124,7 @@ def _call(builder: Any, common: Any, row: int, k: int) -> Call | None:
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         kv_cache_dtype=builder.kv_cache_dtype,
     )
-    return Call(start, table, lengths, starts, plan, tokens)
+    return AttentionCall(start, table, lengths, starts, plan, tokens)
 
 
 def _forward(

@@ -26,7 +26,7 @@ from headway.engines.vllm.process.launch import Child, check_installed
 from headway.engines.vllm.process.limits import instance_of, limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
-from headway.engines.vllm.process.pace import Pace, measure
+from headway.engines.vllm.process.pace import MeasuredPace, measure
 from headway.engines.vllm.process.pulse import until_lost
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
@@ -63,7 +63,7 @@ class VllmEngine(EngineView):
         on_swap: Callable[[str, SwapReport], None] = lambda id, report: None,
         *,
         host: str = "127.0.0.1",
-        on_pace: Callable[[str, Pace], None] | None = None,
+        on_pace: Callable[[str, MeasuredPace], None] | None = None,
     ) -> None:
         self._children = Children(id, config, recipe, log_dir, host)
         key = None if config.api_key is None else reveal(config.api_key, f"{id}.api_key")

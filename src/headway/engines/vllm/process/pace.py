@@ -21,7 +21,7 @@ _IDS = 100, 1000  # of tokens that every vocabulary has, none of them special
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MeasuredPace:
     """The latencies of an idle engine, as a client sees them.
 
     ttft: seconds to the first token of a prompt of `PROMPT` tokens.
@@ -38,13 +38,13 @@ class Pace:
         alone = f"a prompt of {PROMPT} tokens takes {ttft}, then a token {tpot}"
         return f"{alone}, with {self.streams} streams at once {together}"
 
-    def slowest(self, other: Pace) -> Pace:
+    def slowest(self, other: MeasuredPace) -> MeasuredPace:
         """Return the pace that both engines can keep."""
         slower = max(self, other, key=lambda one: one.together)
-        return Pace(max(self.ttft, other.ttft), max(self.tpot, other.tpot), slower.streams, slower.together)
+        return MeasuredPace(max(self.ttft, other.ttft), max(self.tpot, other.tpot), slower.streams, slower.together)
 
 
-async def measure(engine: EngineConnection, model: str, max_running: int, max_model_len: int) -> Pace:
+async def measure(engine: EngineConnection, model: str, max_running: int, max_model_len: int) -> MeasuredPace:
     """Measure an engine without other requests, in a few seconds; a quarter of its batch runs at once.
 
     EngineError when it does not answer as it should, or takes too long.
@@ -58,7 +58,7 @@ async def measure(engine: EngineConnection, model: str, max_running: int, max_mo
             together = await probe.streams(streams, min(_SHORT, half), _tokens(2 * tpot))
     except TimeoutError as error:
         raise EngineTimeout(engine.id) from error
-    return Pace(ttft, tpot, streams, max(together, tpot))
+    return MeasuredPace(ttft, tpot, streams, max(together, tpot))
 
 
 def _tokens(seconds: float) -> int:

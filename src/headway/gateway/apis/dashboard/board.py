@@ -17,7 +17,7 @@ from headway.gateway.control.targets import describe
 from headway.gateway.gateway import Gateway
 from headway.gateway.in_flight import RequestState
 from headway.gateway.watch.figures import figures
-from headway.gateway.watch.history import Pair, View
+from headway.gateway.watch.history import HistoryView, RatePair
 
 _EVERY_S = 1.0
 _ENGINE_S = 1.0  # for an engine to say how it is
@@ -37,7 +37,7 @@ class _Line:
         self.oldest = max(self.oldest, other.oldest)
 
 
-Lines = dict[Pair, _Line]
+Lines = dict[RatePair, _Line]
 
 
 class Board:
@@ -50,10 +50,10 @@ class Board:
         self._gateway = gateway
         self._lock = asyncio.Lock()
         self._taken_at, self._shared, self._lines = -_EVERY_S, dict[str, Any](), Lines()
-        self._texts: dict[View, bytes] = {}
+        self._texts: dict[HistoryView, bytes] = {}
         self.viewers = Counter[bool]()
 
-    async def events(self, stopping: asyncio.Event, operator: bool, view: View) -> AsyncIterator[bytes]:
+    async def events(self, stopping: asyncio.Event, operator: bool, view: HistoryView) -> AsyncIterator[bytes]:
         """Yield a snapshot a second, as server-sent events, until the gateway stops.
 
         operator: the viewer has the operator's key.
@@ -70,7 +70,7 @@ class Board:
         finally:
             self.viewers[operator] -= 1
 
-    async def snapshot(self, view: View) -> bytes:
+    async def snapshot(self, view: HistoryView) -> bytes:
         """Return the latest snapshot as JSON, at most a second old; engines are asked once for all views."""
         async with self._lock:
             now = clock.now()
@@ -98,7 +98,7 @@ class Board:
             "engines": dict(zip(engines, states, strict=True)),
         }
 
-    def _view_fields(self, view: View) -> dict[str, Any]:
+    def _view_fields(self, view: HistoryView) -> dict[str, Any]:
         """Return what one view shows."""
         now, gateway = clock.now(), self._gateway
         data = figures(gateway.metrics.history, view, now)
@@ -116,7 +116,7 @@ class Board:
 
     def _count(self, now: float) -> tuple[Lines, dict[str, int]]:
         """Return the requests by pair, and how many are in each engine."""
-        lines, inside = defaultdict[Pair, _Line](_Line), defaultdict[str, int](int)
+        lines, inside = defaultdict[RatePair, _Line](_Line), defaultdict[str, int](int)
         pair_of = self._gateway.metrics.history.pair
         for one in self._gateway.dispatcher.in_flight.values():
             line = lines[pair_of(one.request.tier, one.request.tenant)]

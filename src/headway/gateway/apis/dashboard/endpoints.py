@@ -18,7 +18,7 @@ from headway.gateway.apis.dashboard.board import Board
 from headway.gateway.apis.dashboard.explain import Explainer
 from headway.gateway.apis.state import AppState
 from headway.gateway.requests.streaming import HEAD
-from headway.gateway.watch.history import FINEST, WINDOWS, View
+from headway.gateway.watch.history import FINEST, WINDOWS, HistoryView
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
 _LONGEST_ID, _DAY_S, _MOST_DAYS = 512, 86400.0, 3650
@@ -96,9 +96,9 @@ def _page() -> str:
     return page
 
 
-def _view(request: Request) -> View:
+def _view(request: Request) -> HistoryView:
     """Return the view that a request asks for; 400 for an unknown window."""
     query = request.query_params
     if (window := query.get("window", FINEST)) not in WINDOWS:
         raise RequestError(f"There is no window {window[:64]!r}.", f"Use one of {', '.join(WINDOWS)}.", param="window")
-    return View(window, query.get("class") or None, query.get("tenant") or None)
+    return HistoryView(window, query.get("class") or None, query.get("tenant") or None)

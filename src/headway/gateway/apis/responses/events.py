@@ -26,7 +26,7 @@ _DELTA = {
 
 
 @dataclass(slots=True)
-class _Item:
+class _OutputItem:
     """An item of the output, with the parts of its text that have come.
 
     at: its place in the output. call: id and name, of a tool call. place: which part of the response it is.
@@ -71,8 +71,8 @@ class ResponseEvents(ChatStream):
         self._response = dict(base)
         self._begun = False
         self._number = 0
-        self._items: list[_Item] = []
-        self._latest: dict[tuple[str, int], _Item] = {}  # by type and number of the tool call
+        self._items: list[_OutputItem] = []
+        self._latest: dict[tuple[str, int], _OutputItem] = {}  # by type and number of the tool call
         self._end: dict[str, Any] = end_of("stop")
         self._usage: Mapping[str, Any] = {}
 
@@ -116,17 +116,17 @@ class ResponseEvents(ChatStream):
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._sse(_DELTA[kind], item.place | {"delta": text} | more)
 
-    def _new(self, kind: str, call: tuple[Any, Any]) -> _Item:
+    def _new(self, kind: str, call: tuple[Any, Any]) -> _OutputItem:
         id, at = self._response["id"], len(self._items)
         alike = sum(item.kind == kind for item in self._items)
         if kind == "function_call":
             id = f"{id}_{alike}"
         elif alike:  # ids differ
             id = f"{id}_{at}"
-        self._items.append(_Item(kind, id, at, call))
+        self._items.append(_OutputItem(kind, id, at, call))
         return self._items[-1]
 
-    def _open(self, item: _Item) -> Iterator[bytes]:
+    def _open(self, item: _OutputItem) -> Iterator[bytes]:
         fields = item.to_dict("in_progress")
         if item.kind != "function_call":
             fields["content"] = []

@@ -16,7 +16,7 @@ from typing import TypeVar, get_args
 
 from headway import clock
 from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
-from headway.cluster.wire.port import Link, Message
+from headway.cluster.wire.port import Message, WireLink
 from headway.events import Arrived, Event, Failed, Finished, Returned, Started
 from headway.gateway.control.control import ControlView
 from headway.policy.core.cluster import Cluster
@@ -65,7 +65,7 @@ class RemoteControl(ControlView):
 
     execute: Callable[[Command], None]
 
-    def __init__(self, controller: Controller, link: Link) -> None:
+    def __init__(self, controller: Controller, link: WireLink) -> None:
         self.controller, self._link = controller, link
         self.leader = Leader()
         self._started: set[str] = set()

@@ -32,7 +32,7 @@ class _Report:
     state: EngineState
 
 
-class Fleet:
+class RemoteFleet:
     """Keeps the gateway's engines as their agents report them.
 
     lease_s: seconds of silence of its agent after which an engine is down.

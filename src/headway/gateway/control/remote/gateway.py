@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headway.cluster.wire.messages import Gone
-from headway.cluster.wire.port import Link
+from headway.cluster.wire.port import WireLink
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.remote.control import RemoteControl
-from headway.gateway.control.remote.fleet import Fleet
+from headway.gateway.control.remote.fleet import RemoteFleet
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.account import RunAccount
 from headway.policy.core.controller import Controller
@@ -23,16 +23,16 @@ class RemoteGateway:
     """The gateway's side, with what it knows of controller and engines from the wire."""
 
     control: RemoteControl
-    fleet: Fleet
+    fleet: RemoteFleet
     dispatcher: Dispatcher
     metrics: Metrics
-    link: Link
+    link: WireLink
 
     @classmethod
-    def of(cls, config: Config, controller: Controller, metrics: Metrics, link: Link) -> RemoteGateway:
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, link: WireLink) -> RemoteGateway:
         """Connect requests in flight with the wire. controller: plans nothing, and admits requests."""
         control = RemoteControl(controller, link)
-        fleet = Fleet(control, config.engines, config.wire.lease_seconds)
+        fleet = RemoteFleet(control, config.engines, config.wire.lease_seconds)
         runs = RunAccount(config.apps.run_timeout_s)
         dispatcher = Dispatcher(control, fleet.engines, runs, metrics)
         control.execute, fleet.dispatcher = dispatcher.execute, dispatcher
