@@ -115,14 +115,14 @@ CRASH = """
 import logging, threading, warnings
 from headway.config import Config, Log
 from headway.gateway.watch.logs import configure
-from headway.gateway.main import Server
+from headway.gateway.main import GatewayServer
 
 class Ends:
     def __del__(self):
         raise OSError("at its end")
 
 configure(Log(format="json"))
-Server(Config())
+GatewayServer(Config())
 logging.getLogger("uvicorn.error").warning("of uvicorn")
 warnings.warn("some day")
 thread = threading.Thread(target=lambda: 1 / 0)

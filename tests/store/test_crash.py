@@ -97,9 +97,9 @@ async def third(path: str) -> set[str]:
 # It commits without a pause, and holds SQLite's lock nearly all the time.
 GREEDY = """
 import sqlite3, sys, time
-from headway.store.queue.sqlite_file import Turns
+from headway.store.queue.sqlite_file import WriteTurns
 
-db, turns = sqlite3.connect(sys.argv[1], isolation_level=None), Turns(sys.argv[1])
+db, turns = sqlite3.connect(sys.argv[1], isolation_level=None), WriteTurns(sys.argv[1])
 while True:
     turns.begin(db)
     print("begun", flush=True)
