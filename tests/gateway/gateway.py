@@ -180,7 +180,7 @@ def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()
         try:
-            until(lambda: server.started or not thread.is_alive(), 120)
+            until(lambda: server.started or not thread.is_alive(), 300)
             loop, opened = server.opened.result(0)
             gateway = Gateway(config, opened, server, loop, f"http://127.0.0.1:{port}")
             if ready:
