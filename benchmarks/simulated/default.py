@@ -96,9 +96,10 @@ _SOURCES = (*(f"simulated/{name}.py" for name in _FILES), "papers/ecoserve_setup
 def main(ask: Ask, seeds: int = 3, hindsight: int = 0, some: Sequence[Cell] = ()) -> Result:
     """Run all cells with that many seeds; `quick`: 1.3x only, one seed, four recipes, fewer requests.
 
-    hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none.
+    hindsight: simulations of a search in each cell of the default recipe far below the bound; 0 = none. some: cells
+        to run instead of all.
     """
-    cells = some or quick_cells(ask.seed) if ask.quick else all_cells(range(ask.seed, ask.seed + seeds))
+    cells = some or (quick_cells(ask.seed) if ask.quick else all_cells(range(ask.seed, ask.seed + seeds)))
     found = computed(cells, compute, sources=_SOURCES)
     if hindsight:
         found |= computed(hindsight_cells(found, hindsight), compute, sources=_SOURCES)

@@ -1,6 +1,6 @@
 """Carries out a planner's warm-ups (`Prewarm`) beside the requests.
 
-Each warm-up is a task of its own: it makes its resource ready, reports to the planner how long that took
+Each warm-up is its own task: it makes its resource ready, reports to the planner how long that took
 (`Prewarmed`), and keeps it until a unit has used it or is not expected any more. What goes wrong is logged
 and counted, and no request notices.
 """

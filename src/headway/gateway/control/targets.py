@@ -99,7 +99,7 @@ def _streams(pace: MeasuredPace) -> str:
 
 
 def round_up(number: float) -> float:
-    """Return the least number of `_ROUND` times a power of ten that is no smaller."""
+    """Return the value rounded up to a number of `_ROUND` times a power of ten."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(round(step * power, 6) for step in _ROUND if step * power >= number * (1 - 1e-9))
 

@@ -92,7 +92,7 @@ def app_of(headers: Mapping[str, str]) -> str | None:
 
 
 def _session(headers: Mapping[str, str]) -> str | None:
-    """Return an agent's session; its digest if it is no valid name, which its user cannot change."""
+    """Return an agent's session, or its digest where it is not a valid name, as its user cannot change it."""
     session = next((headers[name] for name in _SESSIONS if headers.get(name)), None)
     if session is None or (len(session) <= LONGEST and session.isprintable()):
         return session

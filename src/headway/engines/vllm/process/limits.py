@@ -77,7 +77,7 @@ def _configured_limits(config: Engine) -> dict[str, Any]:
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:
-    """Yield the samples of a Prometheus page that have one of these names; none if it is no such page."""
+    """Yield the samples of a Prometheus page that have one of these names; none if the text is not such a page."""
     lines = [line for line in page.splitlines() if line.startswith(names) and len(line) < _LONGEST_LINE]
     try:
         for family in text_string_to_metric_families("\n".join(lines[:_MOST_LINES]) + "\n"):
