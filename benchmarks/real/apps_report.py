@@ -13,6 +13,7 @@ from benchmarks.experiment import Result, experiment
 from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, shares, source
 from benchmarks.real.apps import ALL, RUNS, AppsOutcome, AppsTrial, RunResult, ServedApps, completion_times
+from headway.engines.vllm.process.sizes import expected
 from headway.types import Floats
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Record, Results
@@ -66,7 +67,7 @@ def _describe(trial: AppsTrial, outcome: AppsOutcome) -> str:
         f"{asked}: {source()}, tokens and seconds times {shape.scale:g}; gamma distributed gaps of "
         f"burstiness {shape.burstiness:g} at {outcome.rate:.3f} runs/s{capacity}; beside them "
         f"{mix.describe(shape.chat)}, Poisson arrivals; {trial.rounds} x {trial.duration:g} s, batch limit "
-        f"{trial.engine.batch_limit}."
+        f"{expected(trial.engine).max_running}."
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.experiment import Result, experiment
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
+from headway.engines.vllm.process.sizes import expected
 from headway.errors import ConfigError, EngineError
 from headway.simulate.workload import traffic
 from headway.types import Slo
@@ -243,7 +244,7 @@ def main(ask: Ask, trial: BatchTrial) -> Result:
     workload = (
         f"{interactive}; {trial.rate:g} requests/s for {trial.seconds:g} s, alone and beside a batch of "
         f"{trial.lines} lines ({mix.describe(mix.Mix('lines', (_LINES,)))}) with a window of {_WINDOW}; the "
-        f"gateway killed in the middle; batch limit {trial.engine.batch_limit}, no prefix caching."
+        f"gateway killed in the middle; batch limit {expected(trial.engine).max_running}, no prefix caching."
     )
     notes = report.warnings({name: (found, {}) for name, found in outcome.records.items()})
     return Result(rows_of(trial, outcome), workload, lambda: {"batch": plot(outcome)}, notes=notes)

@@ -17,6 +17,7 @@ from benchmarks.experiment import Result, experiment
 from benchmarks.simulated import beside
 from benchmarks.simulated.beside import ALONE, BESIDE, Figures
 from headway.config import Engine
+from headway.engines.vllm.process.sizes import expected
 from headway.types import Slo
 from headway.whatif.load import mix, report
 from headway.whatif.load.metrics import attainment, values
@@ -155,5 +156,5 @@ def _describe(trial: BesideTrial, outcome: BesideOutcome) -> str:
         f"{trial.seconds / _PHASES:g} s bursts at {beside.BURST:g} x capacity and as long at "
         f"{beside.IDLE:g} x (capacity {outcome.capacity:.3f} req/s{measured}); a batch of {batch} such "
         f"requests, due after {trial.seconds:g} s; {trial.rounds} x {trial.seconds:g} s, batch limit "
-        f"{trial.engine.batch_limit}, no prefix caching."
+        f"{expected(trial.engine).max_running}, no prefix caching."
     )

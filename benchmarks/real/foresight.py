@@ -19,6 +19,7 @@ from rich.console import Console
 from benchmarks.experiment import Result, experiment
 from headway.config import Engine
 from headway.engines.vllm.process.launch import free_port
+from headway.engines.vllm.process.sizes import expected
 from headway.policy.recipes.registry import find
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
@@ -158,7 +159,7 @@ def main(ask: Ask, trial: ForesightTrial) -> Result:
     one = next(iter(known.values()))
     about = (
         f"{mix.describe(trial.mix)}; the first load for {trial.duration:g} s, then the same requests faster; "
-        f"capacity {outcome.capacity:.3f} req/s, batch limit {trial.engine.batch_limit}, no prefix caching. "
+        f"capacity {outcome.capacity:.3f} req/s, batch limit {expected(trial.engine).max_running}, no prefix caching. "
         f"Predicted from the journal of the first load: {one.iterations} iterations, fitted within "
         f"{one.error:.1%} of their time."
     )

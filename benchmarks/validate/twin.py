@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.validate.replay import Replay, ReplayRun, ReplaySetup
 from headway.config import Engine
+from headway.engines.vllm.process.sizes import expected
 from headway.policy.forecast.latency.measurement import bias, disturbed
 from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.policy.recipes.registry import find
@@ -73,19 +74,20 @@ def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:
 def instance(profile: LatencyProfile, engine: Engine) -> InstanceSpec:
     """Return the simulated twin of an engine: the same blocks, request slots, budget and batch limit."""
     assert profile.kv_tokens is not None, "a measured profile has them"
+    sizes = expected(engine)
     shape = Instance(
         "e0",
         engine.name,
-        engine.batch_limit,
+        sizes.max_running,
         profile.kv_tokens // profile.block_size,
         profile.block_size,
-        engine.context_limit,
+        sizes.max_model_len,
     )
     return InstanceSpec(
         shape,
         profile.latency(),
-        engine.slots or 2 * engine.batch_limit,
-        engine.max_batched_tokens,
+        engine.slots or 2 * sizes.max_running,
+        sizes.max_batched_tokens,
         request_overhead=profile.request_overhead_s or 0.0,
         token_overhead=profile.token_overhead_s or 0.0,
         interruption=profile.interruption_s or 0.0,

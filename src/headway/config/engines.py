@@ -40,8 +40,9 @@ class Engine:
     host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
     sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
     drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration; unset, what a vLLM at `url` reports, or 16.
-    max_model_len: vLLM's --max-model-len; unset, what a vLLM at `url` reports, or 2048.
+    max_running: requests computed in one iteration; unset, as vLLM decides for the device, or 16 on a CPU.
+    max_model_len: vLLM's --max-model-len; unset, the model's as far as the KV cache holds it, on a CPU at most 2048.
+    max_batched_tokens: vLLM's --max-num-batched-tokens; unset, as vLLM decides for the device, or 2048 on a CPU.
     slots: requests that may hold KV, running or paused.
     max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
@@ -71,13 +72,13 @@ class Engine:
     slots: Count | None = None
     max_gap_s: Positive = 1.0
     max_model_len: Count | None = None
-    max_batched_tokens: Count = 2048
+    max_batched_tokens: Count | None = None
     kv_gib: Count = 1
     host_kv_gib: Amount = 0.0
     blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
-    eager: bool = True
+    eager: bool | None = None
     async_scheduling: bool | None = None  # None: wherever vLLM does
     tool_parser: str | None = None
     reasoning_parser: str | None = None
@@ -97,16 +98,6 @@ class Engine:
         the path or hub id.
         """
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
-
-    @property
-    def batch_limit(self) -> int:
-        """Return the limit of requests in one iteration, unless the engine reports another."""
-        return 16 if self.max_running is None else self.max_running
-
-    @property
-    def context_limit(self) -> int:
-        """Return the limit of a request's tokens, answer included, unless the engine reports another."""
-        return 2048 if self.max_model_len is None else self.max_model_len
 
     @property
     def others(self) -> tuple[Model, ...]:

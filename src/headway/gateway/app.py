@@ -279,6 +279,7 @@ def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
         "up": engine.up.is_set(),
         "restarts": engine.restarts,
         "assumed": engine.instance.assumed,
+        "about": engine.about,
         "error": error,
     }
 

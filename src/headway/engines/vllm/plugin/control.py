@@ -23,7 +23,8 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
-is whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`). Its
+is whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`), `settings`
+what vLLM has resolved for this device and model. Its
 `latency` is null until the engine has learned its own; then theta (`policy/forecast/latency/online.py`), and
 the tokens of the longest prefix that was found in the cache lately.
 """
@@ -106,6 +107,7 @@ class ControlMixin(PinsMixin):
     _blocks: Any
     _total: int
     _block_size: int
+    settings: dict[str, Any]
     _prefix_cache: Any
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +158,7 @@ class ControlMixin(PinsMixin):
             "prefix_caching": self.pins.possible,
             "fatal": self._fatal(),
             **self._limits,
+            "settings": self.settings,
             "counters": self.stats.counters | self.counters | self.kv_policy.counters(),
             **self.kv_policy.state(),
             "latency": self._latency(),

@@ -30,7 +30,7 @@ from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.recording import RecordingMixin, ints
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
-from headway.engines.vllm.plugin.setup import kv_policy_of, spec_of
+from headway.engines.vllm.plugin.setup import kv_policy_of, settings_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
 from headway.engines.vllm.plugin.view import View, sort_by_arrival
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
@@ -83,6 +83,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
         self._stock_limits = (0, 0)
         self._ended: list[str] = []
         self.kv_policy: KvPolicy = kv_policy_of(self)
+        self.settings = settings_of(self)
         self._prefix_cache = PrefixCache(self)
         self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(ints(()), max_running=running)

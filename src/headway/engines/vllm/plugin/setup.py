@@ -1,10 +1,12 @@
-"""The hook's setup: what its engine can do, and the KV policy that its packer needs."""
+"""The hook's setup: what its engine can do and how vLLM has set it up, and the KV policy that its packer needs."""
 
 from __future__ import annotations
 
 import logging
 import math
 from typing import Any
+
+from vllm.platforms import current_platform
 
 from headway.engines.vllm.plugin import reservations, two_ended
 from headway.engines.vllm.plugin.connector import HostPool
@@ -32,6 +34,24 @@ def spec_of(scheduler: Any, max_running: int, max_gap_s: float) -> EngineSpec:
         why_not=why_not,
         max_gap_s=max_gap_s,
     )
+
+
+def settings_of(scheduler: Any) -> dict[str, Any]:
+    """Return the settings that vLLM has resolved for an engine, for people to read.
+
+    scheduler: the hook, complete but for its packer's first step.
+    """
+    config = scheduler.vllm_config
+    kv = {StockKv: "stock", reservations.ReservedKv: "reserved", two_ended.TwoEndedKv: "two-ended"}
+    return {
+        "device": current_platform.get_device_name(),
+        "devices": int(config.parallel_config.world_size),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "eager": bool(config.model_config.enforce_eager),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "kv": kv[type(scheduler.kv_policy)],
+    }
 
 
 def kv_policy_of(scheduler: Any) -> KvPolicy:

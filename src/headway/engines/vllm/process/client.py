@@ -23,7 +23,7 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.exits import BadArguments
 from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
-from headway.engines.vllm.process.limits import instance_of, limit_warnings, read_limits, read_state
+from headway.engines.vllm.process.limits import describe, instance_of, limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import MeasuredPace, measure
@@ -133,7 +133,6 @@ class VllmEngine(EngineView):
             await self._start(model)
             self.models.started(warm, time.monotonic() - began)
         await self._wait_until_healthy()
-        await self._measure()
         await self._serve(InstanceUp)
 
     async def _measure(self) -> None:
@@ -141,9 +140,9 @@ class VllmEngine(EngineView):
         notify, self._on_pace = self._on_pace, None
         if notify is None or self.config.url is not None or self.config.runner == "pooling":
             return
-        config, began = self.config, time.monotonic()
+        one, began = self.instance, time.monotonic()
         try:
-            pace = await measure(self, self.models.current, config.batch_limit, config.context_limit)
+            pace = await measure(self, self.models.current, one.max_running, one.max_model_len)
         except EngineError as error:
             log.warning("engine %s: its pace is not known: %s", self.id, error)
         else:
@@ -153,13 +152,14 @@ class VllmEngine(EngineView):
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
         """Announce that the instance takes work from now on."""
         instance = await self._describe()
+        await self._measure()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
         self.failure, self.tries, self.loading = None, 0, None
         self.up.set()
         self._served = True
         self._announced = self.models.announce(instance)
-        log.info("engine %s is up: %s", self.id, _summary(self._announced))
+        log.info("engine %s is up with %s: %s%s", self.id, instance.model, self.about, _others(self._announced))
         self._on_event(event(self._announced))
         if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
             self._start_side_task(self._follow_models())
@@ -246,6 +246,7 @@ class VllmEngine(EngineView):
         for problem, fix in limit_warnings(self.config, limits):
             log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
         self.instance = instance_of(self.id, self.models.current, self.config, limits)
+        self.about = describe(self.instance, state)
         return self.instance
 
     async def _state(self) -> dict[str, Any] | None:
@@ -386,12 +387,9 @@ class VllmEngine(EngineView):
             task.cancel()
 
 
-def _summary(instance: Instance) -> str:
-    blocks = f"{instance.blocks_total:,} KV blocks of {instance.block_size} tokens"
+def _others(instance: Instance) -> str:
     others = ", ".join(other.model for other in instance.loadable)
-    return f"{instance.model}, {instance.max_running} requests at once, {blocks}" + (
-        f"; it can load {others}" if others else ""
-    )
+    return f"; it can load {others}" if others else ""
 
 
 async def _wait_within(event: asyncio.Event, seconds: float) -> bool:

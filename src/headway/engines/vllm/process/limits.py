@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from headway.config import Engine
 from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone
+from headway.engines.vllm.process.sizes import expected
 from headway.errors import EngineError
 from headway.types import Instance
 
@@ -54,6 +55,19 @@ def instance_of(id: str, model: str, config: Engine, reported: Mapping[str, int]
     return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - reported.keys())))
 
 
+def describe(instance: Instance, state: Mapping[str, Any] | None) -> str:
+    """Return a line with what an instance runs with; state: of Headway's scheduler, None = it is not inside."""
+    blocks = f"{instance.blocks_total:,} KV blocks of {instance.block_size} tokens"
+    line = f"{instance.max_running:,} requests per iteration, context {instance.max_model_len:,}, {blocks}"
+    if state is None or not (settings := state.get("settings")):
+        return line
+    devices = f"{settings['devices']} x {settings['device']}" if settings["devices"] > 1 else settings["device"]
+    modes = {"eager": settings["eager"], "async scheduling": settings["async_scheduling"]}
+    extras = "".join(f", {name}" for name, on in modes.items() if on)
+    kv = "" if settings["kv"] == "stock" else f", {settings['kv']} KV"
+    return f"{line}; {state['token_budget']:,} tokens per iteration, {settings['dtype']} on {devices}{extras}{kv}"
+
+
 def limit_warnings(config: Engine, reported: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield where an instance and its configuration differ, and which limits are assumed because neither has them.
 
@@ -73,7 +87,8 @@ def limit_warnings(config: Engine, reported: Mapping[str, int]) -> Iterator[tupl
 
 def _configured_limits(config: Engine) -> dict[str, Any]:
     """Return the limits that count where an instance does not report its own."""
-    return {"max_running": config.batch_limit, "max_model_len": config.context_limit}
+    sizes = expected(config)
+    return {"max_running": sizes.max_running, "max_model_len": sizes.max_model_len}
 
 
 def samples(page: str, *names: str) -> Iterator[Sample]:

