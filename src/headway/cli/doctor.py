@@ -22,7 +22,9 @@ from rich.table import Table
 
 from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
+from headway.config.copies import numbers
 from headway.config.keys import reveal
+from headway.engines.vllm.process.cards import cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
@@ -55,7 +57,7 @@ class Finding:
 
 def examine(file: Path | None) -> list[Finding]:
     """Look at the machine and at a configuration, as `headway serve` would find them; nothing is started."""
-    found = [_python(), _vllm(), _files()]
+    found = [_python(), _vllm(), *_torch(), *_cards(), _files()]
     config: Config | None = None
     sound = False
     try:
@@ -106,6 +108,24 @@ def _vllm() -> Finding:
         mend = "Only the command vllm misses it: python -m headway.engines.vllm.process.metadata"
         return Finding("vLLM", "doubt", f"{version}, without metadata named vllm", mend)
     return Finding("vLLM", "good", version)
+
+
+def _torch() -> Iterator[Finding]:
+    if installed("torch"):
+        yield Finding("PyTorch", "good", importlib.metadata.version("torch"))
+
+
+def _cards() -> Iterator[Finding]:
+    """List the GPUs; a build of vLLM for CPUs leaves them idle."""
+    found = cards()
+    for place, card in enumerate(found):
+        memory = f"{card.free / 1024:.1f} of {card.memory / 1024:.1f} GiB free"
+        yield Finding(f"GPU {place}", "good", f"{card.name}, {memory}, driver {card.driver}")
+    if found and is_cpu_build():
+        yield Finding("vLLM on the GPU", "doubt", "this is vLLM's build for CPUs", "make clean, then make serve.")
+    if not found and installed("vllm"):
+        mend = "Does nvidia-smi list one? In a container: docker run --gpus all."
+        yield Finding("GPU", "doubt", "vLLM's build for GPUs sees none", mend)
 
 
 def _files() -> Finding:
@@ -217,8 +237,10 @@ def _attached(what: str, url: str) -> Finding:
 
 
 def _memory(config: Config) -> Iterator[Finding]:
-    """Look at the memory of engines on a CPU; on a GPU vLLM itself says what does not fit."""
+    """Compare what engines need, on a CPU all together, on GPUs each by its weights, with what is free."""
     own = [engine for engine in config.engines if engine.url is None]
+    if own and not is_cpu_build():
+        yield from _card_memory(config)
     if not own or not is_cpu_build():
         return
     needed = sum(_OWN + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
@@ -226,6 +248,20 @@ def _memory(config: Config) -> Iterator[Finding]:
     found = f"{free / _GIB:.1f} GiB free, engines take about {needed / _GIB:.1f}"
     state: State = "good" if needed <= free else "bad"
     yield Finding("memory", state, found, "" if state == "good" else "Lower kv_gib, or start fewer engines.")
+
+
+def _card_memory(config: Config) -> Iterator[Finding]:
+    seen = cards()
+    for number, engine in enumerate(config.engines):
+        places = range(len(seen)) if engine.cards is None else numbers(engine.cards)
+        if engine.url is not None or not seen or not (weights := _weights(engine)):
+            continue
+        used = 1 if engine.cards is None else len(places)
+        share, free = weights / used / _GIB, min(seen[place].free for place in places if place < len(seen)) / 1024
+        found = f"{share:.1f} GiB of weights per GPU, {free:.1f} GiB free"
+        mend = "Give it more GPUs (gpus = 2), a quantised model, or end what holds the memory."
+        fits = share < free
+        yield Finding(f"memory of e{number}", "good" if fits else "bad", found, "" if fits else mend)
 
 
 def _weights(engine: Engine) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
 from headway.config.keys import Key as Key
@@ -353,7 +354,8 @@ def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> 
 
 
 def _validated(data: dict[str, Any]) -> Config:
-    return _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
+    config = _ADAPTER.validate_json(json.dumps(data, default=str), strict=True)
+    return replace(config, engines=expanded(config.engines))
 
 
 def check_contradictions(config: Config, where: str = _HERE) -> None:
@@ -386,6 +388,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if engine.device is not None and engine.url is None:
             problem = f"engines.{i} in {where} has a device, but no url."
             yield ConfigError(problem, "Leave it out: an engine that Headway starts reports its device.")
+        if engine.cards is not None and engine.url is not None:
+            problem = f"engines.{i} in {where} has GPUs and a url."
+            yield ConfigError(problem, "Leave out gpus and cards: that vLLM has its own.", param=f"engines.{i}.gpus")
         if engine.runner == "pooling" and (engine.models or engine.adapters):
             problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
             yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")

@@ -54,6 +54,9 @@ class Engine:
     tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
         is known for by its name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
+    count: engines like this one; they share out `cores`, and each has the next `port`.
+    gpus: GPUs of each, the next that no other engine has; several compute as one (tensor parallel). Unset, all.
+    cards: GPUs by their places among those that Headway sees, such as "0-1", instead of gpus.
     resources: that `headway up` asks Ray for: cpus, gpus, memory_gib, or names that nodes give their own.
     """
 
@@ -84,6 +87,9 @@ class Engine:
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
+    count: Count = 1
+    gpus: Count | None = None
+    cards: str | None = None
     resources: dict[str, Amount] = field(default_factory=dict)
     start_timeout_s: Positive = 300.0
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung

@@ -25,6 +25,7 @@ from headway.addresses import is_host, is_url, netloc
 from headway.cluster.wire.port import WireLink
 from headway.config import Config, Engine, Postgres, check_contradictions
 from headway.config.keys import reveal, revealed
+from headway.engines.vllm.process.cards import cards, check_cards
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.settings import check_cores, check_settings
@@ -67,6 +68,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
     """
     own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
     starts = starts_engines and bool(own)
+    seen = cards() if starts and any(engine.cards is not None for _, engine in own) else []
     check_all(
         partial(check_contradictions, config),
         partial(_check_recipe, config),
@@ -77,6 +79,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(check_aliases, config),
         *([check_installed] if starts else []),
         *(partial(check_cores, f"engines.{i}", engine.cores) for i, engine in own if starts),
+        *(partial(check_cards, f"engines.{i}", engine, seen) for i, engine in own if starts),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
         partial(_check_addresses, config),

@@ -51,7 +51,9 @@ def parts_of(config: Config) -> list[Part]:
     """Return all parts: agents, controllers, then gateways."""
     up = config.up
     common = ("--config", CONFIG, "--port", PORT)
-    agents = [_agent(i, dict(engine.resources), common) for i, engine in enumerate(config.engines)]
+    agents = [
+        _agent(i, {_GPU: float(engine.gpus or 0)} | engine.resources, common) for i, engine in enumerate(config.engines)
+    ]
     memory = int(up.memory_gib * _GIB)
     controllers = [
         Part(f"controller-{i}", ("controller", *common), None, up.cpus, memory) for i in range(up.controllers)

@@ -28,6 +28,7 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
+from headway.engines.vllm.process.cards import VISIBLE, parallel, visible_to
 from headway.engines.vllm.process.exits import exit_error
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.sizes import expected, requested
@@ -77,6 +78,7 @@ def command(
     line += ["--runner", engine.runner] if engine.runner != "generate" else []
     line += ["--enforce-eager"] if engine.eager else []
     line += ["--enable-sleep-mode"] if engine.sleep_mode else []
+    line += parallel(engine)
     if engine.adapters:
         line += ["--enable-lora", "--lora-modules", *(f"{name}={at}" for name, at in engine.adapters.items())]
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
@@ -186,6 +188,8 @@ def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
         env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+    if (visible := visible_to(engine)) is not None:
+        env[VISIBLE] = visible
     if is_cpu_build():
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import partial
 
 from headway.config import Engine
+from headway.config.copies import numbers
 from headway.engines.vllm.parsers import Kind, known_to_vllm, parsers
 from headway.engines.vllm.process.sizes import model_context
 from headway.errors import ConfigError, check_all
@@ -42,10 +43,7 @@ def _check_parser(where: str, engine: Engine, kind: Kind, name: str | None) -> N
 
 def cores_of(cores: str | None) -> set[int]:
     """Return the CPU cores of a list such as "0-3,8", None = all that this process may use; ValueError if malformed."""
-    if cores is None:
-        return set(os.sched_getaffinity(0))
-    ranges = [part.strip().partition("-") for part in cores.split(",")]
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    return set(os.sched_getaffinity(0) if cores is None else numbers(cores))
 
 
 def check_cores(where: str, cores: str | None) -> None:

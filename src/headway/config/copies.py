@@ -1,0 +1,60 @@
+"""One `[[engines]]` table for several engines: `count` becomes that many, each with its own GPUs, cores and port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count, filterfalse
+
+from headway.config.engines import Engine
+from headway.errors import ConfigError
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as "0-3,8"; ValueError if malformed."""
+    ranges = [part.strip().partition("-") for part in text.split(",")]
+    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
+
+
+def expanded(engines: Sequence[Engine]) -> tuple[Engine, ...]:
+    """Return every engine by itself (`count` 1), with the GPUs that it gets: the first that no other has.
+
+    ConfigError when GPUs or cores cannot be divided so.
+    """
+    taken = {card for i, engine in enumerate(engines) for card in _listed(i, "cards", engine.cards)}
+    free = filterfalse(taken.__contains__, count())
+    return tuple(_with_cards(one, free) for i, engine in enumerate(engines) for one in _copies(i, engine))
+
+
+def _copies(number: int, engine: Engine) -> Iterator[Engine]:
+    if engine.count == 1:
+        yield engine
+        return
+    where, cores = f"engines.{number}", _listed(number, "cores", engine.cores)
+    if engine.cards is not None or engine.url is not None:
+        problem = f"{where} has count = {engine.count} and {'cards' if engine.url is None else 'url'}, which names one."
+        fix = "Give the number of GPUs that each has (gpus = 1)." if engine.url is None else "Write a table for each."
+        raise ConfigError(problem, fix, param=f"{where}.count")
+    share = len(cores) // engine.count
+    if engine.cores is not None and share * engine.count != len(cores):
+        problem = f"{where} has {len(cores)} cores for {engine.count} engines."
+        raise ConfigError(problem, "Each gets as many: give a multiple of count.", param=f"{where}.cores")
+    for k in range(engine.count):
+        own = ",".join(map(str, cores[k * share : (k + 1) * share]))
+        yield replace(engine, count=1, cores=own or None, port=None if engine.port is None else engine.port + k)
+
+
+def _with_cards(engine: Engine, free: Iterator[int]) -> Engine:
+    if engine.gpus is None or engine.cards is not None:
+        return engine
+    return replace(engine, cards=",".join(str(next(free)) for _ in range(engine.gpus)))
+
+
+def _listed(number: int, name: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return numbers(text)
+    except ValueError:
+        where, fix = f"engines.{number}.{name}", 'Write numbers and ranges, as in "0-3,8".'
+        raise ConfigError(f"{where} is {text!r}, which is not a list of numbers.", fix, param=where) from None
