@@ -105,6 +105,13 @@ health_timeout_s = 5
 silence_timeout_s = 50
 request_timeout_s = 500
 
+[[engines]]
+count = 2
+gpus = 1
+
+[[engines]]
+cards = "0"
+
 [broker]
 kind = "memory"
 keep_hours = 0.5
@@ -285,6 +292,9 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             silence_timeout_s=50.0,
             request_timeout_s=500.0,
         ),
+        Engine(gpus=1, cards="1"),
+        Engine(gpus=1, cards="2"),
+        Engine(cards="0"),
     )
     assert config.broker == Broker(
         "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0)
@@ -323,7 +333,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
 
 def test_the_example_above_names_every_field_there_is() -> None:
     data = tomllib.loads(EVERY_FIELD)
-    tables = {Server: data["server"], Engine: data["engines"][0], Broker: data["broker"], Config: data}
+    engine = {name: value for one in data["engines"] for name, value in one.items()}
+    tables = {Server: data["server"], Engine: engine, Broker: data["broker"], Config: data}
     tables |= {
         Sqlite: data["broker"]["sqlite"],
         Postgres: data["broker"]["postgres"],
