@@ -22,7 +22,8 @@ class GrammarTimeMixin:
 
     requests: dict[str, Any]
     structured_output_manager: Any
-    grammar_compile_error_reqs: set[str]  # these end as failed after this iteration
+    # These end as failed after this iteration; in vLLM 0.33 with the reason that the client gets.
+    grammar_compile_error_reqs: set[str] | dict[str, Any]
     timer: Callable[[], float]
     cpu_timer: Callable[[], float] = staticmethod(time.thread_time)  # what other processes take does not count
 
@@ -47,7 +48,16 @@ class GrammarTimeMixin:
             self._grammar_s[id] = total = self._grammar_s.get(id, 0.0) + seconds
             if total > MOST_S:
                 log.warning("request %s is ended: its grammar has taken %.1f s of the engine's time", id, total)
-                self.grammar_compile_error_reqs.add(id)
+                self._fail(id, f"Its grammar has taken {total:.1f} s of the engine's time.")
+
+    def _fail(self, id: str, why: str) -> None:
+        failed = self.grammar_compile_error_reqs
+        if isinstance(failed, set):
+            failed.add(id)
+            return
+        from vllm.outputs import RequestError
+
+        failed[id] = RequestError(code="validation_error", message=why)
 
     def _seconds_alone(self, id: str) -> float:
         grammar = self.requests[id].structured_output_request.grammar
