@@ -16,7 +16,7 @@ WORKERS ?= 3
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit clients loops model peers install ready servers serve test test-fast explore lint bench clean
+.PHONY: audit clients loops model peers install ready servers serve test test-fast test-vllm explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -72,6 +72,15 @@ ready: loops model clients servers
 test: ready
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)
 
+# The hook's tests against the Python files of another release of vLLM; what needs its kernels is skipped.
+OTHER := .vllm-$(VERSION)
+test-vllm: model
+	@test -n "$(VERSION)" || { echo "Which one? make test-vllm VERSION=0.33.0"; exit 2; }
+	@test -e $(OTHER)/vllm || $(BIN)/python -m tools.vllm_sources $(VERSION) $(OTHER)
+	HEADWAY_OTHER_VLLM=$(VERSION) PYTHONPATH=$(OTHER) $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope -rs \
+	  $(addprefix tests/engine/test_,conformance.py grammar_time.py hook.py iteration_log.py licence.py names.py \
+	  reserve_vllm.py reserving.py scheduler_stats.py sizes.py stock_features.py two_ended.py) $(ARGS)
+
 # Hot loops are compiled once, before several workers of the tests would do so at the same time.
 loops: $(addprefix loop-,headway bros ecoserve anneal)
 loop-%: install
@@ -108,4 +117,4 @@ bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .vllm-* out

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from headway.engines.vllm.plugin.grammar_time import MOST_S, SLOW_S, GrammarTimeMixin
 
 
@@ -87,3 +89,13 @@ def test_what_has_ended_is_forgotten_and_not_measured() -> None:
     scheduler.requests["a"] = again  # another one of this name
     scheduler.grammar_compile_error_reqs.clear()
     assert scheduler.ended(1) == set()
+
+
+def test_the_client_learns_why_where_vllm_takes_a_reason() -> None:
+    outputs = pytest.importorskip("vllm.outputs")
+    if not hasattr(outputs, "RequestError"):
+        pytest.skip("vLLM 0.32 takes the ids alone")
+    scheduler = Scheduler(slow=0.3)
+    scheduler.grammar_compile_error_reqs = {}
+    scheduler.ended(int(MOST_S / 0.3) + 1)
+    assert "grammar" in scheduler.grammar_compile_error_reqs["slow"].message

@@ -100,7 +100,7 @@ def test_scheduler_methods(name: str, parameters: list[str]) -> None:
         "token_budget = self.max_num_scheduled_tokens",
         "preempted_req = self.running[-1]",
         "self.waiting.prepend_request(request)",
-        "error_req_ids = set(self.grammar_compile_error_reqs)",
+        "self.grammar_compile_error_reqs: ",
     ],
 )
 def test_scheduler_state(line: str) -> None:
