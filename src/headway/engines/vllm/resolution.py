@@ -73,7 +73,7 @@ def _settings(line: list[str]) -> dict[str, Any]:
 
 def _arguments(line: list[str]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser  # where 0.32 and 0.33 have it
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     known = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
