@@ -76,7 +76,7 @@ test: ready
 OTHER := .vllm-$(VERSION)
 test-vllm: model
 	@test -n "$(VERSION)" || { echo "Which one? make test-vllm VERSION=0.33.0"; exit 2; }
-	@test -e $(OTHER)/vllm || $(BIN)/python -m tools.vllm_sources $(VERSION) $(OTHER)
+	@test -e $(OTHER)/vllm-$(VERSION)+cpu.dist-info || $(BIN)/python -m tools.vllm_sources $(VERSION) $(OTHER)
 	HEADWAY_OTHER_VLLM=$(VERSION) PYTHONPATH=$(OTHER) $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope -rs \
 	  $(addprefix tests/engine/test_,conformance.py grammar_time.py hook.py iteration_log.py licence.py names.py \
 	  reserve_vllm.py reserving.py scheduler_stats.py sizes.py stock_features.py two_ended.py) $(ARGS)

@@ -79,7 +79,7 @@ def test_what_cannot_be_shared_out(table: dict[str, object], says: str) -> None:
         parse({"engines": [table]})
 
 
-def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "4,GPU-5a,6,7")
     one, two = expanded([Engine(count=2, gpus=2)])
     assert [visible_to(one), visible_to(two)] == ["4,GPU-5a", "6,7"]
@@ -108,7 +108,7 @@ def test_cards_are_those_that_this_process_sees(see: See, monkeypatch: pytest.Mo
     assert [card.index for card in cards()] == ["3", "1"]
 
 
-def test_more_engines_than_cards(see: See, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_engines_than_cards(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     see(4)
     wanted = expanded([Engine(count=5, gpus=1)])
     with pytest.raises(ConfigError, match="build for CPUs"):
@@ -141,8 +141,8 @@ def test_doctor_lists_gpus(see: See, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         weights.truncate(100 * 2**30)
     monkeypatch.setattr("headway.cli.doctor.is_cpu_build", lambda: False)
     install(monkeypatch, tmp_path / "packages", "vllm", "0.33.0")
-    too_large = found(f'model = "{model}"')["memory of e0"]
+    too_large = found(f'model = "{model}"')["GPU memory for e0"]
     assert (too_large.state, too_large.found) == ("bad", "100.0 GiB of weights per GPU, 78.1 GiB free")
-    assert found(f'model = "{model}"\ncards = "0-1"')["memory of e0"].state == "good"
+    assert found(f'model = "{model}"\ncards = "0-1"')["GPU memory for e0"].state == "good"
     see(0)
     assert found()["GPU"].state == "doubt"

@@ -75,9 +75,7 @@ def test_a_context_that_is_not_stated_differs_from_none() -> None:
             preflight(_config(Engine(max_model_len=4096), other))
 
 
-def test_an_engine_that_headway_starts_has_the_context_of_its_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_engine_that_headway_starts_has_the_context_of_its_device(tmp_path: Path) -> None:
     model = {"max_position_embeddings": 1024}
     (tmp_path / "config.json").write_text(json.dumps(model))
     short = Engine(str(tmp_path))

@@ -24,7 +24,7 @@ from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.config.copies import numbers
 from headway.config.keys import reveal
-from headway.engines.vllm.process.cards import cards
+from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
@@ -122,10 +122,10 @@ def _cards() -> Iterator[Finding]:
         memory = f"{card.free / 1024:.1f} of {card.memory / 1024:.1f} GiB free"
         yield Finding(f"GPU {place}", "good", f"{card.name}, {memory}, driver {card.driver}")
     if found and is_cpu_build():
-        yield Finding("vLLM on the GPU", "doubt", "this is vLLM's build for CPUs", "make clean, then make serve.")
+        yield Finding("vLLM on the GPU", "doubt", "vLLM is installed in its build for CPUs", CUDA_BUILD)
     if not found and installed("vllm"):
-        mend = "Does nvidia-smi list one? In a container: docker run --gpus all."
-        yield Finding("GPU", "doubt", "vLLM's build for GPUs sees none", mend)
+        mend = "Check that nvidia-smi lists one; start a container with docker run --gpus all."
+        yield Finding("GPU", "doubt", "no GPU is visible to vLLM's CUDA build", mend)
 
 
 def _files() -> Finding:
@@ -239,7 +239,7 @@ def _attached(what: str, url: str) -> Finding:
 def _memory(config: Config) -> Iterator[Finding]:
     """Compare what engines need, on a CPU all together, on GPUs each by its weights, with what is free."""
     own = [engine for engine in config.engines if engine.url is None]
-    if own and not is_cpu_build():
+    if not is_cpu_build():
         yield from _card_memory(config)
     if not own or not is_cpu_build():
         return
@@ -257,11 +257,15 @@ def _card_memory(config: Config) -> Iterator[Finding]:
         if engine.url is not None or not seen or not (weights := _weights(engine)):
             continue
         used = 1 if engine.cards is None else len(places)
-        share, free = weights / used / _GIB, min(seen[place].free for place in places if place < len(seen)) / 1024
+        # A process that has just the GPUs of one engine gives it all of them, whatever their places (`visible_to`).
+        given = seen if len(seen) == len(places) else [seen[place] for place in places if place < len(seen)]
+        if not given:
+            continue  # the look at the configuration says so
+        share, free = weights / used / _GIB, min(card.free for card in given) / 1024
         found = f"{share:.1f} GiB of weights per GPU, {free:.1f} GiB free"
-        mend = "Give it more GPUs (gpus = 2), a quantised model, or end what holds the memory."
+        mend = "Use more GPUs (gpus = 2) or a quantised model, or stop the processes that hold the memory."
         fits = share < free
-        yield Finding(f"memory of e{number}", "good" if fits else "bad", found, "" if fits else mend)
+        yield Finding(f"GPU memory for e{number}", "good" if fits else "bad", found, "" if fits else mend)
 
 
 def _weights(engine: Engine) -> int:

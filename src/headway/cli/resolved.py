@@ -66,7 +66,7 @@ def _cell(field: str, settings: Settings) -> str:
 
 
 def resolved_settings(lines: Sequence[Sequence[str]], devices: Sequence[str | None]) -> list[list[Settings]]:
-    """Return what vLLM makes of arguments of `vllm serve` on each device, in a process of its own.
+    """Return the settings that vLLM resolves from `vllm serve` arguments on each device, in a separate process.
 
     devices: names in `DEVICES`, None = this machine. EngineError when vLLM cannot be asked.
     """

@@ -38,7 +38,7 @@ def _copies(number: int, engine: Engine) -> Iterator[Engine]:
     share = len(cores) // engine.count
     if engine.cores is not None and share * engine.count != len(cores):
         problem = f"{where} has {len(cores)} cores for {engine.count} engines."
-        raise ConfigError(problem, "Each gets as many: give a multiple of count.", param=f"{where}.cores")
+        raise ConfigError(problem, "Give a number of cores that count divides evenly.", param=f"{where}.cores")
     for k in range(engine.count):
         own = ",".join(map(str, cores[k * share : (k + 1) * share]))
         yield replace(engine, count=1, cores=own or None, port=None if engine.port is None else engine.port + k)

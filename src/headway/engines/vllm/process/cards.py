@@ -14,6 +14,7 @@ from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CUDA_BUILD = "For vLLM's CUDA build, in a new environment: pip install '.[vllm]'."
 _QUERY = "index,uuid,name,driver_version,memory.total,memory.free"
 _SECONDS = 20.0
 _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
@@ -85,7 +86,7 @@ def check_cards(where: str, engine: Engine, seen: Sequence[Card]) -> None:
     needed = numbers(engine.cards)
     if is_cpu_build():
         problem = f"{where} has GPUs, but this environment has vLLM's build for CPUs."
-        hint = "On a machine with an NVIDIA card: make clean, make serve. Without: cores instead of gpus."
+        hint = f"{CUDA_BUILD} On a CPU, set cores instead of gpus."
         raise ConfigError(problem, hint, param=f"{where}.gpus")
     if len(seen) != len(needed) and max(needed) >= len(seen):
         problem = f"{where} needs GPU {max(needed)} (counted from 0), and this process sees {len(seen)}."
