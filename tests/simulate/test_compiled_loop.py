@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.ranks import ATTAINABLE, DUE
 from headway.policy.forecast.latency import profiles
+from headway.policy.pack.promises.packer import Promises
 from headway.policy.plan.ordered import Ordered
 from headway.policy.plan.run_order import RunOrder
 from headway.policy.recipes.registry import RECIPES
@@ -133,6 +135,20 @@ def test_what_is_late_inside_keeps_no_newcomer_outside() -> None:
         for outcome in (Simulation(full, [one], workload).run(), compiled)
     ]
     assert kept[1] >= 0.9 * kept[0]
+
+
+@given(st.integers(1, 6), st.integers(2, 12), st.floats(10, 80), st.integers(0, 99))
+@settings(max_examples=12)
+def test_same_outcome_with_few_overdue_requests_in_sight(seen: int, running: int, rate: float, seed: int) -> None:
+    recipe = replace(
+        RECIPES["headway"],
+        planner=lambda: RunOrder(ATTAINABLE, ahead=8),
+        packer=lambda spec: Promises(spec, PromisesConfig(overdue_seen=seen)),
+    )
+    workload, one = traffic(rate, 200, seed), instance_spec("opt-13b-a100", running, 120, 256)
+    compiled = Simulation(recipe, [one], workload).run()
+    same(compiled, Simulation(recipe, [one], workload, fast=False).run())
+    assert np.isfinite(compiled.end).all()
 
 
 def test_a_token_line_lets_early_answers_wait() -> None:

@@ -22,7 +22,8 @@ from headway.policy.forecast.lengths.task import TELLING
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack.compiled_packers import pack
-from headway.policy.pack.kernels import SLACK
+from headway.policy.pack.kernels import PROMISES, SLACK
+from headway.policy.pack.promises.sight import due_order, is_overdue
 from headway.simulate.compiled_state import RunState
 from headway.types import UNLIMITED, Floats, Ints
 
@@ -40,7 +41,7 @@ def advance(run: RunState, stop: int, until: float) -> None:
         if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
             progress["now"] = progress["iteration_end"]
             done = _end_iteration(run, progress["now"])
-            if progress["rows"]:
+            if progress["rows"] or progress["after_late"] > progress["first_late"]:
                 _begin(run, progress["now"])
             changes = done.size
         else:
@@ -68,18 +69,22 @@ def _arrive(run: RunState, i: int) -> None:
 def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
     progress = run.progress[0]
-    rows = run.rows[: progress["rows"]]
+    rows = _in_sight(run, now)
     free, limits = run.usage["free_blocks"], run.limits
     kv_budget = KvBudget(run.planner.blocks, free, limits.size, limits.slots, UNLIMITED)
     step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
-    copied = _yield(run, rows, step.evict)
+    copied = _yield(run, step.evict)
     paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
     budget = run.packer.budget if run.packer.budget else limits.budget
     ran = engine.run(run.jobs, run.usage, limits, step.order, step.caps, run.packer.max_running, budget)
+    progress["on_host"] -= ran.copied
     size = ran.rows.size
     progress["running"] = size
     if size == 0:
         return
+    for row in ran.rows[size - ran.admitted :]:
+        if not np.isnan(run.due[0, row]):
+            _begin_late(run, row)
     run.iteration[0, :size], run.iteration[1, :size] = ran.rows, ran.tokens
     progress["iterations"] += 1
     progress["preempted"] += ran.lost.size
@@ -91,7 +96,66 @@ def _begin(run: RunState, now: float) -> None:
 
 
 @compiled
-def _yield(run: RunState, rows: Ints, evict: Ints) -> int:
+def _in_sight(run: RunState, now: float) -> Ints:
+    """Return the rows that the packer looks at, as `sight.in_sight` finds them; what is overdue stays sorted."""
+    progress, rows = run.progress[0], run.rows
+    if run.packer.kind != PROMISES:
+        return rows[: progress["rows"]]
+    kept = 0
+    for k in range(progress["rows"]):
+        row = rows[k]
+        if is_overdue(run.jobs, row, now):
+            _add_late(run, row)
+        else:
+            rows[kept], kept = row, kept + 1
+    progress["rows"] = kept
+    late, most = run.late[progress["first_late"] : progress["after_late"]], run.packer.keep.overdue_seen
+    if late.size <= 2 * most:
+        return np.concatenate((rows[:kept], late))
+    return np.concatenate((rows[:kept], late[:most], late[late.size - most :]))
+
+
+@compiled
+def _add_late(run: RunState, row: int) -> None:
+    """Add a row to those that are overdue: mostly at the end, as it has become so just now."""
+    progress, late, serial = run.progress[0], run.late, run.jobs["serial"]
+    first, end = progress["first_late"], progress["after_late"]
+    if end == late.size:
+        late[: end - first] = late[first:end].copy()
+        first, end = 0, end - first
+    run.due[0, row], at = due_order(run.jobs, row), end
+    while at > first and before(run.due, serial, row, late[at - 1]):
+        late[at], at = late[at - 1], at - 1
+    late[at] = row
+    progress["first_late"], progress["after_late"] = first, end + 1
+
+
+@compiled
+def _begin_late(run: RunState, row: int) -> None:
+    """Move a row that has begun from those that are overdue to the others."""
+    progress, late = run.progress[0], run.late
+    low, high = progress["first_late"], progress["after_late"]
+    while low < high:
+        middle = (low + high) // 2
+        if before(run.due, run.jobs["serial"], late[middle], row):
+            low = middle + 1
+        else:
+            high = middle
+    if low - progress["first_late"] < progress["after_late"] - low:
+        for at in range(low, progress["first_late"], -1):
+            late[at] = late[at - 1]
+        progress["first_late"] += 1
+    else:
+        for at in range(low, progress["after_late"] - 1):
+            late[at] = late[at + 1]
+        progress["after_late"] -= 1
+    run.due[0, row] = np.nan
+    run.rows[progress["rows"]] = row
+    progress["rows"] += 1
+
+
+@compiled
+def _yield(run: RunState, evict: Ints) -> int:
     """Free the KV of rows that yield; return the tokens that are copied to the host for that.
 
     Rows go there as long as it has room (`two_ended.HostPoolEngine`).
@@ -100,13 +164,15 @@ def _yield(run: RunState, rows: Ints, evict: Ints) -> int:
         engine.evict(run.jobs, run.usage, evict)
         return 0
     swapped = are_swapped(run.jobs["computed"][evict], run.theta, run.packer.copy_seconds)
-    left = run.packer.host - run.jobs["saved"][rows].sum()
+    left = run.packer.host - run.progress[0]["on_host"]
     for i in range(evict.size):
         if swapped[i]:
             left -= run.jobs["computed"][evict[i]]
             swapped[i] = left >= 0
     engine.evict(run.jobs, run.usage, evict[~swapped])
-    return int(engine.save(run.jobs, run.usage, evict[swapped]))
+    saved = engine.save(run.jobs, run.usage, evict[swapped])
+    run.progress[0]["on_host"] += saved
+    return int(saved)
 
 
 @compiled
@@ -204,9 +270,7 @@ def _send_heads(run: RunState, now: float) -> bool:
             progress["refused"] = run.heaps[heap, 0]
             return False
         i, progress["refused"] = _take_first(run, heap), -1
-        run.place[i] = progress["inside"]
-        run.inside[progress["inside"]] = i
-        progress["inside"] += 1
+        _put_inside(run, i)
         if run.planner.ranked:
             run.jobs["urgency"][i] = run.keys[0, i]
         _submit(run, i)
@@ -240,18 +304,45 @@ def _belongs(run: RunState, i: int, heap: int, now: float) -> bool:
     # The loop takes the columns, not the whole state: each array in a call costs its reference count.
     ahead, blocks, requests, keys, order, kind = 0, 0, run.requests, run.keys, run.order, run.planner.kind
     counts_late, late_at, level = run.planner.counts_late, np.inf, heap
+    if counts_late:
+        _set_late_apart(run, now)
     if heap == ON_TIME and _is_far(run, i, now):
         level, late_at = FAR, keys[0, i] - FAR_S
-    for j in run.inside[: progress["inside"]]:
+    early = run.inside[: progress["early"]]
+    for j in early:
         if kind == ARRIVAL or _inside_first(keys, order, kind, j, i, level, now, counts_late):
             ahead += 1
             blocks += requests["blocks"][j]
-        if counts_late and keys[0, j] >= now:
-            late_at = min(late_at, keys[0, j])
-    progress["late_at"] = late_at
+        late_at = min(late_at, keys[0, j])
+    progress["late_at"] = late_at if counts_late else np.inf
+    if level != ON_TIME:
+        for j in run.inside[early.size : progress["inside"]]:
+            if ahead >= run.planner.window:
+                break
+            ahead += level != LATE or before(keys, order, j, i)  # their KV does not matter (`sent.kv_room`)
     if ahead >= run.planner.window:
         return False
     return bool(ahead == 0 or blocks + requests["blocks"][i] <= run.planner.room)
+
+
+@compiled
+def _set_late_apart(run: RunState, now: float) -> None:
+    """Move what has become overdue inside behind what has not: it does not keep out what can be on time."""
+    progress, k = run.progress[0], 0
+    while k < progress["early"]:
+        if run.keys[0, run.inside[k]] < now:
+            progress["early"] -= 1
+            _swap(run, k, progress["early"])
+        else:
+            k += 1
+
+
+@compiled
+def _swap(run: RunState, a: int, b: int) -> None:
+    """Let two requests inside change places."""
+    inside, place = run.inside, run.place
+    inside[a], inside[b] = inside[b], inside[a]
+    place[inside[a]], place[inside[b]] = a, b
 
 
 @compiled
@@ -283,9 +374,21 @@ def _submit(run: RunState, i: int) -> None:
 def _leave(run: RunState, i: int) -> None:
     _learn_length(run, i)
     progress = run.progress[0]
+    if run.place[i] < progress["early"]:
+        progress["early"] -= 1
+        _swap(run, run.place[i], progress["early"])
     progress["inside"], progress["refused"] = progress["inside"] - 1, -1
-    last = run.inside[progress["inside"]]
-    run.inside[run.place[i]], run.place[last] = last, run.place[i]
+    _swap(run, run.place[i], progress["inside"])
+
+
+@compiled
+def _put_inside(run: RunState, i: int) -> None:
+    """Add a request to those inside; one that is overdue is found to be so later."""
+    progress = run.progress[0]
+    at = progress["inside"]
+    run.inside[at], run.place[i] = i, at
+    _swap(run, at, progress["early"])
+    progress["inside"], progress["early"] = at + 1, progress["early"] + 1
 
 
 @compiled

@@ -42,7 +42,11 @@ Progress = np.dtype(
         ("arrived", int),
         ("serial", int),  # requests that have arrived, and been sent
         ("inside", int),
+        ("early", int),  # of `RunState.inside`, those that were not overdue at the last look; they come first
         ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
+        ("first_late", int),
+        ("after_late", int),  # of `RunState.late`, from where to where it is in use
+        ("on_host", int),  # tokens whose KV is there
         ("refused", int),  # the head of the queue that does not belong inside as it is, -1 = not known
         ("late_at", float),  # when the next request inside is late, as of the last look at them
         ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
@@ -82,7 +86,8 @@ class RunState(NamedTuple):
     output: output tokens, by request.
     heaps: waiting requests, one heap per row; heap_sizes: their lengths.
     inside: requests that were sent and have not ended for the planner; place: a request's index in it.
-    rows: the requests that the engine has.
+    rows: the requests that the engine has, without those in `late`.
+    late: the overdue ones (`promises/sight.py`) by `due`, shape (1, requests), nan for all others.
     iteration: rows and tokens of the iteration in progress.
     lengths: the last output lengths by task; learned: how many there have been.
     theta, cov, cap, forget, surprise: the packer's `OnlineLatency`.
@@ -106,6 +111,8 @@ class RunState(NamedTuple):
     inside: Ints
     place: Ints
     rows: Ints
+    late: Ints
+    due: Floats
     iteration: Ints
     lengths: Ints
     learned: Ints
@@ -149,7 +156,8 @@ def initial_state(recipe: Recipe, spec: InstanceSpec, workload: Workload, length
         keys=_keys(workload, planner), order=np.arange(n),
         output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
-        rows=np.zeros(n, np.int64), iteration=np.zeros((2, spec.slots), np.int64),
+        rows=np.zeros(n, np.int64), late=np.zeros(n, np.int64), due=np.full((1, n), np.nan),
+        iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, learned.window), np.int64), learned=np.zeros(tasks, np.int64),
         theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.compiled_law[1],
         usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),

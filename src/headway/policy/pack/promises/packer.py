@@ -60,6 +60,7 @@ from headway.policy.pack.promises.outlook import (
 )
 from headway.policy.pack.promises.queue import queue_of
 from headway.policy.pack.promises.selection import select
+from headway.policy.pack.promises.sight import in_sight
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 
@@ -109,7 +110,8 @@ class Promises(Packer):
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
         spec = self.spec
-        step = pack(self.params, jobs.data, jobs.rows(), kv_budget, now, spec.latency.theta)
+        rows = in_sight(self.keep, jobs.data, jobs.rows(), now)
+        step = pack(self.params, jobs.data, rows, kv_budget, now, spec.latency.theta)
         evict, save = step.evict, _NONE
         if evict.size and self.kv.saves:
             saves = are_swapped(jobs.computed[evict], spec.latency.theta, spec.copy_seconds)
@@ -119,7 +121,7 @@ class Promises(Packer):
 
 @compiled
 def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats) -> CompiledStep:
-    """Return the step; rows: all of the engine's, in any order."""
+    """Return the step; rows: of the engine, as `sight.in_sight` returns them, in any order."""
     rows, others = kernels.without_held(jobs, rows)
     all_promised = not any_plain(jobs, rows)
     calm = under_pressure(params, 0.0, all_promised)

@@ -1,0 +1,76 @@
+"""Which of the overdue requests the packer looks at. Compiled.
+
+In a long overload thousands wait in the engine that cannot be on time: they were due before they began, or
+their answers lost their KV and fell behind. An iteration needs two kinds of them: the first in order, which
+come in next, and those due last, which show that there is an overload (`outlook.pressure_of`). It looks at
+`PromisesConfig.overdue_seen` of each kind, however many there are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.compiled import compiled, compiled_in_place
+from headway.policy.core.engine_spec import PromisesConfig
+from headway.policy.core.ranks import BEYOND, SOFT
+from headway.policy.core.sorting import ordered
+from headway.policy.pack.kernels import Rows, tpot_from
+from headway.policy.pack.promises.outlook import is_over, is_plain
+from headway.types import Ints
+
+_APART = 1e10  # more than any instant
+
+
+@compiled_in_place
+def due_order(jobs: Rows, row: int) -> float:
+    """Return what orders overdue rows: what has begun, then by when it was due as the queue counts.
+
+    At the end is what is beyond its tenant's fair share (`policy/plan/run_order.py`).
+    """
+    target = jobs["soft"][row]
+    if target == 0.0:
+        target = min(jobs["ttft"][row], jobs["e2e"][row])
+    due = jobs["arrival"][row] + (target if target < np.inf else SOFT)
+    if jobs["output_tokens"][row] > 0:
+        return float(due - _APART)
+    return float(due + (_APART if jobs["urgency"][row] == BEYOND else 0.0))
+
+
+@compiled_in_place
+def is_overdue(jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a row was due by now and has no KV on the device.
+
+    What goes by a rank from outside, or is held by control, does not count.
+    """
+    if jobs["running"][row] or jobs["computed"][row] > jobs["saved"][row]:
+        return False
+    if jobs["held"][row] or jobs["resumable"][row]:
+        return False
+    if jobs["urgency"][row] != 0.0 and jobs["urgency"][row] != BEYOND:
+        return False
+    arrival, output_tokens, tpot = jobs["arrival"][row], jobs["output_tokens"][row], jobs["tpot"][row]
+    if is_plain(jobs, row):
+        return bool(arrival + (jobs["soft"][row] if jobs["soft"][row] > 0.0 else SOFT) < now)
+    if output_tokens == 0:
+        return is_over(jobs, row, now)
+    answered = tpot_from(jobs, row) + (output_tokens + jobs["tokens_left"][row]) * tpot if tpot < np.inf else np.inf
+    return bool(min(answered, arrival + jobs["e2e"][row]) < now)
+
+
+@compiled
+def in_sight(keep: PromisesConfig, jobs: Rows, rows: Ints, now: float) -> Ints:
+    """Return the rows without the overdue ones that are neither first nor last in order."""
+    seen, late, size, count = np.empty_like(rows), np.empty_like(rows), 0, 0
+    for row in rows:
+        if is_overdue(jobs, row, now):
+            late[count], count = row, count + 1
+        else:
+            seen[size], size = row, size + 1
+    most = keep.overdue_seen
+    if count <= 2 * most:
+        return rows
+    late, keys = late[:count], np.empty((1, count))
+    for i in range(count):
+        keys[0, i] = due_order(jobs, late[i])
+    late = late[ordered(keys, jobs["serial"][late])]
+    return np.concatenate((seen[:size], late[:most], late[count - most :]))
