@@ -9,6 +9,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-com
 LOCKS := -r requirements.lock -r requirements-dev.lock
 TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
+# vLLM's build: for CUDA where the driver finds a GPU (DEVICE=cpu says otherwise), else the locked one for CPUs.
+DEVICE ?= $(shell nvidia-smi --list-gpus 2> /dev/null | grep -q . && echo cuda || echo cpu)
 MAKEFLAGS += --jobs=2  # most steps take one core
 # Processes of `make test`: one more than two cores, because tests often wait for servers that they started.
 WORKERS ?= 3
@@ -20,13 +22,21 @@ SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
+define PACKAGES_cpu
+$(PIP) $(LOCKS) && echo "all packages are from pip's own index" \
+  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
+       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
+endef
+# pip takes vLLM, and the PyTorch that it needs, from its index: no lock fits every driver.
+define PACKAGES_cuda
+echo "There is an NVIDIA GPU here: vLLM's CUDA build is installed (DEVICE=cpu for the other)." \
+  && $(BIN)/pip install --quiet --disable-pip-version-check '.[vllm]' && $(PIP) -r requirements-dev.lock
+endef
 $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Headway needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	@$(PIP) $(LOCKS) && echo "all packages are from pip's own index" \
-	  || { echo "pip's own index has not all of them; with PyTorch's ($(TORCH)):"; \
-	       $(PIP) --extra-index-url $(TORCH) $(LOCKS); }
+	@$(PACKAGES_$(DEVICE))
 	$(PIP) --editable .
 	@# pip compiles on one core; and where no process may write bytecode, each would compile Headway by itself.
 	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src benchmarks testing

@@ -14,7 +14,7 @@ from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-CUDA_BUILD = "For vLLM's CUDA build, in a new environment: pip install '.[vllm]'."
+CUDA_BUILD = "Install vLLM's CUDA build in a new environment: make serve, or pip install '.[vllm]'."
 _QUERY = "index,uuid,name,driver_version,memory.total,memory.free"
 _SECONDS = 20.0
 _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
