@@ -80,7 +80,7 @@ def in_sight(keep: PromisesConfig, jobs: Rows, rows: Ints, now: float) -> Ints:
 def _least(keys: Floats, serial: Ints, count: int) -> Bools:
     """Return a mask of the `count` least by key, of equals those with the lower serial: faster than to sort all."""
     limit = np.partition(keys, count - 1)[count - 1]
-    least = keys < limit
+    least: Bools = keys < limit
     equal = np.flatnonzero(keys == limit)
     rest = count - np.count_nonzero(least)
     least[equal[np.argsort(serial[equal])[:rest]]] = True
