@@ -103,6 +103,7 @@ def test_metrics_join_both_sides(headway: Headway, client: openai.OpenAI) -> Non
         time.sleep(0.05)
         page = WEB.get(f"{headway.url}/metrics", timeout=ANSWER_S).text
     assert 'headway_engine_up{instance="e0"} 1.0' in page
+    assert 'headway_engine_kv{instance="e0",kv="stock"} 1.0' in page
     assert "vllm:num_preemptions_total{" in page
     assert 'instance="e0"' in page.split("vllm:num_preemptions_total{")[1].split("}")[0]
 

@@ -316,6 +316,7 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
     metrics.up.labels(engine.id).set(up)
     metrics.scraped.labels(engine.id).set(state is not None and bool(page))
     metrics.inside(engine.id, None if state is None else inside_of(state, page))
+    metrics.kv(engine.id, (state or {}).get("settings", {}).get("kv"))
     return engine.id, page
 
 

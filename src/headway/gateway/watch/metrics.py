@@ -142,6 +142,8 @@ class Metrics(Observer):
         self._models = Gauge(
             "headway_engine_model", "1 for the model that an instance serves.", ["instance", "model"], registry=r
         )
+        help = "1 for the kind of KV memory in a scheduler: stock, reserved or two-ended."
+        self._kv = Gauge("headway_engine_kv", help, ["instance", "kv"], registry=r)
         self._queued_by_model = Gauge("headway_queued", "Queued requests by model.", ["model"], registry=r)
         help = "Batches that have not ended, by state."
         self._batches = Gauge("headway_batches", help, ["state"], registry=r)
@@ -169,6 +171,12 @@ class Metrics(Observer):
         self._inside.remove_by_labels({"instance": instance})
         for state, count in {} if inside is None else asdict(inside).items():
             self._inside.labels(instance, state).set(count)
+
+    def kv(self, instance: str, kind: str | None) -> None:
+        """Set the kind of KV memory that an instance's scheduler has, None = not reported."""
+        self._kv.remove_by_labels({"instance": instance})
+        if kind is not None:
+            self._kv.labels(instance, kind).set(1)
 
     def swapped(self, instance: str, report: SwapReport) -> None:
         """Count a swap."""
