@@ -72,6 +72,23 @@ def truth(
     validate.main(ask, setup)
 
 
+@command()
+def gpu(
+    ask: Ask,
+    model: Model = "smollm2",
+    dummy: Annotated[
+        bool, typer.Option("--dummy", help="Made-up weights: the directory needs only a configuration and a tokenizer.")
+    ] = False,
+    mix: MixName = "chat-batch",
+    slo: Slos = None,
+    duration: Duration = 30.0,
+) -> None:
+    """Measure stock vLLM and Headway on this machine's GPU: start-up, both loads, hook, profile, forecast."""
+    from benchmarks.real.gpu import main
+
+    main(ask, model, dummy, mix_of(mix, slo), duration)
+
+
 @command("benchmarks.real.overhead:main")
 def overhead(ask: Ask, peers: PeerNames = None) -> None:
     """Measure Headway's own cost: the gateway in front of a FAKE engine, the hook inside vLLM's scheduler."""

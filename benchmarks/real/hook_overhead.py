@@ -30,11 +30,12 @@ def hook_rows(quick: bool, seed: int) -> list[Row]:
     setting = requests running, and waiting; half of them have a promise. Needs vLLM, no GPU, no weights.
     """
     steps = 150 if quick else 1000
-    rows = [row for running in RUNNING for row in _rows(running, 0, RECIPES, steps, seed)]
-    return rows + [row for running in QUEUED for row in _rows(running, WAITING, RECIPES[:4], steps, seed)]
+    rows = [row for running in RUNNING for row in cost(running, 0, RECIPES, steps, seed)]
+    return rows + [row for running in QUEUED for row in cost(running, WAITING, RECIPES[:4], steps, seed)]
 
 
-def _rows(running: int, waiting: int, names: tuple[str, ...], steps: int, seed: int) -> list[Row]:
+def cost(running: int, waiting: int, names: tuple[str, ...], steps: int, seed: int) -> list[Row]:
+    """Return the rows of these recipes at one batch size."""
     clocks = {name: steady(running, name, steps, seed, waiting) for name in ("stock", *names)}
     times = {name: np.median(seen, axis=1) for name, seen in _measure(clocks, steps).items()}
     setting = f"{running} running" + (f", {waiting:,} waiting" if waiting else "")

@@ -24,7 +24,7 @@ from benchmarks.validate import conformance, features, prefixes
 from benchmarks.validate.conformance import StepTally
 from headway import clock
 from headway.config import Engine
-from headway.engines.vllm.process.launch import free_port
+from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError
 from headway.models.resolve import resolve
 from headway.policy.forecast.latency.measurement import Fits
@@ -35,7 +35,7 @@ from headway.whatif.load import generator, mix
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.compare import BURST, steady
 from headway.whatif.measured.profile import ProfileMeasurement, ProfileTarget, Rows, device, engine_state, measure
-from headway.whatif.measured.systems import STOCK, running
+from headway.whatif.measured.systems import STOCK, answering, running
 
 LOADS = {"below": 0.7, "above": 1.3}
 _MANY, _FEW = {"workloads": 200, "steps": 25_000}, {"workloads": 2, "steps": 200}  # for each packer
@@ -135,10 +135,10 @@ async def run(setup: ReplaySetup) -> ReplayResults:
                 await steps
                 gc.collect()
                 gc.freeze()  # keeps the garbage collector from scanning vLLM's objects while it measures
-            await _warm(target, setup)
+            await warm(target, setup)
             if setup.rates is None and capacity is None:
-                capacity = await _capacity(target, setup)
-            runs.append(await _one(name, target, setup, capacity))
+                capacity = await capacity_of(target, setup)
+            runs.append(await profiled(name, target, setup, capacity))
     gc.unfreeze()
     found = await (steps or asyncio.to_thread(_conformance, setup))
     return ReplayResults(runs, capacity, found)
@@ -146,28 +146,35 @@ async def run(setup: ReplaySetup) -> ReplayResults:
 
 @asynccontextmanager
 async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) -> AsyncIterator[ProfileTarget]:
-    """Start gateway and engine of a recipe without prefix caching, yield both addresses, then stop them."""
+    """Start engine and gateway of a recipe without prefix caching, yield both addresses, then stop them.
+
+    The engine is not the gateway's child, as only the gateway could read that one's log of iterations.
+    """
     port = free_port()
-    engine = replace(engine, port=port, args=(*engine.args, "--no-enable-prefix-caching"))
+    engine = replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))
+    address = f"http://127.0.0.1:{port}"
     _console.print(f"[dim]starting {name} ...[/]")
-    async with running(name, engine, logs, classes) as url:
-        yield ProfileTarget(url, f"http://127.0.0.1:{port}", engine.name, resolve(engine.model))
+    child = Child(command(engine, port, name), environment(engine), logs / f"{name}-engine.log")
+    async with answering(name, child, f"{address}/health"):
+        served = Engine(model=engine.model, served_name=engine.name, url=address)
+        async with running(name, served, logs, classes) as url:
+            yield ProfileTarget(url, address, engine.name, resolve(engine.model))
 
 
-async def _one(name: str, target: ProfileTarget, setup: ReplaySetup, capacity: float | None) -> ReplayRun:
+async def profiled(name: str, target: ProfileTarget, setup: ReplaySetup, capacity: float | None) -> ReplayRun:
     """Profile, replay, profile, replay, profile: so the latency profile has the machine's drift in it."""
     rng = np.random.default_rng([setup.seed, 77])
     measured = await measure(target, rng, quick=setup.quick)
     replays = []
     for number, setting in enumerate(setup.loads):
         rate = setup.rates[setting] if setup.rates else setup.loads[setting] * (capacity or 0.0)
-        calls = _calls(setup, rate, number)
+        calls = calls_at(setup, rate, number)
         _console.print(f"[bold]{name}[/], {setting}: {rate:.3f} req/s, {len(calls)} requests")
         replays.append(await _replay(name, setting, rate, calls, target))
         if not setup.quick:
             measured.add(await measure(target, rng))
     fits = measured.fits()
-    return ReplayRun(name, replays, measured, fits, measured.profile(fits, device()))
+    return ReplayRun(name, replays, measured, fits, measured.profile(fits, device(), "dummy" in setup.engine.args))
 
 
 async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: ProfileTarget) -> Replay:
@@ -182,20 +189,22 @@ async def _replay(system: str, setting: str, rate: float, calls: list[Call], tar
     return Replay(system, setting, rate, calls, records, rows, requests, started)
 
 
-def _calls(setup: ReplaySetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+def calls_at(setup: ReplaySetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
+    """Return the calls of a replay; number: of the replay, which decides on arrivals and lengths."""
     rng = np.random.default_rng([setup.seed, number])
     arrivals = traffic.poisson(rate, duration or setup.duration, rng)
     return mix.calls(setup.mix, arrivals, rng, warn=lambda _: None if number else _console.print(_))
 
 
-async def _warm(target: ProfileTarget, setup: ReplaySetup) -> None:
-    calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
+async def warm(target: ProfileTarget, setup: ReplaySetup) -> None:
+    """Send a few requests that are not measured: the first batches of a new engine are slow."""
+    calls = [replace(call, at=0.0, max_tokens=8) for call in calls_at(setup, 4.0, 1000, duration=3.0)]
     await generator.run(target.url, target.name, calls, progress=False)
 
 
-async def _capacity(target: ProfileTarget, setup: ReplaySetup) -> float:
-    """Return the requests per second that the system completes under saturation."""
-    calls = [replace(call, at=0.0) for call in _calls(setup, BURST / 10, 2000, duration=20.0)[:BURST]]
+async def capacity_of(target: ProfileTarget, setup: ReplaySetup, burst: int = BURST) -> float:
+    """Return the requests per second that the system completes when `burst` come at once."""
+    calls = [replace(call, at=0.0) for call in calls_at(setup, burst / 10, 2000, duration=20.0)[:burst]]
     capacity = steady(await generator.run(target.url, target.name, calls, progress=False))
     _console.print(f"capacity: {capacity:.3f} req/s ({len(calls)} calls at once)")
     return capacity

@@ -93,7 +93,7 @@ class Findings:
         rows = [row for pair in self.pairs for one in compared(pair) for row in _rows(one)]
         rows += [Row("pace.bias_pct", p.replay.system, p.replay.setting, 100 * p.bias, "%") for p in self.pairs]
         for run in self.runs:
-            rows += _overheads(run)
+            rows += overheads(run)
         return rows + conformance.rows(self.conformance)
 
     def notes(self) -> list[str]:
@@ -137,7 +137,8 @@ def _rows(one: Compared) -> list[Row]:
     ]
 
 
-def _overheads(run: ReplayRun) -> list[Row]:
+def overheads(run: ReplayRun) -> list[Row]:
+    """Return what a profile measured beside the iterations, and its drift between passes."""
     profile = run.profile
     seconds = {
         "overhead.request_ms": profile.request_overhead_s,

