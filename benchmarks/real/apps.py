@@ -164,7 +164,7 @@ async def _systems(trial: AppsTrial) -> AsyncIterator[At]:
         names = trial.systems if trial.together else ()
         started = (stack.enter_async_context(_started(name, trial, logs)) for name in names)
         urls = dict(zip(names, await asyncio.gather(*started), strict=True))
-        for name, url in urls.items():  # one by one, since idle waiting engines spin on their cores
+        for name, url in urls.items():  # one by one: engines that compute at the same time spin on their cores
             await _warm(name, url, trial)
 
         @asynccontextmanager
