@@ -65,7 +65,7 @@ FIVE = (
     QlmModel("mistral-7b-med", "7b", 0.1, tail=True),
 )
 ONE = (QlmModel("vicuna-13b", "13b", 1.0),)
-# For fleets of A10s: more models than instances, all of 7B.
+# For fleets of A10s: at least as many models as instances, all of 7B.
 TWELVE = (
     *(QlmModel(f"mistral-7b-{i}", "7b", 0.16) for i in range(4)),
     *(QlmModel(f"mistral-7b-tail-{i}", "7b", 0.045, tail=True) for i in range(8)),
