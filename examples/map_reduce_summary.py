@@ -47,7 +47,7 @@ def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("file", type=Path)
     parser.add_argument("--words", type=int, default=150, help="words per chunk")
-    parser.add_argument("--chunks", type=int, default=8, help="most chunks; the rest of the file is ignored")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks at most; the rest of the file is ignored")
     args = parser.parse_args()
     parts = chunks(args.file.read_text(), args.words, args.chunks)
     if not parts:
