@@ -19,12 +19,12 @@ from headway.client import Run
 APP = "code-check"
 _BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _MEMORY = 512 << 20  # bytes
-_LONGEST = 300  # characters of an error that the model is shown
+_LONGEST = 300  # characters of an error shown to the model
 
 
 @dataclass(frozen=True)
 class Result:
-    """The code of the last attempt. error: of its check, None = it passed."""
+    """The code of the last attempt, and the error of its check; None = the check passed."""
 
     code: str
     attempts: int
@@ -32,9 +32,9 @@ class Result:
 
 
 def solve(model: Model, run: Run, task: str, check: str, attempts: int, seconds: float) -> Result:
-    """Return code that passes the check, or the last of so many attempts.
+    """Return code that passes the check, or the last attempt's.
 
-    Units of the run: `write`, and `check` outside the LLM. seconds: that one check may take.
+    Units of the run: `write`, and `check` outside the LLM. seconds: time limit of one check.
     """
     question = f"Write the Python function {task}. Answer with the code only."
     asked, result = question, Result("", 0, "nothing was written")
@@ -56,10 +56,10 @@ def code_of(answer: str) -> str:
 
 
 def sandbox(code: str, seconds: float) -> str | None:
-    """Run code in a Python process of its own; return its error, None = it ended well.
+    """Run code in a separate Python process and return its error, or None if it succeeds.
 
-    The process is isolated from this one's modules and environment, and has limits of time, memory and file
-    size. It is not confined otherwise: use a container for code from a model that you do not trust.
+    The process does not share this one's modules and environment, and its time, memory and file size are
+    limited. It is not confined otherwise: use a container for code from a model that you do not trust.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -75,7 +75,7 @@ def sandbox(code: str, seconds: float) -> str | None:
                 preexec_fn=_limit,
             )
         except subprocess.TimeoutExpired:
-            return f"no end after {seconds:g} s"
+            return f"timed out after {seconds:g} s"
         except ValueError:
             return "a null byte in the code"
     if done.returncode == 0:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("task", nargs="?", default="add(a, b), which returns the sum of a and b")
     parser.add_argument("--check", default="assert add(2, 3) == 5", help="Python that raises if it is wrong")
     parser.add_argument("--attempts", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0, help="that one check may take")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time limit of one check")
     args = parser.parse_args()
     model = connect(args.base_url, args.api_key, args.model)
     with headway.run(APP, base_url=args.base_url, api_key=args.api_key, deadline=args.deadline) as run:

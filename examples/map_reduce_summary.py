@@ -1,4 +1,4 @@
-"""Summarize a text: its chunks in parallel (map), then their summaries in groups, until one is left (reduce).
+"""Summarize a text: summarize its chunks in parallel (map), then merge summaries until one is left (reduce).
 
 python examples/map_reduce_summary.py README.md
 """
@@ -15,11 +15,11 @@ from headway.client import Run
 
 APP = "map-reduce-summary"
 GROUP = 4  # summaries that are merged into one
-_WORDS = 40  # of a chunk, which stand for a summary that is empty
+_WORDS = 40  # words of the text that replace an empty summary
 
 
 def chunks(text: str, words: int, most: int) -> list[str]:
-    """Return the text in chunks of so many words; what is beyond `most` chunks is left out."""
+    """Split the text into chunks of `words` words and return the first `most` of them."""
     all_words = text.split()
     return [" ".join(all_words[i : i + words]) for i in range(0, len(all_words), words)][:most]
 
@@ -46,8 +46,8 @@ def main() -> None:
     """Print the summary of a file."""
     parser = options(__doc__ or "")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--words", type=int, default=150, help="per chunk")
-    parser.add_argument("--chunks", type=int, default=8, help="of the file, at most")
+    parser.add_argument("--words", type=int, default=150, help="words per chunk")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks at most; the rest of the file is ignored")
     args = parser.parse_args()
     parts = chunks(args.file.read_text(), args.words, args.chunks)
     if not parts:

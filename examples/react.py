@@ -1,4 +1,4 @@
-"""Answer a question about a folder of text files in turns of thought and search (ReAct).
+"""Answer a question about a folder of text files by alternating thought and search (ReAct).
 
 python examples/react.py docs "When does a run end?"
 """
@@ -28,7 +28,7 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Result:
-    """An answer. searches: what was looked for. found: the passages, the same number."""
+    """An answer, the search queries, and the passage found for each query."""
 
     answer: str
     searches: Sequence[str]
@@ -43,7 +43,7 @@ def passages(folder: Path) -> list[str]:
 
 
 def search(texts: Sequence[str], words: str) -> str:
-    """Return the passage that shares most words with the query, rare words counting more."""
+    """Return the passage that shares the most words with the query; rare words count more."""
     wanted, known = set(_words(words)), [set(_words(text)) for text in texts]
     frequency = Counter(word for some in known for word in some)
     scores = [sum(1 / frequency[word] for word in wanted & some) for some in known]
@@ -52,11 +52,10 @@ def search(texts: Sequence[str], words: str) -> str:
 
 
 def solve(model: Model, run: Run, texts: Sequence[str], question: str, turns: int) -> Result:
-    """Return the answer after at most so many turns.
+    """Return the answer after at most `turns` turns.
 
     Units of the run: `think`, `search` outside the LLM, and `answer` when the turns are used up. A reply that
-    is neither a search nor an answer is taken for the words of a search, and so is an answer before the first
-    search.
+    is neither a search nor an answer is used as a search query, and so is an answer before the first search.
     """
     searches: list[str] = []
     found: list[str] = []
@@ -85,7 +84,7 @@ def _words(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the answer and what was looked for."""
+    """Print the answer and the number of searches."""
     parser = options(__doc__ or "")
     parser.add_argument("folder", type=Path)
     parser.add_argument("question")

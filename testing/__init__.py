@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: a FAKE engine, and private servers of RabbitMQ and PostgreSQL."""
+"""A FAKE engine and private RabbitMQ and PostgreSQL servers, for tests and benchmarks."""

@@ -1,11 +1,11 @@
-"""A FAKE engine: vLLM's HTTP API without a model, for measuring and testing what is in front of an engine.
+"""A FAKE engine: vLLM's HTTP API without a model, to measure and test the software in front of an engine.
 
-It responds like vLLM's API server, at once and with a constant word per token, so that all remaining time is
-the gateway's or the client's. Every response is marked as fake; its figures do not describe an engine.
+It responds like vLLM's API server, immediately and with the same word for each token, so that all measured
+time is the gateway's or the client's. Every response is marked as fake; its figures do not describe an engine.
 
-A request can control its response through `vllm_xargs`, a test through `FakeEngine.script`; `_Ask` lists the
-options. `GET /last` returns the last request and counts; `POST /release/NAME` releases responses held by
-that name.
+A request controls its response through `vllm_xargs`, a test through `FakeEngine.script`; `_Ask` lists the
+options. `GET /last` returns the last request and counts; `POST /release/NAME` releases the responses held
+under that name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testing.fake_pooling import pooled_answer
 from testing.nonsense import NONSENSE, send_nonsense
 
 NAME = "FAKE instant engine"
-WORD = "fake "  # the content of every chunk after the first: how a client counts tokens
+WORD = "fake "  # the content of every chunk after the first; clients count tokens by it
 _BLOCKS, _BLOCK = 100_000, 16
 _COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
@@ -50,17 +50,17 @@ process_open_fds 9.0
 class _Ask:
     """One request and the response that it asks for.
 
-    tokens, delay: `fake_tokens`, `fake_delay` (seconds per token) instead of the engine's
-    prompt: `fake_prompt`, tokens of the prompt that usage counts
-    hold: `fake_hold`, a name; no byte is sent before the name is released
-    pings: `fake_pings`, comments, 0.1 s apart, before the first event and before the last
+    tokens, delay: `fake_tokens` and `fake_delay` (seconds per token), which override the engine's
+    prompt: `fake_prompt`, the prompt tokens reported in usage
+    hold: `fake_hold`, a name; nothing is sent until that name is released
+    pings: `fake_pings`, the number of comments, 0.1 s apart, before the first event and before the last
     end: `fake_end`, how the response ends:
         "400", "429", "500": refused with this status; "html": 502 with a page instead of JSON
         "error": vLLM's error event, "garbage": an event that is not JSON, "cut": a broken connection,
         "short": no [DONE]; each after half of the tokens
-        a name in `nonsense.py`: nothing that is an answer
+        a name in `nonsense.py`: an invalid response
         "no usage": complete, but without usage
-        "silent": one token without text, "empty": no token at all
+        "silent": one token without text, "empty": no tokens
     """
 
     chat: bool
@@ -80,7 +80,7 @@ class _Ask:
 
     @property
     def shown(self) -> int:
-        """Return the number of tokens before the end."""
+        """Return the number of tokens sent before the end."""
         if self.end in ("silent", "empty"):
             return 0
         return self.tokens if self.end in ("stop", "no usage") else self.tokens // 2
@@ -90,18 +90,18 @@ class _Ask:
 class FakeEngine:
     """The ASGI app.
 
-    tokens, delay, wait: tokens of every response, seconds per token, and before the first in addition
+    tokens, delay, wait: tokens per response, seconds per token, and extra seconds before the first token
     chunk_tokens: tokens that usage counts for each chunk
     split: send each event in two HTTP chunks, with a comment before it
-    barrier: responses begin when so many are open at once
+    barrier: responses begin when this number of requests is open at once; 0 = immediately
     script: returns `end` for a prompt without `fake_end`
     on_request: called with path, body and headers of each request
     metrics: content of /metrics; None = 404
-    fatal: fields of requests that it says would crash it
+    fatal: request fields that the engine reports as able to crash it
     counters: counters of the control route
-    open, most_open: open responses, now and at most
+    open, most_open: open requests now, and the maximum so far
     asked, aborted: requests received, and aborted by the client
-    tokens_of: 1 for each open request of Headway that has begun its answer, 0 for the others
+    tokens_of: for each open request, 1 if its answer has begun, else 0
     """
 
     tokens: int = 16
@@ -170,7 +170,7 @@ class FakeEngine:
         await _json(send, 200, state)
 
     def _jobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the open requests that the message names; those without `ids` are not listed."""
+        """Return the open requests that the message's `ids` name; without `ids`, none."""
         wanted = message.get("ids", ())
         tokens = {id: count for id, count in self.tokens_of.items() if id in wanted}
         return [{"id": id, "computed": 0, "output_tokens": count} for id, count in tokens.items()]
@@ -186,7 +186,7 @@ class FakeEngine:
         ask = self._ask(scope["path"], body)
         id = str((body.get("vllm_xargs") or {}).get("headway_id", self.asked))
         self.tokens_of[id] = 0
-        gone = asyncio.ensure_future(receive())  # the only place where uvicorn reports a client that left
+        gone = asyncio.ensure_future(receive())  # the only place where uvicorn reports a disconnect
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         if self.open >= self.barrier:
@@ -248,7 +248,7 @@ class FakeEngine:
 
 
 async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
-    """Send each event as an HTTP chunk of its own, as vLLM does (in two with `split`)."""
+    """Send each event in its own HTTP chunk, as vLLM does (in two with `split`)."""
     await _start(send, 200, b"text/event-stream; charset=utf-8")
     first, chunk, last = _chunks(ask)
     await _ping(ask, gone, send)
@@ -290,11 +290,11 @@ def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
 
 
 def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
-    """Return the events with the role, with one token for every choice, and with the finish reason."""
+    """Return three events: the role, one token per choice, and the finish reason."""
 
     def event(delta: dict[str, str], reason: str | None) -> bytes:
-        what: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
-        one = {**what, "logprobs": None, "finish_reason": reason}
+        content: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
+        one = {**content, "logprobs": None, "finish_reason": reason}
         return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
 
     return (event({"role": "assistant", "content": ""}, None), event({"content": WORD}, None), event({}, "length"))
@@ -307,8 +307,8 @@ def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
 
 def _whole(ask: _Ask) -> dict[str, Any]:
     text = WORD * ask.shown
-    what: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
-    one = {**what, "logprobs": None, "finish_reason": "length"}
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
+    one = {**content, "logprobs": None, "finish_reason": "length"}
     choices = [{"index": index, **one} for index in range(ask.choices)]
     kind = "chat.completion" if ask.chat else "text_completion"
     return {**_frame(ask, kind), "choices": choices, "usage": _usage(ask)}
@@ -338,7 +338,7 @@ def _prompt(body: dict[str, Any]) -> str:
 
 
 async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:
-    """Wait until the time is over or the client has left; 0 seconds lets written bytes go out."""
+    """Sleep until the time is up or the client disconnects; 0 seconds still flushes written bytes."""
     if seconds > 0:
         await asyncio.wait({gone}, timeout=seconds)
     else:
@@ -346,7 +346,7 @@ async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:
 
 
 async def _either(work: Coroutine[Any, Any, Any], gone: asyncio.Future[Any]) -> None:
-    """Wait until the work is done or the client has left."""
+    """Wait until the work is done or the client disconnects."""
     task = asyncio.ensure_future(work)
     await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
@@ -396,16 +396,16 @@ def main(kind: type[FakeEngine] = FakeEngine) -> None:
     """Serve on 127.0.0.1 until a signal."""
     parser = argparse.ArgumentParser(prog="python -m testing.fake_engine", description=f"A {NAME}.")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of every response")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per response")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds per token")
-    parser.add_argument("--fatal", nargs="*", default=[], help="fields of requests that would crash it")
-    parser.add_argument("--journal", type=Path, help="file that gets the id of each of Headway's requests")
+    parser.add_argument("--fatal", nargs="*", default=[], help="request fields that it reports as able to crash it")
+    parser.add_argument("--journal", type=Path, help="file to which the id of each Headway request is appended")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     app = kind(options.tokens, options.delay, fatal=options.fatal)
     if options.journal is not None:
         app.on_request = partial(_note, options.journal.open("a", buffering=1))
-    spare_old_objects()  # a full collection with thousands of open responses would hold up all the others
+    spare_old_objects()  # with thousands of open responses a full collection would delay them all
     uvicorn.run(
         app,
         host="127.0.0.1",

@@ -1,6 +1,6 @@
-"""The FAKE engine with a route that sets its answers: `POST /answers/TOKENS/DELAY`.
+"""A FAKE engine whose answers are set by a route: `POST /answers/TOKENS/DELAY`.
 
-For benchmarks of gateways that do not pass `vllm_xargs` on, which otherwise say how a request is answered.
+For benchmarks of gateways that do not forward `vllm_xargs`, which control the answers otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from testing.fake_engine import FakeEngine, main
 
 
 class PacedEngine(FakeEngine):
-    """The ASGI app: `tokens` and `delay` (seconds per token) are those of the last `POST /answers`."""
+    """The ASGI app; the last `POST /answers` sets `tokens` and `delay` (seconds per token)."""
 
     __slots__ = ()
 

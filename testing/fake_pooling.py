@@ -1,4 +1,4 @@
-"""Answers of the FAKE engine to requests for pooling models, in vLLM's shape; the numbers mean nothing."""
+"""The FAKE engine's answers for pooling models: vLLM's format, meaningless numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _USAGE = {"prompt_tokens": 11, "total_tokens": 11, "completion_tokens": 0}
 
 
 def pooled_answer(path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the answer to a request, None when its path is not one of a pooling model."""
+    """Return the answer to a pooling request; None for any other path."""
     kind = path.rsplit("/", 1)[-1]
     frame = {"id": "fake", "object": "list", "created": 0, "model": body.get("model"), "usage": _USAGE}
     if kind == "rerank":

@@ -1,4 +1,4 @@
-"""What a FAKE engine sends when it is asked for nonsense (`fake_end`): no client may get it as an answer."""
+"""Invalid responses that a FAKE engine sends on request (`fake_end`); no client may get one as an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.types import Send
 
 _JSON, _MIB = b"application/json", 2**20
 _CHOICE = b'{"choices":[{"index":0,"logprobs":%s}]}'
-# By name: status, content type, how the body begins, a part of it and how often that comes.
+# By name: status, content type, start of the body, the part that follows, and how often it is repeated.
 NONSENSE: dict[str, tuple[int, bytes, bytes, bytes, int]] = {
     "page": (200, b"text/html", b"<h1>It works!</h1>", b"", 0),
     "NaN": (200, _JSON, _CHOICE % b"NaN", b"", 0),
@@ -24,7 +24,7 @@ NONSENSE: dict[str, tuple[int, bytes, bytes, bytes, int]] = {
 
 
 async def send_nonsense(name: str, send: Send) -> None:
-    """Send the response of this name; what its reader has no patience for is dropped by the server."""
+    """Send the response of this name; the server drops the rest when the client disconnects."""
     status, kind, head, part, times = NONSENSE[name]
     headers = [(b"content-type", kind), (b"location", b"/v1/models")]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md and docs/cli.md from the code: `python -m tools.reference`.
 
-Meanings are taken from the docstrings and comments of `headway.config`, and from the commands' help texts.
+The text comes from the docstrings and comments of `headway.config` and from the commands' help texts.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ _UNITS = {
     "mib": "MiB",
     "gib": "GiB",
 }
-# Settings on which the docstrings in `headway.config` say nothing, or nothing that stands alone.
+# Settings that the docstrings in `headway.config` do not describe, or only together with others.
 _MORE = {
     "recipe": "the scheduling recipe: a name (`headway simulate --help` lists them), or module:attribute.",
     "server.host": "address to listen on.",
     "server.port": "port to listen on.",
-    "server.max_body_kib": "of one request's body; larger ones get a 413.",
-    "server.max_header_kib": "of a request's line and headers; larger ones get a 431.",
-    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a 429.",
-    "classes.NAME.priority": "vLLM's priority of requests that state none, lower is more urgent; for recipes "
-    "that order by it.",
-    "keys.tenant": "the name under which its requests are counted and limited.",
+    "server.max_body_kib": "largest request body; larger bodies get a 413.",
+    "server.max_header_kib": "largest request line and headers together; larger ones get a 431.",
+    "server.max_queued": "most unfinished answers, in the queue or in an engine (n = 4 asks for four); further "
+    "requests get a 429.",
+    "classes.NAME.priority": "vLLM's priority for requests that state none (lower is more urgent), used by "
+    "recipes that order by it.",
+    "keys.tenant": "the name under which the key's requests are counted and limited.",
     "engines.model": "the model's name, directory or hub id.",
     "engines.models.model": "as in [[engines]].",
-    "engines.served_name": "the model's name in the gateway; unset, what the vLLM at `url` calls it, or the "
-    "last part of the path or hub id.",
-    "engines.url": "of a vLLM that runs already.",
-    "engines.port": "of a vLLM that Headway starts; unset, a free one.",
-    "engines.cores": 'CPU cores, such as "0-1"; unset, all that it may use.',
-    "engines.async_scheduling": "vLLM's --async-scheduling; unset, as vLLM decides.",
-    "engines.health_timeout_s": "after which an API server that does not answer /health is taken for hung.",
-    "engines.silence_timeout_s": "after which an engine core that ends no iteration is taken for hung (with "
-    "Headway's scheduler inside).",
-    "engines.eager": "vLLM's --enforce-eager; unset, only on CPUs, where compiling takes most of a start.",
-    "engines.args": "more arguments of `vllm serve`.",
-    "engines.start_timeout_s": "in which an engine must be ready after its start.",
-    "backends.NAME.image": 'of the containers with isolation = "docker"; it has python3.',
-    "backends.NAME.start_timeout_s": "in which a worker must be ready after its start.",
+    "engines.served_name": "the model's name in the gateway; unset, its name at `url`, or the last part of the "
+    "path or hub id.",
+    "engines.url": "URL of a vLLM that already runs.",
+    "engines.port": "port of a vLLM that Headway starts; unset, a free one.",
+    "engines.cores": 'CPU cores, such as "0-1"; unset, all available cores.',
+    "engines.async_scheduling": "vLLM's --async-scheduling; unset, vLLM decides.",
+    "engines.health_timeout_s": "an API server that does not answer /health for this long counts as hung.",
+    "engines.silence_timeout_s": "an engine core that finishes no iteration for this long counts as hung (only "
+    "with Headway's scheduler inside).",
+    "engines.eager": "vLLM's --enforce-eager; unset, only on CPUs, where compilation dominates the start-up time.",
+    "engines.args": "further arguments of `vllm serve`.",
+    "engines.start_timeout_s": "an engine must be ready within this time after its start.",
+    "backends.NAME.image": 'container image for isolation = "docker"; it must have python3.',
+    "backends.NAME.start_timeout_s": "a worker must be ready within this time after its start.",
 }
 _CONFIGURATION = """# Configuration reference
 
@@ -71,9 +72,9 @@ _CLI = """# Command-line reference
 Written by `python -m tools.reference` from the program's help texts; do not edit. `headway COMMAND --help`
 prints the same.
 """
-_CHECKOUT = """These run from a checkout only; each takes `--quick`, `--json`, `--seed` and `--out`. Pages in
-[bench/](bench) have what they printed. Real prompts and traces are read from `$HEADWAY_DATA`; without it,
-prompts are generated from ShareGPT's length statistics, and the report says so.
+_CHECKOUT = """These commands need a checkout; each takes `--quick`, `--json`, `--seed` and `--out`. The pages in
+[bench/](bench) show their output. Real prompts and traces are read from `$HEADWAY_DATA`; without it, prompts
+are generated from ShareGPT's length statistics, and the report says so.
 """
 
 
@@ -89,7 +90,7 @@ def _configuration() -> Iterator[str]:
     schema = TypeAdapter(Config).json_schema()
     yield _CONFIGURATION
     yield from _section("", "Config", schema, schema["$defs"])
-    yield "## Built-in classes\n\nOne in the file replaces the one of its name.\n"
+    yield "## Built-in classes\n\nA class in the file replaces the built-in class of the same name.\n"
     yield f"```toml\n{_classes()}```\n"
 
 
@@ -100,7 +101,7 @@ def _classes() -> str:
 
 
 def _section(path: str, name: str, schema: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the section of a table, and those of the tables in it."""
+    """Yield the section of a table, and the sections of its nested tables."""
     about, meanings = _documented(getattr(configuration, name), [*schema["properties"]])
     inner = {key: _tables(path, key, one) for key, one in schema["properties"].items()}
     rows = [key for key, (_, _, also_value) in inner.items() if also_value]
@@ -126,7 +127,7 @@ def _dotted(path: str, key: str) -> str:
 
 
 def _tables(path: str, key: str, schema: Mapping[str, Any]) -> tuple[str, str | None, bool]:
-    """Return the path and class of the tables that a setting holds, and whether it is a value, too."""
+    """Return the path and class of the tables in a setting, and True if it may also be a plain value."""
     inside, items = _dotted(path, key), schema.get("items", {})
     for title, one in (
         (f"[{inside}]", schema),
@@ -152,7 +153,7 @@ def _toml(value: Any) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """Say what a value may be."""
+    """Describe the type and range of a value."""
     if "anyOf" in schema:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "enum" in schema:
@@ -175,9 +176,9 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _documented(cls: type, names: list[str]) -> tuple[str, dict[str, str]]:
-    """Return what a class's docstring says of the table, and of each setting, with comments in its source."""
+    """Return the description of a table and of each setting, from the class's docstring and comments."""
     head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
-    settings, *paragraphs = re.split("^(?=[A-Z])", rest, flags=re.MULTILINE)  # the latter are on the table
+    settings, *paragraphs = re.split("^(?=[A-Z])", rest, flags=re.MULTILINE)  # paragraphs describe the table
     one = "|".join(map(re.escape, names))
     found = re.split(rf"(?:^|(?<=[.;] ))((?:{one})(?:, (?:{one}))*): ", " ".join(settings.split()))
     meanings = {
@@ -211,7 +212,7 @@ def _cli() -> Iterator[str]:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    """Yield the section of a command, or those of a group's commands."""
+    """Yield the section of a command, or the sections of a group's commands."""
     if hasattr(command, "commands"):
         for name, one in command.commands.items():
             yield from _command(f"{path} {name}", one)

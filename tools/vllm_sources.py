@@ -1,9 +1,9 @@
-"""Unpacks the Python files of a vLLM release, so that the hook's tests run against it on any machine.
+"""Unpacks the Python files of a vLLM release, to run the hook's tests against it on any machine.
 
     python -m tools.vllm_sources 0.33.0 .vllm-0.33.0
 
-The wheels on PyPI are built for CUDA: their kernels are left out, and the metadata says "+cpu", by which vLLM takes the
-CPU for its platform. `make test-vllm VERSION=0.33.0` puts the folder before the installed vLLM.
+The wheels on PyPI are built for CUDA: their kernels are left out, and "+cpu" is added to the version in the metadata,
+which makes vLLM choose the CPU platform. `make test-vllm VERSION=0.33.0` puts the folder before the installed vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-_ALSO = ("orjson",)  # what newer releases import and requirements.lock does not have
+_ALSO = ("orjson",)  # imported by newer releases, missing in requirements.lock
 _PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 

@@ -1,8 +1,8 @@
-"""The papers whose tables are reproduced: {name: module:function} of each benchmark."""
+"""The papers whose evaluations are reproduced: {name: module:function} of each benchmark."""
 
 PAPERS = {
     name: f"benchmarks.papers.{name.replace('-', '_')}:main"
     for name in ("anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm")
 }
-# Those whose `main` takes `only`.
+# Benchmarks whose `main` takes `only`.
 PARTED = ("bros", "ecoserve", "hermes", "qlm")

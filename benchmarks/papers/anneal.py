@@ -1,8 +1,8 @@
 """`headway bench papers anneal`: the evaluation of SLO-aware scheduling (section 5), SIMULATED.
 
-By the paper's own model of execution and latency law: overhead, distance from the best order, G, attainment
-and latency beside vLLM's order, sweeps of the search, of length errors and of instances. Then the recipes on
-the event simulator, whose engine batches continuously and has a latency of its own.
+With the paper's model of execution and latency law: overhead, distance from the best order, G, attainment and
+latency against vLLM's order, sweeps of the search, of length errors and of instances. Then the recipes on the
+event simulator, whose engine batches continuously and has another latency law.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ _TRIED_MS = {4: 1.2, 6: 39.0, 8: 88_200.0, 10: 287_000.0}  # Table 1, exhaustive
 
 @dataclass(frozen=True, slots=True)
 class AnnealPlan:
-    """What is run.
+    """The size of the evaluation.
 
-    seeds: cases of each setting.
-    counts: requests of a case.
+    seeds: cases per setting.
+    counts: requests per case.
     tried: the most requests that are searched exhaustively, by batch limit.
-    simulated: requests that come together, on the event simulator, and cases of each.
+    simulated: requests that arrive together, on the event simulator, and cases of each.
     loads: arrival rates as multiples of the engine's capacity, requests of a run, batch limits and seeds.
     """
 
@@ -113,7 +113,7 @@ _ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the
 
 @experiment("anneal", "sim", f"SLO-aware scheduling ({SIMULATED})")
 def main(ask: Ask, plan: AnnealPlan | None = None) -> Result:
-    """Run; `quick` takes fewer cases, and fewer settings of the event simulator."""
+    """Run the evaluation. `quick`: fewer cases, and fewer settings of the event simulator."""
     plan, rows = plan or (QUICK if ask.quick else FULL), list[Row]()
     _compile(ask.seed)
     parts = (_orders, _sweeps, _errors, _instances, _together, _loads)
@@ -131,7 +131,7 @@ def _describe(plan: AnnealPlan) -> str:
 
 
 def _compile(seed: int) -> None:
-    """Run everything that is timed once, so that times do not include compilation."""
+    """Run all timed code once, so that times do not include compilation."""
     costs = AnnealCase.drawn(4, seed).costs()
     for limit in BATCHES:
         annealed(costs, limit, seed)
@@ -154,7 +154,7 @@ def _figures(system: str, setting: str, w: Worth) -> Iterator[Row]:
 
 
 def _over(setting: str, ours: Worth, theirs: Worth) -> Iterator[Row]:
-    """Return how much better the annealed order is."""
+    """Return the gains of the annealed order over vLLM's."""
     setting = f"{setting}, over {VLLM}"
     yield _row("g", ANNEAL, setting, _more(ours.g, theirs.g), "%")
     yield _row("attainment", ANNEAL, setting, 100 * (ours.attainment - theirs.attainment), "points")
@@ -194,7 +194,7 @@ def _orders(plan: AnnealPlan, seed: int) -> Iterator[Row]:
 
 
 def _timed(costs: Records, limit: int, seed: int, spent: list[float]) -> Worth:
-    """Return what the annealed order is worth; `spent` receives the seconds of the search."""
+    """Return the figures of the annealed order; append the seconds of the search to `spent`."""
     began = time.perf_counter()
     order, sizes = annealed(costs, limit, seed)
     spent.append(time.perf_counter() - began)
@@ -204,7 +204,7 @@ def _timed(costs: Records, limit: int, seed: int, spent: list[float]) -> Worth:
 def _against_best(
     cases: Sequence[Records], found: Sequence[Worth], limit: int, setting: str, gaps: list[float]
 ) -> Iterator[Row]:
-    """Return the distance from the best order, over the first cases, and the time of trying all orders."""
+    """Return the distance from the best order, over the first cases, and the time of the exhaustive search."""
     few = cases[: 4 if cases[0].size * limit > 6 * 4 else 20]
     began = time.perf_counter()
     best = [exhaustive(costs, limit) for costs in few]
@@ -218,7 +218,7 @@ def _against_best(
 
 
 def _sweeps(plan: AnnealPlan, seed: int) -> Iterator[Row]:
-    """Figure 8: G over vllm by the first temperature and by the moves at each."""
+    """Figure 8: G over vllm by the first temperature and by the moves per temperature."""
     for count, limit in _SWEPT:
         cases = [AnnealCase.drawn(count, seed + i).costs() for i in range(plan.seeds)]
         theirs, usual = mean([arrival_order(c, limit) for c in cases]), Schedule.of(count, limit)
@@ -231,7 +231,7 @@ def _sweeps(plan: AnnealPlan, seed: int) -> Iterator[Row]:
 
 
 def _errors(plan: AnnealPlan, seed: int) -> Iterator[Row]:
-    """Figure 9: G over vllm when the order is found with wrong lengths."""
+    """Figure 9: G over vllm if the search knows only inexact lengths."""
     for count in (10, 20, 40):
         cases = [AnnealCase.drawn(count, seed + i) for i in range(plan.seeds)]
         for limit in BATCHES:
@@ -246,7 +246,7 @@ def _errors(plan: AnnealPlan, seed: int) -> Iterator[Row]:
 
 
 def _instances(plan: AnnealPlan, seed: int) -> Iterator[Row]:
-    """Figure 11: as many copies of 10 requests as instances, assigned by memory and annealed one by one."""
+    """Figure 11: 10 requests per instance, assigned by memory and annealed instance by instance."""
     for instances in _INSTANCES:
         fleet = [replace(engine(1).instance, id=f"e{i}") for i in range(instances)]
         spent, ours, theirs = list[float](), list[Worth](), list[Worth]()
@@ -279,7 +279,7 @@ def _assigned(case: AnnealCase, fleet: Sequence[Instance]) -> list[Ints]:
 
 
 def _together(plan: AnnealPlan, seed: int) -> Iterator[Row]:
-    """Return what recipes make of requests that all come at once."""
+    """Return the recipes' figures for requests that all arrive at once."""
     counts, seeds = plan.simulated
     scale = slo_scale()
     for count in counts:
@@ -291,7 +291,7 @@ def _together(plan: AnnealPlan, seed: int) -> Iterator[Row]:
 
 
 def _loads(plan: AnnealPlan, seed: int) -> Iterator[Row]:
-    """Return what recipes make of Poisson arrivals around an engine's capacity."""
+    """Return the recipes' figures for Poisson arrivals around an engine's capacity."""
     shares, count, limits, seeds = plan.loads
     for limit in limits:
         rate, scale = capacity(limit, seed), slo_scale()
@@ -308,7 +308,7 @@ def _loads(plan: AnnealPlan, seed: int) -> Iterator[Row]:
                 yield from _figures(name, f"load {share:g}, batch {limit}, learned lengths", w)
 
 
-# ---- what is shown
+# ---- tables
 
 
 def _grid(rows: Sequence[Row]) -> Grid:
@@ -324,7 +324,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
     return Grid(header, [lines], header[2:-1])
 
 
-# Ids of figures with the unit that a column states; other units stand beside their figure.
+# Ids of figures, with the unit in the column's header; other units are shown beside the figure.
 _UNITS = {"g": "req/ks", "attainment": "%", "latency.mean": "s", "overhead.ms": "", "gap_to_exhaustive_pct": ""}
 
 

@@ -1,8 +1,8 @@
-"""The requests of SLO-aware scheduling's evaluation (5.1), and what an order of them is worth.
+"""The requests of SLO-aware scheduling's evaluation (5.1), and the figures of an order of them.
 
-Half of the requests are code (SLO of the whole answer), half chat (TTFT and TPOT). Python-Code-23k-ShareGPT
-could not be had: its answers are log-normal with the mean that the paper's 3 s for an average request come
-to, its prompts and both deviations are assumed. Chat is the built-in ShareGPT.
+Half of the requests are code (an e2e SLO), half chat (TTFT and TPOT). Python-Code-23k-ShareGPT is not
+available: its answers are modelled as log-normal with the mean implied by the paper's 3 s per average request;
+its prompts and both deviations are assumed. Chat uses the built-in ShareGPT lengths.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PROMPT, _ANSWER = (40.0, 25.0), (180.0, 110.0)  # tokens of code: mean and devi
 _LONGEST = 2000  # tokens: the latency law holds below 2k
 _TASKS = ("chat", "code")
 Profiled = Literal["draw", "mean"]
-_PROFILED = 256  # answers of a task that its Gaussian profile is fitted to
+_PROFILED = 256  # answers per task to which its Gaussian profile is fitted
 
 
 @dataclass(frozen=True, slots=True)
 class AnnealCase:
-    """Requests that come together, in order of arrival."""
+    """Requests that arrive together, in their order."""
 
     prompt: Ints
     output: Ints
@@ -47,7 +47,7 @@ class AnnealCase:
 
     @classmethod
     def drawn(cls, count: int, seed: int) -> AnnealCase:
-        """Draw that many requests, half of them code, shuffled."""
+        """Draw requests, half of them code, in random order."""
         rng = np.random.default_rng([seed, count])
         half = count // 2
         code_prompt, code_output = _code(half, rng)
@@ -60,7 +60,7 @@ class AnnealCase:
         )
 
     def costs(self, output: Floats | Ints | None = None) -> Records:
-        """Return the costs by the published law, for these answers instead of the true ones."""
+        """Return the costs by the published law, with these answers instead of the true ones."""
         tokens = np.asarray(self.output if output is None else output, float)
         targets = Targets(
             np.where(self.code, np.inf, _TTFT), np.where(self.code, np.inf, _TPOT), np.where(self.code, _E2E, np.inf)
@@ -104,7 +104,7 @@ class AnnealCase:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What became of a case.
+    """The figures of a case.
 
     g: requests that met their SLO per second of latency.
     attainment: from 0 to 1.
@@ -123,7 +123,7 @@ def mean(all: list[Worth]) -> Worth:
 
 
 def worth(costs: Records, order: Ints, sizes: Ints) -> Worth:
-    """Return what an order in batches of these sizes is worth by the paper's model of execution."""
+    """Return the figures of an order in batches of these sizes, by the paper's model of execution."""
     mapping = maps.empty(order.size)
     maps.set_sizes(costs, mapping, order, sizes)
     met, latency = int(mapping.sums["met"][0]), float(mapping.sums["latency"][0])
@@ -131,19 +131,19 @@ def worth(costs: Records, order: Ints, sizes: Ints) -> Worth:
 
 
 def arrival_order(costs: Records, limit: int) -> Worth:
-    """Return what vLLM's order is worth by the same model: first come, first served, full batches."""
+    """Return the figures of vLLM's order by the same model: first come, first served, in full batches."""
     full = np.full(-(-costs.size // limit), limit)
     full[-1] = costs.size - full[:-1].sum()
     return worth(costs, np.arange(costs.size), full)
 
 
 def annealed(costs: Records, limit: int, seed: int, schedule: Schedule | None = None) -> tuple[Ints, Ints]:
-    """Return order and batch sizes; the default schedule is that of the recipes."""
+    """Return the annealed order and its batch sizes; the default schedule is that of the recipes."""
     return anneal(costs, np.arange(costs.size), limit, schedule or Schedule.of(costs.size, limit), seed)
 
 
 def engine(limit: int) -> InstanceSpec:
-    """Return one simulated engine with a batch limit, and KV for all requests of it."""
+    """Return one simulated engine with a batch limit, and KV for a full batch."""
     profile = profiles.load(PROFILE)
     blocks = 2 * _LONGEST * max(limit, 4) // profile.block_size
     shape = Instance("e0", "default", limit, blocks, profile.block_size, 2 * _LONGEST, lead=0)
@@ -151,7 +151,7 @@ def engine(limit: int) -> InstanceSpec:
 
 
 def slo_scale() -> float:
-    """Return the factor of the SLOs by which code gets ten times its seconds alone, as in the paper."""
+    """Return the SLO factor that gives code ten times its seconds alone, as in the paper."""
     latency, (prompt, answer) = profiles.load(PROFILE).latency(), (_PROMPT[0], _ANSWER[0])
     alone = latency.seconds(Batch(0, 0, int(prompt), int(prompt**2 / 2)))
     alone += answer * latency.seconds(Batch(1, int(prompt + answer / 2), 0))
@@ -159,9 +159,9 @@ def slo_scale() -> float:
 
 
 def simulated(recipe: str, load: Workload, limit: int, *, learned: bool = False) -> Worth:
-    """Return what a recipe makes of a workload on the event simulator.
+    """Return a recipe's figures for a workload on the event simulator.
 
-    learned: it forecasts answers by those of the same task that have ended; otherwise it knows their lengths.
+    learned: forecast answers from earlier answers to the same task; otherwise their lengths are known.
     """
     lengths = TaskLengths() if learned else Oracle(load)
     outcome = Simulation(find(recipe), [engine(limit)], load, lengths).run()
@@ -172,7 +172,7 @@ def simulated(recipe: str, load: Workload, limit: int, *, learned: bool = False)
 
 
 def capacity(limit: int, seed: int, count: int = 200) -> float:
-    """Return the requests per second that vLLM's order serves when all wait."""
+    """Return the requests per second that vLLM's order serves if all requests wait from the start."""
     load = AnnealCase.drawn(count, seed).workload(np.zeros(count), slo_scale())
     outcome = Simulation(find("vllm"), [engine(limit)], load, Oracle(load)).run()
     return count / float(outcome.end.max())
@@ -183,7 +183,7 @@ def _code(count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
 
 
 def _chat(count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Draw chat requests; of those with 2k tokens and more the answer is cut."""
+    """Draw chat requests; cut the answers of requests with 2k tokens or more."""
     prompt, output = draw("sharegpt", count, rng)
     return prompt, np.maximum(np.minimum(output, _LONGEST - 1 - prompt), 1)
 

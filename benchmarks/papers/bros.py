@@ -1,10 +1,10 @@
 """`headway bench papers bros`: the evaluation of BROS (arXiv 2504.09590, section 7), SIMULATED.
 
-Real-time requests with the mean lengths of Table 2 (TTFT 0.4 s, TPOT 0.2 s) beside a closed loop of
-best-effort batches (512-1024 in, 32-128 out): a batch comes when the one before has ended (7.1). The paper's
-models: OPT-13B on one A100, as measured, where the paper has two with 40 GB; OPT-30B on four with 40 GB,
-between two models that were measured; Llama-3-70B on eight, added up from operators (`source` of the
-profiles). Beside them OPT-13B with iterations 1.6 times as long. Every system is a packer that sees the whole
+Real-time requests with the mean lengths of Table 2 (TTFT 0.4 s, TPOT 0.2 s) run beside a closed loop of
+best-effort batches (512-1024 in, 32-128 out): a batch arrives when the previous one has ended (7.1). The
+paper's models: OPT-13B, measured on one A100, where the paper has two with 40 GB; OPT-30B on four with 40 GB,
+interpolated between two measured models; Llama-3-70B on eight, summed from operators (see `source` in the
+profiles). In addition, OPT-13B with iterations 1.6 times as long. Every system is a packer that sees the whole
 queue; those that copy KV have the same host memory.
 """
 
@@ -41,7 +41,7 @@ TABLE_2 = {"sharegpt": (222.76, 234.51), "lmsys": (90.50, 237.04)}  # mean promp
 
 @dataclass(frozen=True, slots=True)
 class BrosPlan:
-    """What is run: parts of the evaluation, seconds of arrivals, and seeds (from the given one on)."""
+    """The parts of the evaluation to run, the seconds of arrivals, and the number of seeds."""
 
     experiments: tuple[PaperPart[ClaimCase], ...]
     duration: float
@@ -77,7 +77,7 @@ def _both(profile: str, sharegpt: tuple[float, ...], lmsys: tuple[float, ...]) -
 
 
 def full() -> BrosPlan:
-    """Return figures 10 to 13, the slower engine, and each choice alone."""
+    """Return the whole evaluation: figures 10 to 13, the slower engine, and single choices."""
     in_twos, in_threes = (2.0, 4.0, 6.0, 8.0, 10.0), (3.0, 6.0, 9.0, 12.0, 15.0)
     slower = ClaimCase(OPT_13B, 1.6, "sharegpt", (2.0, 3.0, 4.0))
     alone = (
@@ -100,7 +100,7 @@ def full() -> BrosPlan:
 
 
 def quick_plan() -> BrosPlan:
-    """Return one rate of each kind of case, 30 seconds, one seed."""
+    """Return one rate per kind of case, with 30 seconds and one seed."""
     usual, slower = (ClaimCase(OPT_13B, factor, "sharegpt", (3.0,)) for factor in (1.0, 1.6))
     alone = ClaimCase(OPT_13B, 1.0, "sharegpt", (6.0,), "real-time only")
     experiments = (
@@ -114,7 +114,7 @@ def quick_plan() -> BrosPlan:
 
 @experiment("papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})")
 def main(ask: Ask, only: Sequence[str] = (), plan: BrosPlan | None = None) -> Result:
-    """Simulate every system at every rate; `quick`: few systems, one rate, 30 seconds, one seed."""
+    """Simulate every system at every rate. `quick`: few systems, one rate, 30 seconds, one seed."""
     plan = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED)
     points = sweep(plan, ask.seed, bar=not ask.as_json)
     workload = (
@@ -127,7 +127,7 @@ def main(ask: Ask, only: Sequence[str] = (), plan: BrosPlan | None = None) -> Re
 
 
 def sweep(plan: BrosPlan, seed: int, *, bar: bool) -> list[ClaimPoint]:
-    """Run every system in every case of a plan, at every rate, with every seed; none twice."""
+    """Run every system in every case of a plan, at every rate and with every seed, without repetitions."""
     jobs = dict.fromkeys(
         (case, rate, seed + i, system)
         for one in plan.experiments
@@ -147,7 +147,7 @@ def sweep(plan: BrosPlan, seed: int, *, bar: bool) -> list[ClaimPoint]:
 
 
 def traffic(case: ClaimCase, rate: float, duration: float, seed: int) -> Workload:
-    """Return real-time requests at `rate`, then the best-effort ones of batches, without too long ones."""
+    """Return real-time requests at `rate`, then the batches' best-effort requests; drop those that are too long."""
     rng = np.random.default_rng(seed)
     at = poisson(rate, duration, rng)
     prompt, output = table_2(case.lengths, at.size, rng)
@@ -171,7 +171,7 @@ def table_2(lengths: str, size: int, rng: np.random.Generator) -> tuple[Ints, In
 
 
 def measure(system: str, case: ClaimCase, workload: Workload, rate: float, duration: float, seed: int) -> ClaimPoint:
-    """Run one system on the workload, for at most three times the seconds of arrivals."""
+    """Run a system on the workload, for at most three times the seconds of arrivals."""
     clock, tokens = list[float](), TokenDeadlines(workload)
     outcome = closed_loop.run(
         inside(bros_choices.system(system), clock),

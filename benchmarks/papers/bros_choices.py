@@ -1,4 +1,4 @@
-"""The choices by which `bros` differs from the paper's text (BROS 4.2, 5.2), one at a time, SIMULATED."""
+"""The choices in which `bros` differs from the paper's text (BROS 4.2, 5.2), one at a time, SIMULATED."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import find
 
 OURS, TEXT = "bros", "bros-paper"
-# The options of `Bros` by which the two differ, and that belong together.
+# The options of `Bros` in which the two differ, grouped where they belong together.
 CHOICES: dict[str, tuple[str, ...]] = {
     "time from the last token": ("from_last",),
     "fixed bound": ("fixed_bound",),
@@ -26,7 +26,7 @@ SYSTEMS = (OURS, TEXT, *(f"{OURS}, {name}" for name in CHOICES), *(f"{TEXT}, not
 
 
 def system(name: str) -> Recipe:
-    """Return the recipe of a name, or of one of `SYSTEMS`."""
+    """Return the recipe with this name, which may be one of `SYSTEMS`."""
     base, _, choice = name.partition(", ")
     if not choice:
         return find(name)
@@ -35,7 +35,7 @@ def system(name: str) -> Recipe:
 
 
 def _packer(base: str, other: str, options: tuple[str, ...]) -> Callable[[EngineSpec], Bros]:
-    """Return the factory of a recipe's packer with these options of another one's."""
+    """Return a factory of a recipe's packer in which these options are taken from another recipe's."""
 
     def packer(spec: EngineSpec) -> Bros:
         mine, theirs = (_options(name, spec) for name in (base, other))

@@ -1,8 +1,8 @@
-"""The rows of `headway bench papers bros`: what was measured, and the paper's figures (7.2 to 7.4) beside.
+"""The rows of `headway bench papers bros`: our figures beside the paper's (7.2 to 7.4).
 
 The paper's figures are averages over rates and models. It does not say whether "times" is the ratio of the
 averages or the average of the ratios. Its own averages (TPOT attainment of 65.49 against 47.34 %, called
-1.47x) contradict the first, and ratios to nothing the second. Both are printed.
+1.47x) contradict the first, and ratios to 0 contradict the second. Both are printed.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class ClaimCase:
 
     @property
     def apart(self) -> str:
-        """What models of one claim have in common."""
+        """The part of the setting that the models of a claim share."""
         return f"x{self.slower:g}, {self.lengths}" + ("" if self.kind == _HYBRID else f", {self.kind}")
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimPoint:
-    """One system at one rate.
+    """The figures of one system at one rate.
 
     figures: by the names of `UNITS`; None = no request finished
     """
@@ -94,9 +94,9 @@ CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
     ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.23}),
     ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.63}),
 )
-# TGI is in figure 12 only, for which the text states no number.
+# TGI is only in figure 12, for which the text states no number.
 UNSTATED = (("rt.normalized_latency", "tgi", "change", _ALONE), ("rt.req_per_s", "tgi", "times", _ALONE))
-# Averages of 7.2.2. Which data set the first two are of is not said.
+# Averages of 7.2.2. The paper does not state the data set of the first two.
 AVERAGES: Mapping[tuple[str, str, str], float] = {
     ("rt.ttft_attainment", "vllm-v0", "sharegpt"): 1.28,
     ("rt.ttft_attainment", "rr", "sharegpt"): 10.55,
@@ -123,7 +123,7 @@ def _overhead(point: ClaimPoint, name: str) -> float | None:
 
 
 def claims(points: Sequence[ClaimPoint]) -> list[Row]:
-    """Return the paper's claims beside ours: averages over the rates and models of what was run.
+    """Return our figures for the paper's claims: averages over the rates and models that were run.
 
     change: the mean of the changes in %
     times: the ratio of the means
@@ -168,7 +168,7 @@ def _by_seed(points: Sequence[ClaimPoint]) -> list[list[ClaimPoint]]:
 def _spread(
     id: str, system: str, setting: str, each: Sequence[float | None], unit: str, paper: float | None
 ) -> list[Row]:
-    """Return the mean over seeds and, of several, the least and the most."""
+    """Return the mean over seeds and, for several seeds, the least and the most."""
     known = [one for one in each if one is not None]
     if not known:
         return []
@@ -186,7 +186,7 @@ def _mean(points: Sequence[ClaimPoint], name: str, system: str) -> float | None:
 
 
 def _compared(points: Sequence[ClaimPoint], name: str, other: str, how: str) -> float | None:
-    """Return BROS's figure against another system's; None where one has none, or only 0."""
+    """Compare BROS's figure with another system's; None if one is missing or 0."""
     ours, theirs = (
         {(p.case, p.rate): p.figures[name] for p in points if p.system == system} for system in (BROS, other)
     )

@@ -1,4 +1,4 @@
-"""Real-time requests as they come, beside best-effort batches in a closed loop (BROS 7.1), SIMULATED."""
+"""Open real-time arrivals beside a closed loop of best-effort batches (BROS 7.1), SIMULATED."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _QUEUED = 1_000_000
 
 
 class ClosedLoop(Loop):
-    """The loop over a workload whose last rows come in batches: each when the one before has ended.
+    """The closed loop over a workload's last rows: each batch arrives when the previous one has ended.
 
-    open: rows that come at their arrival; the others, in this order, are the batches.
-    batch: requests of a batch.
-    stop: instant after which no batch begins.
+    open: number of rows with a fixed arrival; the rows after them form the batches.
+    batch: requests per batch.
+    stop: time after which no batch begins.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ClosedLoop(Loop):
         self._arrivals = self._arrivals[:open]
         self._rest = deque(range(open, len(workload)))
         self._open, self._batch, self._stop, self._left = open, batch, stop, 0
-        self._due = bool(self._rest)  # a batch is to come at this instant
+        self._due = bool(self._rest)  # a batch arrives now
         if self._due:
             self._future.at(0.0, self._next_batch)
 
@@ -77,7 +77,7 @@ def run(
     until: float,
     observer: Observer,
 ) -> Outcome:
-    """Run a recipe, which knows all lengths, on one engine, at most to the instant `until`."""
+    """Run a recipe that knows all lengths on one engine, at most until time `until`."""
     check([spec])
     controller = Controller(recipe.planner(), Oracle(workload), _QUEUED)
     loop = ClosedLoop(

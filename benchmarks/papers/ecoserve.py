@@ -1,8 +1,9 @@
 """`headway bench papers ecoserve`: the evaluation of EcoServe (section 4), SIMULATED.
 
-OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Table 2 at the paper's rates and around this
-engine's saturation. EcoServe with its ablation, to the letter, with true lengths (oracle); the baselines with
-the paper's settings; each choice of the scheduler alone; sweeps of padding, reserve and buffer.
+OPT-13B on an A100 with 12 GB of KV; requests with the lengths of Table 2, at the paper's rates and around this
+engine's saturation. Systems: EcoServe with its ablation, to the letter, and with true lengths (oracle); the
+baselines with the paper's settings. Also each choice of the scheduler alone, and sweeps of padding, reserve and
+buffer.
 """
 
 from __future__ import annotations
@@ -46,15 +47,14 @@ _MEASURED = {"choices": "choices", "sweeps": "points"}  # parts beside the exper
 
 @dataclass(frozen=True, slots=True)
 class EcoServePlan:
-    """What is run.
+    """The size of the evaluation.
 
     experiments: cases and their systems
-    rates: {data set: rates}, low ones for systems with max-allocation; None = all of the data set
+    rates: {data set: rates}, low ones for systems with max-allocation; None = all of the data set's
     share: seconds of arrivals, as a share of the data set's
-    seeds: of them, from the given one on; other cases than the plain one, and systems that no claim is
-        about, use the first
-    points: points of each sweep, 0 = none is run
-    choices: every choice is run alone
+    seeds: number of seeds; cases other than the plain one, and systems without a claim, use only the first
+    points: points of each sweep; 0 = no sweeps
+    choices: run every choice alone
     """
 
     experiments: tuple[PaperPart[TableCase], ...]
@@ -76,9 +76,9 @@ def full() -> EcoServePlan:
 
 
 def quick_plan() -> EcoServePlan:
-    """Return fewer systems at few rates, one seed, a third of the arrivals.
+    """Return fewer systems at few rates, with one seed and a third of the arrivals.
 
-    The highest rates are more than any of these systems sustains for so long.
+    The highest rates exceed those that any of these systems sustains for this time.
     """
     rates = {"alpaca": (36.0, 60.0, 96.0, 108.0), "sharegpt": (2.0, 3.0, 5.0, 8.0, 13.0), "bookcorpus": (0.3, 0.4, 0.5)}
     systems = (*ABLATION, PAPER_TEXT, ORACLE, BASE, "fastgen")
@@ -87,7 +87,7 @@ def quick_plan() -> EcoServePlan:
 
 @experiment("ecoserve", "sim", f"EcoServe ({SIMULATED})")
 def main(ask: Ask, only: Sequence[str] = (), plan: EcoServePlan | None = None) -> Result:
-    """Simulate; `quick`: about a minute. only: parts, () = all."""
+    """Run the evaluation. `quick`: about a minute. only: parts; () = all."""
     plan, seed = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED), ask.seed
     seeds = [seed + i for i in range(plan.seeds)]
     shown = partial(track, disable=ask.as_json, transient=True)
@@ -129,7 +129,7 @@ def _describe(plan: EcoServePlan) -> str:
 
 
 def _claims(trials: Trials, seed: int) -> Iterator[Row]:
-    """Yield the paper's figures beside ours."""
+    """Yield our figures beside the paper's."""
     yield from errors(seed)
     yield from rates(trials)
     yield from averages(trials)
@@ -147,7 +147,7 @@ def _compile(seed: int) -> None:
 
 
 def _rates(plan: EcoServePlan, data: Data, name: str) -> tuple[float, ...]:
-    """Return the rates of a system: the sweep's and Table 2's."""
+    """Return the rates of a system: those of the sweep and of Table 2."""
     if plan.rates is not None:
         return plan.rates[data.name]
     return tuple(sorted({*(data.low if name in MAX_ALLOCATION else data.rates), data.rate}))
@@ -163,7 +163,7 @@ def _planned(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCa
 
 
 def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, Trial]]:
-    """Run every system at every rate; far beyond saturation for a third of the time."""
+    """Run every system at every rate; rates far beyond saturation run for a third of the time."""
     for case, data, rate, seed, name in _planned(plan, seeds):
         share = plan.share * case.span / (3 if is_beyond(data, rate) else 1)
         load = workload(data, rate, data.seconds * share, seed)
@@ -174,7 +174,7 @@ def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCas
 
 
 def _pictures(trials: Trials, swept: Sequence[Swept], seed: int) -> dict[str, bytes]:
-    """Return {name: PNG} of what was run."""
+    """Return {name: PNG} of the experiments that were run."""
     found = {"rates": _rates_plot(trials[TableCase()], seed)} if TableCase() in trials else {}
     return found | ({"sweeps": _sweep_plot(swept)} if swept else {})
 

@@ -1,4 +1,4 @@
-"""Choices of EcoServe's scheduler, one at a time, and sweeps of padding, reserve and buffer (figure 12)."""
+"""Single choices of EcoServe's scheduler, and sweeps of padding, reserve and buffer (figure 12)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.policy.pack.ecoserve.packer import Options
 from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.results import Row
 
-# The options by which `ecoserve` and `ecoserve-paper` differ, and that belong together.
+# The options in which `ecoserve` and `ecoserve-paper` differ, grouped where they belong together.
 CHOICES: dict[str, tuple[str, ...]] = {
     "buffer by length": ("buffer", "buffer_share"),
     "no refill before a group ends": ("idle",),
@@ -38,7 +38,7 @@ _SHOWN = ("normalized_latency", "jct.mean", "ssr", "throughput.req_per_s", "kv.a
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """One point of a sweep: the name of the option, its value, and the trials of all seeds."""
+    """A point of a sweep: the name of the option, its value, and the trials of all seeds."""
 
     name: str
     value: float
@@ -51,7 +51,7 @@ class Swept:
 
 
 def choices(seeds: Sequence[int], share: float) -> Iterator[tuple[str, Trial]]:
-    """Yield (label, trial) of `ecoserve` with each choice of the text, and of the text without each."""
+    """Yield (label, trial) of `ecoserve` with each choice of the paper's text, and of the text without each."""
     for data in DATA:
         for seed in seeds:
             load = _load(data, share, seed)
@@ -75,12 +75,12 @@ def _load(data: Data, share: float, seed: int) -> Workload:
 
 
 def count_choices(seeds: Sequence[int]) -> int:
-    """Return how many trials `choices` runs."""
+    """Return the number of trials that `choices` runs."""
     return len(DATA) * len(seeds) * (2 + 2 * len(CHOICES))
 
 
 def choice_rows(labelled: Sequence[tuple[str, Trial]]) -> list[Row]:
-    """Return the figures of every choice, means over the seeds."""
+    """Return the figures of every choice, as means over the seeds."""
     groups: dict[tuple[str, str, float], list[Trial]] = {}
     for label, t in labelled:
         groups.setdefault((label, t.data, t.rate), []).append(t)
@@ -122,12 +122,12 @@ def _point(data: Data, name: str, value: float, load: Workload, seed: int) -> Tr
 
 
 def few(values: Sequence[float], points: int) -> list[float]:
-    """Return `points` of the values, evenly spread."""
+    """Return `points` evenly spread values."""
     return [values[i] for i in np.linspace(0, len(values) - 1, points).round().astype(int)]
 
 
 def sweep_rows(swept: Sequence[Swept]) -> list[Row]:
-    """Return the figures of every point, and the value with the least JCT beside the paper's."""
+    """Return the figures of every point, and the value with the lowest JCT beside the paper's."""
     rows = [
         Row(id, ECOSERVE, f"{t.data}, {t.rate:g} req/s, {s.name} {s.value:g}", value, unit)
         for s in swept

@@ -1,6 +1,6 @@
-"""EcoServe's evaluation set-up: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
+"""The set-up of EcoServe's evaluation: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
 
-Also a bound on the requests per second that any schedule can serve on that engine.
+Also a bound on the requests per second of any schedule on that engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRID = (np.arange(20_000) + 0.5) / 20_000
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """One side of a line of Table 2: mean, shortest and longest length in tokens."""
+    """Prompt or output lengths of Table 2: mean, shortest and longest, in tokens."""
 
     mean: float
     least: int
@@ -140,7 +140,7 @@ DATA = (
 
 
 def table(source: Quantiles, side: TokenCounts) -> Quantiles:
-    """Return a source's lengths times the factor that gives `side.mean` within `side`'s limits."""
+    """Return a source's lengths, scaled to `side.mean` within `side`'s limits."""
     low, high = 0.01, 100.0
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -166,13 +166,13 @@ def tables(data: Data) -> tuple[Quantiles, Quantiles]:
     source = SOURCES[data.name]
     assert isinstance(source.prompt, Quantiles)
     assert isinstance(source.output, Quantiles)
-    # All but 2 % of a book's chunks are whole: a factor would make them shorter than a chunk.
+    # 98 % of a book's chunks are full; scaling would make them shorter than a chunk.
     prompt = chunks(data.prompt) if data.name == "bookcorpus" else table(source.prompt, data.prompt)
     return prompt, table(source.output, data.output)
 
 
 def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
-    """Return Poisson arrivals with Table 2's lengths and an SLO of `SLO_SCALE`; none exceeds `LONGEST`."""
+    """Return Poisson arrivals with Table 2's lengths, of at most `LONGEST` tokens, and SLOs of `SLO_SCALE`."""
     rng = np.random.default_rng(seed)
     at = poisson(rate, seconds, rng)
     shares, (prompts, outputs) = tied(SOURCES[data.name].rho, at.size, rng), tables(data)
@@ -188,8 +188,8 @@ def _whole(tokens: Floats) -> Ints:
 def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
     """Return the workload with an e2e SLO of `scale` x the seconds on an idle engine (section 4).
 
-    t_p and t_g come from the latency profile: a prefill alone, and one decode per token with the context of
-    the middle of the output.
+    t_p and t_g come from the latency profile: a prefill alone, and one decode per token at the context in the
+    middle of the output.
     """
     alone = [
         spec.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * spec.latency.seconds(Batch(1, p + o // 2, 0))
@@ -205,7 +205,7 @@ def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
 def instance(copies: float = 1.0) -> InstanceSpec:
     """Return the engine of 2.1: OPT-13B on an A100 with 12 GB of KV in blocks of 32 tokens.
 
-    copies: factor of the seconds that copies to the host take
+    copies: factor of the copy times to the host
     """
     profile = profiles.load(PROFILE)
     blocks = int(KV_BYTES // (profile.kv_bytes_per_token * BLOCK))
@@ -214,7 +214,7 @@ def instance(copies: float = 1.0) -> InstanceSpec:
 
 
 def _allocations() -> int:
-    """Return how many requests have KV for the longest sequence at once (max-allocation, 2.1)."""
+    """Return the number of requests with KV for the longest sequence each (max-allocation, 2.1)."""
     shape = instance().instance
     return shape.blocks_total // math.ceil(LONGEST / BLOCK)
 
@@ -247,11 +247,11 @@ def system(name: str, data: Data, options: Options | None = None) -> Recipe:
     return replace(recipe, packer=_SETTINGS.get(name, recipe.packer))
 
 
-# ---- what no schedule can exceed
+# ---- the bound
 
 
 def bound(load: Workload, *, exact: bool) -> float:
-    """Return the requests per second that no schedule of this workload exceeds, whatever it knows.
+    """Return an upper bound on the requests per second of any schedule of this workload.
 
     Over a long time the iterations must hold KV x iterations of every request (its answer takes one
     iteration per token), so there are at least sum(KV x iterations) / KV of the engine, and sum(iterations) /

@@ -1,4 +1,4 @@
-"""The rows of `headway bench papers ecoserve`: what was measured, and the paper's claims beside it."""
+"""The rows of `headway bench papers ecoserve`: our figures beside the paper's claims."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIELDS: dict[str, Callable[[Trial], float]] = {
 
 
 class TableCase(NamedTuple):
-    """Trials that are compared: copies to the host take so many times as long, arrivals last so long."""
+    """The conditions of compared trials: factors of the copy times to the host and of the arrivals' duration."""
 
     copies: float = 1.0
     span: float = 1.0
@@ -103,12 +103,12 @@ def sustained_by(trials: Sequence[Trial], data: str, system: str, seed: int) -> 
 
 
 def is_beyond(data: Data, rate: float) -> bool:
-    """Tell whether a rate is so far beyond saturation that only a short run ends."""
+    """Return True if a rate is so far beyond saturation that only a short run ends."""
     return rate > 2 * max(data.rates)
 
 
 def rates(trials: Trials) -> Iterator[Row]:
-    """Yield the sustained rates, their ratios to every other system's, and the least and most of these."""
+    """Yield the sustained rates, their ratios to every other system's, and the least and the largest ratio."""
     for case, mine in trials.items():
         seeds = sorted({t.seed for t in mine})
         for system in dict.fromkeys(t.system for t in mine):
@@ -121,7 +121,7 @@ def rates(trials: Trials) -> Iterator[Row]:
 
 
 def _gaps(mine: Sequence[Trial], case: TableCase, seeds: Sequence[int]) -> Iterator[Row]:
-    """Yield by how much more the oracle sustains: by data set, where it is known, and the mean of these."""
+    """Yield the oracle's gain in sustained rate: by data set, where it is known, and its mean."""
     means, name = [], f"{ORACLE} over {ECOSERVE}"
     for data in _DATA:
         found = [_over(mine, data, ORACLE, ECOSERVE, seed) for seed in seeds]
@@ -155,7 +155,7 @@ def _ratios(mine: Sequence[Trial], case: TableCase, other: str, seeds: Sequence[
 
 
 def _over(mine: Sequence[Trial], data: str, ours: str, theirs: str, seed: int) -> float | None:
-    """Return the ratio of two sustained rates, None where one lies outside of the rates that were run."""
+    """Return the ratio of two sustained rates; None if one is outside the rates that were run."""
     a, b = sustained_by(mine, data, ours, seed), sustained_by(mine, data, theirs, seed)
     if a is None or b is None:
         return None
@@ -171,7 +171,7 @@ def _is_swept(t: Trial, data: str, system: str, seed: int) -> bool:
 
 
 def _paper(case: TableCase, value: float) -> float | None:
-    """Return the paper's figure where the case is the plain one: it states no cost of copies."""
+    """Return the paper's figure for the plain case, else None: the paper states no cost of copies."""
     return value if case == TableCase() else None
 
 
@@ -185,7 +185,7 @@ def _mean(id: str, system: str, setting: str, found: Sequence[float | None], uni
 
 
 def averages(trials: Trials) -> Iterator[Row]:
-    """Yield by how much each step of the ablation changes vLLM's figures, with the means of section 4."""
+    """Yield the change of vLLM's figures by each step of the ablation, beside the means of section 4."""
     for case, mine in trials.items():
         seeds = sorted({t.seed for t in mine})
         for at in ("Table 2's rates", "all rates"):
@@ -205,7 +205,7 @@ def averages(trials: Trials) -> Iterator[Row]:
 def _spread(
     id: str, system: str, setting: str, each: Sequence[float | None], paper: float | None, case: TableCase
 ) -> Iterator[Row]:
-    """Yield the mean over seeds and, of several, the least and the most."""
+    """Yield the mean over seeds and, for several seeds, the least and the most."""
     known = [one for one in each if one is not None]
     if not known:
         return
@@ -217,10 +217,10 @@ def _spread(
 
 
 def _change(mine: Sequence[Trial], id: str, ours: str, theirs: str, seed: int) -> float | None:
-    """Return the change of a figure in %, None unless both systems ran on every data set.
+    """Return the change of a figure in %; None unless both systems ran on every data set.
 
-    At each data set it is the change of the sum over the rates; of data sets the mean is taken. SSRs near 0
-    make ratios without meaning, so these are summed over the data sets, too.
+    It is the mean over the data sets of the change of the sum over the rates. For SSRs, whose ratios are
+    meaningless near 0, the sum is taken over the data sets, too.
     """
     value, sums = _FIELDS[id], []
     for data in _DATA:
@@ -238,7 +238,7 @@ def _change(mine: Sequence[Trial], id: str, ours: str, theirs: str, seed: int) -
 
 
 def bounds(trials: Trials, seed: int) -> Iterator[Row]:
-    """Yield the most requests per second that any schedule can serve, and what that is over vLLM's best.
+    """Yield the bound on requests per second of any schedule, and its gain over vLLM's best.
 
     The workload is long, so that its mean lengths are the data set's.
     """

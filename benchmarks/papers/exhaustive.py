@@ -1,8 +1,8 @@
-"""The best priority mapping of a few requests, by trying all (SLO-aware 4.3, the strawman) and exactly.
+"""The best priority mapping of a few requests, by exhaustive search (the strawman of SLO-aware 4.3) and exactly.
 
-`exhaustive` tries every sequence of batches. `exact`, for batches of one, keeps for every set of requests
-served first and every number of SLOs met the smallest sum of latencies: 2^n * n numbers instead of n!
-sequences.
+`exhaustive` tries every sequence of batches. `exact`, for batches of one, is a dynamic program: for every set of
+requests served first and every number of SLOs met, it keeps the smallest sum of latencies, 2^n * n numbers
+instead of n! sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def exhaustive(costs: Records, limit: int) -> float:
 def _try_all(
     batches: tuple[Ints, Floats, Floats, Floats], left: int, now: float, latency: float, met: int, best: Floats
 ) -> int:
-    """Note in `best` the best G of all ways to go on; return how many there are.
+    """Update `best` with the best G of all continuations; return their number.
 
     left: a bit for each request that is not in a batch yet.
     """
@@ -68,7 +68,7 @@ def exact(costs: Records) -> float:
 
 @compiled
 def _least_latencies(seconds: Floats, last: Floats) -> Floats:
-    """Return the smallest sum of latencies by the number of SLOs met, inf = not possible."""
+    """Return the smallest sum of latencies by the number of SLOs met; inf = impossible."""
     n = seconds.size
     least = np.full((1 << n, n + 1), np.inf)
     least[0, 0] = 0.0

@@ -1,7 +1,7 @@
 """`headway bench papers hermes`: the evaluation of Hermes (section 5), SIMULATED.
 
-Application completion times at three intensities, the ablation, deadlines, what wrong graphs cost, backends
-that are prewarmed (`hermes_prewarm.py`), and the time of the policy. Workloads: `hermes_workloads.py`.
+Application completion times at three intensities, the ablation, deadlines, the cost of wrong graphs, prewarmed
+backends (`hermes_prewarm.py`), and the policy's decision time. Workloads: `hermes_workloads.py`.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from headway.whatif.output.results import SIMULATED, Ask, Row
 
 SYSTEMS = ("vllm", "parrot", "vtc", "srtf-mean", HERMES, DEFAULT, ORACLE)
 _ABLATION = (HERMES, "hermes-no-refine", "hermes-mean", ORACLE)
-_WARMED = ("CG", "PE")  # applications with backends that have to be started
+_WARMED = ("CG", "PE")  # applications whose backends need a start
 _DEADLINES = ("vllm", "parrot", "edf", HERMES, "hermes-ddl", DEFAULT)
 _MEASURED = {"prewarm": "ks", "policy": "live"}  # parts beside the experiments
-# What the paper reports, in percent: reductions of the mean and the P95 at 1x (5.2), of one 7B model.
+# The paper's reductions of the mean and the P95 in percent, for one 7B model at 1x (5.2).
 _REDUCTION = {"vllm": (77.0, 82.4), "parrot": (76.7, 69.0), "vtc": (66.7, 74.1)}
 _REDUCTION_70B = {"vllm": (58.5, 62.2), "parrot": (39.1, 21.7), "vtc": (50.3, 45.8)}  # two 70B models at 3x
-_INFLATED = {"hermes-no-refine": 15.3, "hermes-mean": 47.5}  # mean, over that of hermes (5.3)
+_INFLATED = {"hermes-no-refine": 15.3, "hermes-mean": 47.5}  # increase of the mean over that of hermes, % (5.3)
 
 
 @dataclass(frozen=True, slots=True)
 class HermesPlan:
-    """What is run.
+    """The size of the evaluation.
 
-    seeds: per setting and system. live: numbers of live runs whose policy is timed.
-    ks: how aggressively backends are prewarmed, () = that is not run.
+    seeds: seeds per setting and system. live: numbers of live runs for which the policy is timed.
+    ks: aggressiveness K of prewarming; () = no prewarming part.
     """
 
     experiments: tuple[PaperPart[HermesSetting], ...]
@@ -80,7 +80,7 @@ def full() -> HermesPlan:
 
 
 def quick() -> HermesPlan:
-    """Return one intensity with one seed, and a part of the rest."""
+    """Return one intensity with one seed, and a selection of the rest."""
     return HermesPlan(
         (
             PaperPart("act", (HermesSetting("3x"),), SYSTEMS),
@@ -99,7 +99,7 @@ def _deadlines() -> HermesSetting:
 
 @experiment("papers hermes", "sim", f"Hermes, its ablations and its baselines ({SIMULATED})")
 def main(ask: Ask, only: Sequence[str] = ()) -> Result:
-    """Run the evaluation; `quick`: a minute of it, 3x with one seed. only: parts, () = all."""
+    """Run the evaluation. `quick`: about a minute, 3x with one seed. only: parts; () = all."""
     plan = part(quick() if ask.quick else full(), only, _MEASURED)
     seeds = range(ask.seed, ask.seed + plan.seeds)
 
@@ -127,7 +127,7 @@ def _together(some: Sequence[ServedRuns]) -> ServedRuns:
 
 
 def _act_rows(results: Results) -> list[Row]:
-    """Return completion times, and how far hermes is below or above the others."""
+    """Return completion times, and the differences between hermes and the others."""
     served = [one for name in ("act", "70b", "ablation") for one in results.get(name, ())]
     once = {(one.system, one.setting): one for one in served}
     rows = [row for one in once.values() for row in _times(one)]
@@ -177,7 +177,7 @@ def _deadline_rows(results: Results) -> list[Row]:
 
 
 def _graph_rows(results: Results) -> list[Row]:
-    """Return what hermes does with other graphs than those learned from the other half of the runs."""
+    """Return the figures of hermes with graphs other than those learned from the other half of the runs."""
     return [row for one in results.get("graphs", ()) for row in _times(one)]
 
 

@@ -1,8 +1,8 @@
 """Hit ratios of KV and LoRA caches, and completion times with them (Hermes 5.4, figure 13), SIMULATED.
 
-KV: host memory of 8, 16 and 32 GiB with a disk behind it, 500 runs within 15 minutes. LoRA: 10 adapters on
-the device, 20 in host memory, 200 on the disk, 1,000 runs within 25 minutes. All systems schedule as `hermes`
-does; they differ in what the caches hold (`simulate/cache_policy.py`).
+KV: host memory of 8, 16 and 32 GiB backed by a disk, 500 runs within 15 minutes. LoRA: 10 adapters on the
+device, 20 in host memory, 200 on the disk, 1,000 runs within 25 minutes. All systems schedule like `hermes`;
+they differ in the caches' policy (`simulate/cache_policy.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADAPTER_COPY_S = 16.8e6 / 15.5e9  # rank 8, four matrices per layer; over the b
 _SMALL = ("KBQAV", "CC", "EV", "ALFWI")  # whose runs Hermes' published code draws for LoRA, and FEV's
 _K = 0.5
 _ALL = "LoRA, all applications"
-# Hermes 5.4, %: the most by which its hit ratio is above another's, and how far its mean ACT is below.
+# Hermes 5.4, %: its largest gain in hit ratio over another policy, and its reduction of the mean ACT.
 _KV_GAIN = {"lru": 111.0, "epwq": 33.0}
 _ACT_LESS = {"lru": 18.0, "epwq": 6.0}
 _LORA_GAIN = {"epwq": 21.1}
@@ -44,9 +44,9 @@ _LORA_GAIN = {"epwq": 21.1}
 
 @dataclass(frozen=True, slots=True)
 class CacheCase:
-    """One cache with one workload.
+    """A cache with a workload.
 
-    gib: host memory for KV, of a case of KV. disk: bytes per second.
+    gib: host memory for KV; 0 = the LoRA cache. disk: bytes per second.
     """
 
     setting: HermesSetting
@@ -55,7 +55,7 @@ class CacheCase:
 
     @property
     def kind(self) -> str:
-        """What is cached, as in the names of rows."""
+        """The kind of cache, as in the ids of rows."""
         return "kv" if self.gib else "lora"
 
 
@@ -75,12 +75,12 @@ class Cached:
 
     @property
     def hit_pct(self) -> float:
-        """Requests that found all that they needed."""
+        """Requests that found everything they needed in the cache."""
         return 100 * self.hits / self.requests
 
 
 def cases(*, quick: bool) -> list[CacheCase]:
-    """Return the settings of figure 13; quick: a fifth of three of them."""
+    """Return the settings of figure 13. quick: a fifth of the runs of three of them."""
     kv, lora = HermesSetting("", runs=500, window=900.0), HermesSetting("LoRA", runs=1000, window=1500.0, apps=_SMALL)
     if quick:
         kv, lora = replace(kv, runs=100, window=180.0), replace(lora, runs=200, window=300.0)
@@ -92,7 +92,7 @@ def cases(*, quick: bool) -> list[CacheCase]:
 
 
 def run(some: Sequence[CacheCase], seeds: Sequence[int], *, bar: bool) -> list[Cached]:
-    """Run every case with every policy, and the first one without a cache; all seeds together."""
+    """Run every case with every policy, and the first case without a cache; merge the seeds."""
     jobs = [(NO_CACHE, some[0]), *((system, case) for case in some for system in POLICIES)]
     shown = track(jobs, "simulating", disable=not bar)
     return [_together([_serve(system, case, seed) for seed in seeds]) for system, case in shown]
@@ -125,7 +125,7 @@ def rows(results: Sequence[Cached]) -> list[Row]:
 
 @experiment("papers hermes-caches", "sim", f"Hermes, caches of KV and LoRA adapters ({SIMULATED})")
 def main(ask: Ask) -> Result:
-    """Run figure 13 alone; `quick`: a fifth of three settings, one seed."""
+    """Run figure 13 alone. `quick`: a fifth of the runs of three settings, one seed."""
     seeds = range(ask.seed, ask.seed + (1 if ask.quick else 2))
     results = run(cases(quick=ask.quick), seeds, bar=not ask.as_json)
     text = (
@@ -196,7 +196,7 @@ def _shares(one: Cached) -> list[Row]:
 
 
 def _is_the_papers(case: CacheCase) -> bool:
-    """Tell whether the paper's figures are of this case, and not of one of the further ones."""
+    """Return True if the paper has figures for this case."""
     return case.disk == _DISK if case.gib else bool(case.setting.apps)
 
 

@@ -52,7 +52,7 @@ def _distribution(served: Sequence[ServedRuns]) -> bytes:
 
 
 def _deadlines(served: Sequence[ServedRuns]) -> bytes:
-    """Draw the share of runs within their deadline, by the deadline's factor (figure 11)."""
+    """Draw the share of runs that meet their deadline, by the deadline's factor (figure 11)."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     names = ["all", *(f"{factor:g}x" for factor in FACTORS)]
     shades = colours(one.system for one in served)
@@ -68,7 +68,7 @@ def _deadlines(served: Sequence[ServedRuns]) -> bytes:
 
 
 def hit_ratios(hits: Mapping[tuple[str, str], float]) -> bytes:
-    """Draw the hit ratio by cache and policy (figure 13); hits: in %, by system and setting."""
+    """Draw the hit ratio by cache and policy (figure 13). hits: % by system and setting."""
     figure, (axes,) = sheet(1, 1, 9, 4)
     systems = list(dict.fromkeys(system for system, _ in hits))
     settings = list(dict.fromkeys(setting for _, setting in hits))

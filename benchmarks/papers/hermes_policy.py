@@ -1,4 +1,4 @@
-"""Seconds that Hermes' policy takes per decision, by the number of live runs (Hermes 5.5)."""
+"""Decision time of Hermes' policy by the number of live runs (Hermes 5.5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.stages import Stage
 from headway.types import Request
 from headway.whatif.output.results import Row
 
-_BUCKET = 10.0  # seconds that pass between two refreshes: all that run pass a bucket or so
+_BUCKET = 10.0  # seconds between two refreshes, in which each run passes about one bucket
 _PAPER_MS = 3.0  # "less than 3 ms" at every arrival rate
 
 

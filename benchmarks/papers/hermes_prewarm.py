@@ -1,8 +1,8 @@
-"""Prewarming of backends outside the LLM against its aggressiveness K (Hermes 5.4, figure 14), SIMULATED.
+"""Prewarming of backends outside the LLM, by its aggressiveness K (Hermes 5.4, figure 14), SIMULATED.
 
-Code generation (CG) starts a container for every execution; of the recorded seconds of one 12 are its start.
-Plan and execution (PE) loads a model per tool; which part of a tool's recorded seconds is loading is not
-recorded, and taken to be half of their median. Each application runs alone.
+Code generation (CG) starts a container for every execution, which takes 12 of an execution's recorded seconds.
+Plan and execution (PE) loads a model per tool; the loading time is not recorded, and assumed to be half of the
+median of a tool's recorded seconds. Each application runs alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KS = (1.0, 0.75, 0.5, 0.25, 0.1)
 _NEVER = 2.0  # no unit comes next with a probability above 1
 _CONTAINER_S = 12.0
 _RUNS, _SECONDS = 100, 900.0
-_LOADING = 0.5  # of the seconds of a tool
+_LOADING = 0.5  # share of a tool's seconds
 
 
 @dataclass(frozen=True, slots=True)
 class WarmCounts:
-    """One application with one K.
+    """The outcome of an application with one K.
 
     act: mean completion time, seconds. cold: the same without prewarming.
-    idle: seconds in which started backends waited; used: in which backends served.
-    hits: units that found their backend ready, of `units`.
+    idle: seconds in which started backends waited. used: seconds in which backends served.
+    hits: units, out of `units`, that found their backend ready.
     """
 
     app: str
@@ -72,7 +72,7 @@ def prewarmed(app: str, ks: Sequence[float], seed: int) -> list[WarmCounts]:
 
 
 def prewarm_rows(results: Sequence[WarmCounts]) -> list[Row]:
-    """Return the latency that prewarming saves, what it wastes, and how often a backend was ready."""
+    """Return the saved latency, the waste and the hit ratio of prewarming."""
     rows = []
     for one in results:
         setting = f"{one.app}, K={one.k:g}"

@@ -1,7 +1,7 @@
-"""Hermes' workloads (section 5.1): applications, arrivals, engine, deadlines, and what the graphs know.
+"""Hermes' workloads (section 5.1): applications, arrivals, engine, deadlines and demand graphs.
 
-Recorded runs and Mooncake's arrivals from HEADWAY_DATA where it is set, else the built-in applications and
-Gamma arrivals. Runs are split by turns: one half teaches the demand graphs, the other half is served.
+Uses recorded runs and Mooncake's arrivals from HEADWAY_DATA if it is set, else the built-in applications and
+Gamma arrivals. Runs are split alternately: the demand graphs learn from one half, the other half is served.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from headway.types import Batch, Floats
 
 RUNS = 300
 WINDOWS = {"1x": 1800.0, "2x": 900.0, "3x": 600.0}  # seconds of arrivals (Hermes 5.2)
-FACTORS = (1.2, 1.5, 2.0)  # deadlines in multiples of the time that a run takes alone
+FACTORS = (1.2, 1.5, 2.0)  # deadlines as multiples of a run's time alone
 _FILES = {"KBQAV": "kbqav", "CC": "cc", "EV": "ev", "ALFWI": "alfwi", "CG": "cg", "PE": "pe", "DM": "dm"}
 _BUILT_IN = 200  # runs of each built-in application
 _BUDGET = 2048
-_BURSTINESS = 1 / 16  # of arrivals that are not recorded: gaps with a coefficient of variation of 4
+_BURSTINESS = 1 / 16  # of generated arrivals: gaps with a coefficient of variation of 4
 _ENGINES = {  # by name: latency profile, instances, KV tokens
     "7b": ("llama-2-7b-a100", 1, 40_000),  # an A100 with 40 GB: 22 GB are left for KV
     "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
@@ -49,17 +49,17 @@ _OPTIONS = {
     "hermes-mean": RankOptions("mean", refine=False),
     "srtf-mean": RankOptions("mean"),
 }
-# What the graphs know: the other half of the runs, or those that are served; nothing until runs end; the
-# other half with units that have one another's names; another application's runs.
+# The runs from which graphs are learned: the other half, or the served ones; none until runs end; the other half
+# with the names of units permuted; another application's runs.
 GRAPHS = ("the other half", "the same half", "nothing at first", "shuffled units", "of another application")
 
 
 @dataclass(frozen=True, slots=True)
 class HermesSetting:
-    """One workload on one engine or fleet.
+    """A workload on an engine or fleet.
 
-    runs: applications that arrive. window: seconds of arrivals. deadlines: runs have some.
-    graphs: one of `GRAPHS`. apps: that arrive, equally often; () = in the shares of section 5.1.
+    runs: number of runs. window: seconds of arrivals. deadlines: whether runs have deadlines.
+    graphs: one of `GRAPHS`. apps: applications, equally often; () = all, in the shares of section 5.1.
     """
 
     name: str
@@ -73,10 +73,10 @@ class HermesSetting:
 
 @dataclass(frozen=True, slots=True)
 class ServedRuns:
-    """A setting that was served by a system.
+    """The outcome of a setting on a system, by run.
 
-    act: application completion time by run, seconds. target: seconds that it may take. factor: its class of
-    `FACTORS`. apps: names, by run.
+    act: application completion time, seconds. target: deadline, seconds after arrival. factor: the deadline's
+    factor, one of `FACTORS`. apps: names of applications.
     """
 
     system: str
@@ -88,7 +88,7 @@ class ServedRuns:
 
 
 def source() -> str:
-    """Return where runs and arrivals are from, for reports."""
+    """Return the source of runs and arrivals, for reports."""
     if _data() is None:
         return "built-in applications (percentiles of recorded runs), Gamma arrivals (HEADWAY_DATA is not set)"
     return "recorded application runs, arrivals of the Mooncake conversation trace"
@@ -96,7 +96,7 @@ def source() -> str:
 
 @cache
 def pool() -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
-    """Return the runs that are served and those that teach, by application."""
+    """Return the runs to serve and the runs to learn from, by application."""
     data = _data()
     if data is None:
         runs = generated(_BUILT_IN, np.random.default_rng(0))
@@ -135,7 +135,7 @@ def serve(system: str, setting: HermesSetting, seed: int) -> ServedRuns:
 
 
 def recipe(system: str, setting: HermesSetting, apps: Applications) -> Recipe:
-    """Return a system's recipe, with the graphs that the setting gives it."""
+    """Return a system's recipe with the setting's graphs."""
     if system == ORACLE:
         return variant(ORACLE, "every run's true demand", RankOptions(), futures=oracle(apps))
     if system in _OPTIONS:
@@ -146,7 +146,7 @@ def recipe(system: str, setting: HermesSetting, apps: Applications) -> Recipe:
 
 
 def knowledge(graphs: str) -> Knowledge:
-    """Return what a planner knows at the start; it learns more only if it knows nothing."""
+    """Return a planner's initial graphs; it learns further ones only if it starts with none."""
     served, taught = pool()
     known = Knowledge(learns=graphs == GRAPHS[2])
     runs = {GRAPHS[1]: served, GRAPHS[2]: {}}.get(graphs, taught)
@@ -161,7 +161,7 @@ def knowledge(graphs: str) -> Knowledge:
 
 
 def alone_seconds(run: AppRun, engine: InstanceSpec) -> float:
-    """Return the seconds that a run takes on an engine that serves nothing else (by the latency profile)."""
+    """Return the seconds of a run on an otherwise idle engine, by the latency profile."""
     seconds = 0.0
     for step in run.steps:
         seconds += step.seconds
@@ -176,7 +176,7 @@ def alone_seconds(run: AppRun, engine: InstanceSpec) -> float:
 
 
 def _shuffled(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
-    """Return the graphs with the names of each one's units permuted: edges and demands are of other units."""
+    """Return the graphs with the names of each graph's units permuted, so that edges and demands are wrong."""
     rng = np.random.default_rng(0)
     shuffled = {}
     for name, graph in graphs.items():
@@ -187,7 +187,7 @@ def _shuffled(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
 
 
 def _swapped(graphs: Mapping[str, Graph]) -> dict[str, Graph]:
-    """Return the graphs under one another's names; a unit is taken for the one at the same place."""
+    """Return the graphs with their applications permuted; units are matched by position."""
     names = list(graphs)
     swapped = {}
     for name, other in zip(names, [*names[1:], names[0]], strict=True):

@@ -1,6 +1,6 @@
 """Observers of a simulated engine for figures that papers report: utilization and per-token deadlines.
 
-Also recipes as the papers run them: every request waits inside the engine, and decisions are timed.
+Also recipes in the papers' set-up: every request waits inside the engine, and decisions are timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
 
 
 class _AtOnce(Planner):
-    """A planner that sends every request at once: the engine orders them."""
+    """A planner that sends every request immediately and leaves their order to the engine."""
 
     pull = False
 
@@ -75,7 +75,7 @@ class Gauges(Observer):
 
     kv: tokens of the whole KV cache
     compute: tokens of an iteration that saturate the device
-    until: the last arrival; afterwards the engine drains, which says nothing about its utilization
+    until: the last arrival; afterwards the engine drains, which would distort its utilization
     clock: wall seconds of each decision so far
     busy: seconds computed
     written: seconds x KV tokens written
@@ -115,7 +115,7 @@ class Gauges(Observer):
 
 
 class TokenDeadlines(Observer):
-    """Counts the tokens that met their deadline, on one instance; the first token counts as TTFT instead.
+    """Counts the tokens that met their deadline on one instance, except first tokens, which count as TTFT.
 
     steady: tokens at most tpot after the previous one, by request
     ahead: k-th tokens after the first by arrival + ttft + k x tpot, by request

@@ -1,4 +1,4 @@
-"""The parts of a paper's evaluation, which of them are run (`--only`), and how."""
+"""The parts of a paper's evaluation: selection (`--only`) and execution."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PaperPart(Generic[SettingT]):
 
 
 def part(plan: PlanT, only: Sequence[str], measured: Mapping[str, str]) -> PlanT:
-    """Return the named parts of a plan, () = all. ConfigError for names that are of no part.
+    """Return the plan with only the named parts; () = all. Raise ConfigError for an unknown part.
 
-    measured: parts beside `plan.experiments`, each with the field of the plan that is empty without it
+    measured: parts beside `plan.experiments`, each with the field of the plan that is cleared without it
     """
     whole: Any = plan
     known = [*(one.name for one in whole.experiments), *measured]
@@ -45,7 +45,7 @@ def part(plan: PlanT, only: Sequence[str], measured: Mapping[str, str]) -> PlanT
 def run_each(
     experiments: Sequence[PaperPart[SettingT]], serve: Callable[[str, SettingT], ServedT], *, bar: bool
 ) -> dict[str, list[ServedT]]:
-    """Run every system in every setting of each experiment; what two of them have in common runs once."""
+    """Run every system in every setting of each experiment; combinations in several experiments run once."""
     jobs = {(system, one): None for e in experiments for one in e.settings for system in e.systems}
     done = {job: serve(*job) for job in track([*jobs], "simulating", disable=not bar)}
     return {e.name: [done[system, one] for one in e.settings for system in e.systems] for e in experiments}

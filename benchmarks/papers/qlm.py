@@ -26,7 +26,7 @@ from headway.whatif.output.results import SIMULATED, Ask
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
 SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
-# Without load balancing: groups at random; without an order that minds model swaps: groups by deadline.
+# Without load balancing: groups at random. Without an order that considers model swaps: groups by deadline.
 ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
@@ -37,12 +37,12 @@ _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 @dataclass(frozen=True, slots=True)
 class QlmPlan:
-    """What is run.
+    """The size of the evaluation.
 
-    queues: lengths of the queues that are planned.
-    estimated: requests in the queues whose waits are forecast, 0 = none are.
+    queues: lengths of the queues for which planning is timed.
+    estimated: requests in the queues whose waits are forecast; 0 = no forecasts.
     deltas: group sizes, in batches.
-    delta_setting: the workload they are compared on.
+    delta_setting: the workload on which group sizes are compared.
     """
 
     experiments: tuple[PaperPart[QlmSetting], ...]
@@ -67,7 +67,7 @@ def _mixed(seconds: float, a10: int) -> QlmSetting:
 
 
 def _fleet(seconds: float, name: str) -> QlmSetting:
-    """Return 8 A100s and 8 A10s that begin with instances for every model by its demand."""
+    """Return 8 A100s and 8 A10s that start with instances of every model, by its demand."""
     often, half = "vicuna-13b", "mistral-7b"
     a100 = (often, often, half, often, "vicuna-13b-law", often, half, often)
     a10 = ("mistral-7b-sql", "mistral-7b-med")
@@ -101,7 +101,7 @@ def full() -> QlmPlan:
 
 
 def quick() -> QlmPlan:
-    """Return W_A and W_B in one setting each, and a part of the rest."""
+    """Return W_A and W_B in one setting each, and a selection of the rest."""
     multi, single = _multi(120.0), _single(120.0)
     return QlmPlan(
         (PaperPart("multi", (multi,), MULTI), PaperPart("single", (single,), SINGLE[:5])),
@@ -118,7 +118,7 @@ _SCALES = (1.0, 3.0, 11.0)
 
 @experiment("papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})")
 def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None) -> Result:
-    """Run the evaluation; `quick`: a minute of it, W_A and W_B at one rate. only: parts, () = all."""
+    """Run the evaluation. `quick`: about a minute, W_A and W_B at one rate. only: parts; () = all."""
     results = run(part(plan or (quick() if ask.quick else full()), only, _MEASURED), ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "

@@ -1,4 +1,4 @@
-"""QLM's estimator and the cost of its planning, measured without a fleet at work (figures 3, 17 and 19)."""
+"""The accuracy of QLM's estimator and the cost of its planning, without a running fleet (figures 3, 17, 19)."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ ESTIMATED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of the requests of a queue, in its order: forecast and simulated.
+    """Forecast and simulated seconds of a queue's requests, in their order.
 
-    name: of what is forecast, and of the model.
+    name: the forecast quantity and the model.
     """
 
     name: str
@@ -91,9 +91,9 @@ def _inefficiency(profile: str, pace: Pace) -> float:
 
 
 class _Timed(Planner):
-    """A planner whose plans are timed, and the events that it takes note of.
+    """A planner whose plans and event handlers are timed.
 
-    noting: wall seconds of events. planning: of plans and of what is computed beside the event loop.
+    noting: wall seconds of event handlers. planning: wall seconds of plans and of background computation.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -111,7 +111,7 @@ class _Timed(Planner):
         return plan
 
     def generate(self, cluster: Cluster, now: float) -> None:
-        """Run the computation that takes long, if one is due."""
+        """Run the background computation, if one is due."""
         began = time.perf_counter()
         work = self.planner.deliberate(cluster, now)
         if work is not None:
@@ -123,8 +123,8 @@ class _Timed(Planner):
 class PlanningTimes:
     """Wall seconds of a planner with a queue.
 
-    noting: of all arrivals.
-    planning: of the first plan for them, in which nothing of an earlier one can be used again.
+    noting: seconds to handle all arrivals.
+    planning: seconds of the first plan for them, which cannot reuse an earlier plan.
     """
 
     queued: int
@@ -139,14 +139,14 @@ class PlanningTimes:
 
     @property
     def arrival_us(self) -> float:
-        """Return the mean microseconds in which the planner takes note of an arrival."""
+        """Return the mean microseconds in which the planner handles an arrival."""
         return self.noting / self.queued * 1e6
 
 
 def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes:
-    """Fill a fleet of A100s with requests of five models, then a queue, and plan for that.
+    """Fill a fleet of A100s and a queue with requests for five models, and time the planning of the queue.
 
-    Every group of the queue is placed and all are ordered.
+    The plan places and orders every group of the queue.
     """
     setting = QlmSetting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
     timed = _Timed(recipe.planner())
@@ -154,7 +154,7 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes
     for spec in setting.instances():
         core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
     requests = _crowd(queued, gpus * RUNNING, seed)
-    for request in itertools.islice(requests, gpus * RUNNING):  # from these it finds its kinds of requests
+    for request in itertools.islice(requests, gpus * RUNNING):  # from these the planner learns the kinds of requests
         core.on(Arrived(request), request.arrival)
         timed.generate(core.cluster, request.arrival)
     timed.noting = timed.planning = now = 0.0
@@ -172,7 +172,7 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes
 def _crowd(queued: int, before: int, seed: int) -> Iterator[Request]:
     """Yield ShareGPT requests for five models, a fifth of them latency-sensitive: some, then a queue at once.
 
-    Those before come at 100 a second, the others within a second.
+    The first requests arrive at 100 per second, the queue within a second.
     """
     rng, count = np.random.default_rng(seed), before + queued
     prompts, _ = lengths.draw("sharegpt", count, rng)

@@ -1,4 +1,4 @@
-"""The plots of QLM's evaluation: what each experiment varies against attainment or throughput."""
+"""The plots of QLM's evaluation: attainment or throughput against each experiment's parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.papers.qlm_workloads import QlmSetting
 from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED
 
-# Experiment, title, figure, what is varied, its name.
+# Experiment, title, figure, parameter, its name.
 _Panel = tuple[str, str, str, Callable[[QlmSetting], float], str]
 _PANELS: tuple[_Panel, ...] = (
     ("tail", "Figure 8: W_A", "throughput.req_per_s", lambda s: s.tail, "rate of tail models / peak"),
@@ -28,7 +28,7 @@ _BARS = (("multi-ablation", "Figure 10: W_A"), ("single-ablation", "Figure 13: W
 
 
 def plots(results: QlmResults) -> dict[str, bytes]:
-    """Return {name: PNG}: what was varied, the ablations, the estimator; without what was not run."""
+    """Return {name: PNG} of the parts that were run: varied parameters, ablations, estimator."""
     trials = results.trials
     drawn = {f"qlm-{panel[0]}": _lines(trials[panel[0]], panel) for panel in _PANELS if panel[0] in trials}
     bars = [(name, title) for name, title in _BARS if name in trials]

@@ -1,4 +1,4 @@
-"""One run of QLM's evaluation, and the rows of all of them: figures and the paper's claims beside ours."""
+"""Runs of QLM's evaluation, and their rows: our figures beside the paper's claims."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.results import Row
 
 QLM = "qlm"
-COLD = "qlm-no-warm"  # its instances keep no weights in host memory: every load is from disk
+COLD = "qlm-no-warm"  # instances keep no weights in host memory: every load is from disk
 _UNITS = {"attainment": "%", "attainment.interactive": "%", "throughput.req_per_s": "req/s", "swaps": "swaps"}
-_ALL = 99.0  # % of the SLOs that count as all of them
+_ALL = 99.0  # % of met SLOs that counts as all
 _GROUP_PAPER = 5000.0  # us per request at 400,000 queued in the paper
 
 
 @dataclass(frozen=True, slots=True)
 class QlmTrial:
-    """One system in one setting.
+    """The figures of one system in one setting.
 
-    figures: by the names of `_UNITS`; None = no request was of that kind.
+    figures: by the names of `_UNITS`; None = there was no such request.
     """
 
     system: str
@@ -36,7 +36,7 @@ class QlmTrial:
 
 @dataclass(frozen=True, slots=True)
 class QlmResults:
-    """What a plan's runs came to.
+    """The results of a plan's runs.
 
     trials: by experiment.
     deltas: by group size.
@@ -59,8 +59,7 @@ def trial(system: str, recipe: Recipe, setting: QlmSetting, seed: int) -> QlmTri
 def judge(work: Workload, outcome: Outcome, until: float) -> dict[str, float | None]:
     """Return the figures of a run that ended with its last request, at most at `until`.
 
-    Attainment: the share of the requests that were complete within their SLO; those that wait at the start
-    do not count.
+    Attainment: the share of requests that were complete within their SLO, without those that wait at the start.
     """
     ended, met = ~np.isnan(outcome.end), outcome.end - work.arrival <= work.e2e
     tier = np.array(work.tiers)[work.tier]
@@ -134,7 +133,7 @@ _SCALE_PAPER = {"vllm-model-swap": 11.0, "edf-model-swap": 3.0, "shepherd": 5.0}
 
 
 def claims(results: QlmResults) -> list[Row]:
-    """Return the paper's claims beside ours: QLM against another system, in the best setting for each."""
+    """Return our figures for the paper's claims: QLM against another system, in the best setting for each."""
     found = []
     for name, other, experiments, how, paper in CLAIMS:
         trials = [one for experiment in experiments for one in results.trials.get(experiment, ())]
@@ -152,7 +151,7 @@ def claims(results: QlmResults) -> list[Row]:
 
 
 def _uneven(setting: QlmSetting) -> bool:
-    """Tell whether 20 to 50 % of the instances are A10s, for which the paper states its gain (8.3)."""
+    """Return True if 20 to 50 % of the instances are A10s, for which the paper states its gain (8.3)."""
     counts = dict(setting.gpus)
     return 0.2 <= counts.get("a10", 0) / sum(counts.values()) <= 0.5
 

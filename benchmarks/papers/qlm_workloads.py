@@ -1,11 +1,11 @@
-"""QLM's workloads and fleets (arXiv 2407.00047, section 8) as plain data, and what is made of them.
+"""QLM's workloads and fleets (arXiv 2407.00047, section 8) as plain data, and their requests and instances.
 
 QLM does not state its rates, SLOs or fleet per figure. Ours: rates are relative to the capacity of the fleet
-(`Setting.load`), which is that of its engines when nothing is ever swapped; arrivals have Gamma gaps with a
+(`QlmSetting.load`), which is the capacity of its engines without any swap; arrivals have Gamma gaps with a
 coefficient of variation of 4; latency-sensitive requests are due in 25 s and have answers of at most 512
 tokens, so that a full batch can serve them on time; batch requests are due in 5 minutes. Mistral-7B and
-Vicuna-13B are taken from the nearest latency profiles (Llama-2-7B, whose KV is four times as large, and
-OPT-13B); fine-tuned models have the profile of their base.
+Vicuna-13B use the nearest latency profiles (Llama-2-7B, whose KV is four times as large, and OPT-13B);
+fine-tuned models have the profile of their base.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.simulate.workload.traffic import TrafficClass, Workload, concat, ma
 from headway.types import Slo
 
 RUNNING, LONGEST = 64, 2048
-HOST_GB = 64.0  # of weights per instance: two or three of the five models
+HOST_GB = 64.0  # host memory for weights per instance: two or three of the five models
 CV = 4.0  # coefficient of variation of the gaps between arrivals
 INTERACTIVE, BATCH = Slo(e2e=25.0), Slo(e2e=300.0)
 ANSWER = 512  # longest answer of a latency-sensitive request
@@ -44,7 +44,7 @@ PROFILES: Mapping[str, Mapping[str, str]] = {
 class QlmModel:
     """A model: its name, size (a key of `PROFILES`) and share of the requests at its peak.
 
-    tail: it is used now and then.
+    tail: the model is rarely used.
     """
 
     name: str
@@ -53,7 +53,7 @@ class QlmModel:
     tail: bool = False
 
     def profile(self, gpu: str) -> str | None:
-        """Return its latency profile on a GPU, None = it does not fit."""
+        """Return the model's latency profile on a GPU; None = the model does not fit."""
         return PROFILES[self.size].get(gpu)
 
 
@@ -65,7 +65,7 @@ FIVE = (
     QlmModel("mistral-7b-med", "7b", 0.1, tail=True),
 )
 ONE = (QlmModel("vicuna-13b", "13b", 1.0),)
-# For fleets of A10s: as many models as instances and more, all of 7B.
+# For fleets of A10s: at least as many models as instances, all of 7B.
 TWELVE = (
     *(QlmModel(f"mistral-7b-{i}", "7b", 0.16) for i in range(4)),
     *(QlmModel(f"mistral-7b-tail-{i}", "7b", 0.045, tail=True) for i in range(8)),
@@ -76,9 +76,9 @@ TWELVE = (
 class QlmSetting:
     """A workload and a fleet.
 
-    name: of the workload.
-    gpus: (kind, how many instances).
-    models: of the requests.
+    name: the workload's name.
+    gpus: (kind, number of instances).
+    models: models that requests ask for.
     first: names of the models that the instances of each kind serve at the start, in turn; () = all.
     load: work that arrives when every model is at its peak, as a share of the fleet's capacity.
     seconds: of arrivals.
@@ -104,7 +104,7 @@ class QlmSetting:
     host_gb: float = HOST_GB
 
     def describe(self) -> str:
-        """Return workload, rate and mix, as in a row's setting."""
+        """Return the workload, rate and mix, as in a row's setting."""
         parts = [f"{self.name}, load {self.load:g}"]
         parts.append(" + ".join(f"{count} {gpu.upper()}" for gpu, count in self.gpus if count))
         parts.append(f"{self.interactive:.0%} latency-sensitive")
@@ -120,7 +120,7 @@ class QlmSetting:
 
     @property
     def until(self) -> float:
-        """The instant at which a run ends at the latest."""
+        """The latest time at which a run ends."""
         standing = (STANDING.e2e or 0.0) if self.queued else 0.0
         return max(4 * self.seconds, standing)
 
@@ -150,7 +150,7 @@ class QlmSetting:
         return self.load / sum(model.share / self._capacity(model) for model in self.models)
 
     def _capacity(self, model: QlmModel) -> float:
-        """Return the requests per second of a model, if the whole fleet served nothing else."""
+        """Return the requests per second of a model if the fleet served nothing else."""
         return sum(
             capacity(profile) * count
             for gpu, count in self.gpus
@@ -201,7 +201,7 @@ class QlmSetting:
 def capacity(profile: str) -> float:
     """Return the ShareGPT requests per second of a saturated engine, first come, first served.
 
-    Over the middle half of the ends of 2,000 requests that wait from the start.
+    Measured over the middle half of the completions of 2,000 requests that wait from the start.
     """
     work = burst("m", 2000, 0)
     spec = fleet.Spec(profile, model="m", max_running=RUNNING, max_model_len=LONGEST)

@@ -1,4 +1,4 @@
-"""One trial of the EcoServe benchmark: a recipe on a simulated engine, and the figures of EcoServe 4."""
+"""A trial of the EcoServe benchmark: a recipe on a simulated engine, with the figures of EcoServe 4."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headway.simulate.workload.traffic import Workload
 class Trial:
     """The figures of one system; shares are from 0 to 1.
 
-    seed: of its workload
-    copies: factor of the seconds that copies take
+    seed: the workload's seed
+    copies: factor of the copy times
     jct: mean job completion time, seconds per request
     normalized: mean JCT per output token
     tbt: mean time between tokens, by request
@@ -55,14 +55,14 @@ class Trial:
 
 
 def is_oracle(name: str) -> bool:
-    """Tell whether a system knows the true lengths."""
+    """Return True if a system knows the true lengths."""
     return name.endswith("-oracle") or name in TRUE_LENGTHS
 
 
 def forecasts(name: str, data: Data, load: Workload, seed: int, padding: float | None = None) -> Lengths:
-    """Return the lengths that a system plans with: the true ones, or the paper's predictor's.
+    """Return the lengths that a system plans with: the true ones, or those of the paper's predictor.
 
-    padding: instead of the data set's
+    padding: replaces the data set's padding
     """
     if is_oracle(name):
         return Oracle(load)

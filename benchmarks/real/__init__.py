@@ -1,1 +1,1 @@
-"""Benchmarks on real engines and real code."""
+"""Benchmarks of the real gateway, mostly with real engines."""

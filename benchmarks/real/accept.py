@@ -1,8 +1,8 @@
-"""`headway bench accept`: how fast requests are accepted, by queue and gateways, and what a backlog costs.
+"""`headway bench accept`: rate of accepting requests, by queue and number of gateways, and costs of a backlog.
 
-Requests are background ones, so each is on disk before it is accepted; the FAKE engines never answer, so that
-nothing is measured but acceptance. All processes and the clients share this machine's cores: requests per
-second of the gateways' own CPU time are what can be compared.
+All requests are background requests, so each is on disk before it is accepted; the FAKE engines never answer,
+so that only acceptance is measured. The processes and the clients share this machine's cores, so compare
+requests per second of the gateways' CPU time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from testing.servers.parts import ClusterShape, HeadwayCluster, clusters
 SQLITE = "sqlite, one process"
 _CLIENTS = 32
 _WARM_S = 1.0
-_PATIENCE_S = 600.0  # for a controller to know of the whole backlog
-_HEARTBEAT_S = 10  # as `wire.connection.Address` has it
+_PATIENCE_S = 600.0  # until a controller knows the whole backlog
+_HEARTBEAT_S = 10  # the default of `wire.connection.Address`
 _MIB = 2**20
-_ROOM = 10_000_000  # in the queue: what is measured is not its limit
+_ROOM = 10_000_000  # queue limit, high enough never to be reached
 WORKLOAD = (
     f"Background chat requests of some 200 bytes from {_CLIENTS} connections, accepted (202) and never "
     f"answered by the {NAME}. Parts are processes of their own with RabbitMQ and PostgreSQL on the same "
@@ -53,7 +53,10 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class AcceptSizes:
-    """seconds: of each measurement. grid: gateways and nodes of RabbitMQ. backlog: requests."""
+    """The size of the benchmark.
+
+    seconds: duration of each measurement. grid: numbers of gateways and of RabbitMQ nodes. backlog: requests.
+    """
 
     seconds: float
     grid: tuple[tuple[int, int], ...]
@@ -66,7 +69,7 @@ WHOLE = AcceptSizes(15.0, ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3)), 100_000)
 
 @experiment("accept", "vllm", "Accepting requests")
 def main(ask: Ask, backlog: int | None) -> Result:
-    """Measure; backlog: its requests instead of the usual ones."""
+    """Run the benchmark. backlog: requests in the backlog, instead of the default."""
     sizes = QUICK if ask.quick else WHOLE
     return result(measure(replace(sizes, backlog=backlog or sizes.backlog), note))
 
@@ -77,7 +80,7 @@ def result(rows: Sequence[Row]) -> Result:
 
 
 def measure(sizes: AcceptSizes, tick: Tick) -> list[Row]:
-    """Accept with each queue and number of gateways, then pile up a backlog and kill the controller."""
+    """Measure acceptance with each queue and number of gateways, then build a backlog and kill the controller."""
     rows = list[Row]()
     tick(SQLITE)
     with _folder() as folder, servers(folder, "headway", _limits(), {"max_running": 1}) as (_, gateway):
@@ -95,7 +98,7 @@ def measure(sizes: AcceptSizes, tick: Tick) -> list[Row]:
 
 
 def _shape(gateways: int, nodes: int) -> ClusterShape:
-    """Return one with the leases and heartbeats that a Headway has unless it is configured otherwise."""
+    """Return a cluster with Headway's default leases and heartbeats."""
     wire = Wire()
     return ClusterShape(
         nodes,
@@ -123,7 +126,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _accepting(setting: str, ports: Sequence[int], processes: Sequence[Any], seconds: float) -> list[Row]:
-    """Send as fast as is accepted, and return what that was."""
+    """Send requests as fast as they are accepted; return rates and latencies."""
     asyncio.run(_send(ports, lambda count, spent: spent < _WARM_S))
     before = _cpu(processes)
     began = time.perf_counter()
@@ -142,9 +145,9 @@ def _cpu(processes: Sequence[Any]) -> float:
 
 
 async def _send(ports: Sequence[int], goes_on: Callable[[int, float], bool]) -> list[float]:
-    """Send from all connections as long as it goes on; return the seconds that each request took.
+    """Send from all connections while `goes_on` is true; return the seconds that each request took.
 
-    goes_on: called with how many have been sent, and for how long.
+    goes_on: called with the number of requests sent and the seconds since the start.
     """
     times, began, sent = list[float](), time.perf_counter(), 0
     body: Body = say(background=True, vllm_xargs={"fake_hold": "never"})
@@ -171,7 +174,7 @@ async def _send(ports: Sequence[int], goes_on: Callable[[int, float], bool]) -> 
 
 
 def _backlog(made: HeadwayCluster, count: int) -> list[Row]:
-    """Queue many requests, then kill the controller that leads."""
+    """Queue many requests, then kill the leading controller."""
     setting = f"{count:,} queued"
     asyncio.run(_send([part.port for part in made.gateways], lambda sent, spent: sent < count))
     first = made.leader()
@@ -190,7 +193,7 @@ def _backlog(made: HeadwayCluster, count: int) -> list[Row]:
 
 
 def _until_known(part: Any, count: int) -> None:
-    """Wait until a controller leads and knows of so many requests. EngineError when it takes too long."""
+    """Wait until a controller leads and knows `count` requests. Raise EngineError if it takes too long."""
     deadline = time.monotonic() + _PATIENCE_S
     while (said := part.says()).get("requests", 0) < count or not said.get("leads"):
         if time.monotonic() > deadline:
@@ -203,7 +206,7 @@ def _rss(process: Any) -> float:
 
 
 def plot(rows: Sequence[Row]) -> bytes:
-    """Return a PNG of what is accepted per second, and per second of the gateways' CPU time."""
+    """Return a PNG of requests accepted per second, and per second of the gateways' CPU time."""
     figure, panels = sheet(1, 2, 11.0, 3.0)
     for axes, id in zip(panels, ("accept.req_per_s", "accept.req_per_cpu_s"), strict=True):
         shown = [row for row in rows if row.id == id]

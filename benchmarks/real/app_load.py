@@ -1,7 +1,7 @@
 """The load of `headway bench apps`: recorded runs of applications, scaled down, beside chat with an SLO.
 
-Runs are those of `headway bench papers hermes` (recorded ones with HEADWAY_DATA, else the built-in
-applications), split by turns: one half teaches the demand graphs, the other half is run.
+The runs are those of `headway bench papers hermes` (recorded ones with HEADWAY_DATA, else the built-in
+applications), split alternately: the demand graphs learn from one half, the other half is run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headway.whatif.load import mix, prompts
 from headway.whatif.load.records import Call
 
 APPS = ("KBQAV", "CC", "CG")  # parallel requests and a search; code and a container; a loop with a container
-APP_CLASS = "app"  # the class of the applications' requests, which have no SLO
+APP_CLASS = "app"  # class of the applications' requests, without an SLO
 CHAT = mix.Mix("chat", (mix.BUILTIN["chat-batch"].tiers[0],))
-SCALE = 0.25  # recorded on GPUs, run on two cores
-BURSTINESS = 1 / 16  # of the runs' arrivals: a coefficient of variation of 4, as Mooncake's (Hermes 5.1)
+SCALE = 0.25  # the runs were recorded on GPUs, but run on two cores
+BURSTINESS = 1 / 16  # of the runs' arrivals: a coefficient of variation of 4, as in Mooncake's trace (Hermes 5.1)
 _CHATS = 0.5  # chat requests per run
 _LONGEST_ANSWER = 512
 
@@ -32,9 +32,9 @@ _Half = Mapping[str, Sequence[AppRun]]
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A run to make.
+    """A run to be replayed.
 
-    at: its planned arrival, seconds. prompts: the texts of each step, one per request
+    at: planned arrival, seconds. prompts: the texts of each step, one per request
     """
 
     id: str
@@ -45,24 +45,24 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class AppLoad:
-    """What arrives at a system in a round."""
+    """The runs and chat requests that arrive at a system in a round."""
 
     scripts: tuple[Script, ...]
     chat: tuple[Call, ...]
 
     @property
     def requests(self) -> int:
-        """The number of requests, of all runs and of chat."""
+        """The number of requests, over all runs and chat."""
         return len(self.chat) + sum(len(texts) for script in self.scripts for texts in script.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class AppShape:
-    """How the load is made.
+    """The parameters of the load.
 
-    scale: of the recorded tokens and of the seconds outside the LLM
-    burstiness: shape of the gamma-distributed gaps between runs, 1 = Poisson, lower is burstier
-    chat: the class of the chat beside the runs, which arrives by itself (Poisson)
+    scale: factor of the recorded tokens and of the seconds outside the LLM
+    burstiness: shape of the gamma-distributed gaps between runs; 1 = Poisson, lower is burstier
+    chat: classes of the chat beside the runs, with independent Poisson arrivals
     """
 
     scale: float = SCALE
@@ -70,7 +70,7 @@ class AppShape:
     chat: mix.Mix = CHAT
 
     def load(self, rate: float, seconds: float, seed: Sequence[int]) -> AppLoad:
-        """Return what arrives in so many seconds at `rate` runs/s; the same for the same seed."""
+        """Return the load of `seconds` seconds at `rate` runs/s; the same for the same seed."""
         rng = np.random.default_rng(seed)
         at = arrivals.bursty(rate, self.burstiness, seconds, rng)
         runs = draw(_scaled(self.scale)[0], len(at), rng)
@@ -82,13 +82,13 @@ class AppShape:
         return AppLoad(tuple(scripts), tuple(mix.calls(self.chat, beside, rng, warn=_silent)))
 
     def graphs(self) -> list[Graph]:
-        """Return the demand graphs that the other half of the runs teaches."""
+        """Return the demand graphs learned from the other half of the runs."""
         taught = _scaled(self.scale)[1]
         return list(graphs_of([run for some in taught.values() for run in some]).values())
 
 
 def calls_of(script: Script) -> list[Call]:
-    """Return all requests of a run as if none waited for another, at the run's arrival."""
+    """Return all requests of a run, sent together at the run's arrival."""
     return [
         call(script.at, text, output)
         for step, texts in zip(script.run.steps, script.prompts, strict=True)
@@ -102,12 +102,12 @@ def call(at: float, prompt: str, output: int) -> Call:
 
 
 def source() -> str:
-    """Return where the runs are from, for reports."""
+    """Return the source of the runs, for reports."""
     return hermes_workloads.source().partition(",")[0]
 
 
 def scaled(run: AppRun, factor: float) -> AppRun:
-    """Return the run with so many times the tokens and seconds; what one engine cannot hold is cut."""
+    """Return the run with tokens and seconds times `factor`; requests too long for an engine are cut."""
     return replace(run, steps=tuple(_step(step, factor) for step in run.steps))
 
 
@@ -125,7 +125,7 @@ def _cut(tokens: float, most: int) -> int:
 
 @cache
 def _scaled(factor: float) -> tuple[_Half, _Half]:
-    """Return the runs that are made and those that teach, by application."""
+    """Return the runs to serve and the runs to learn from, by application."""
     served, taught = hermes_workloads.pool()
     return _of(served, factor), _of(taught, factor)
 
@@ -145,4 +145,4 @@ def _texts(step: Step, rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _silent(_: str) -> None:
-    """Say nothing: the report names where prompts are from."""
+    """Discard a warning: the report names the source of the prompts."""

@@ -1,9 +1,9 @@
 """`headway bench apps`: application runs beside chat on real engines, stock vLLM and Headway's recipes.
 
-Runs are made in a closed loop: the requests of a unit are sent when the units before it have ended, and a
-unit outside the LLM waits for its seconds. Each application is a tenant with a key of its own, so that `vtc`
-shares between them. Gateways learn of units outside the LLM and of the end of runs; stock vLLM has no
-such reports. Every round sends the same runs to every system.
+Runs are replayed in a closed loop: the requests of a unit are sent when the units before it have ended, and a
+unit outside the LLM sleeps for its recorded time. Each application is a tenant with a separate key, so that
+`vtc` shares between them. Gateways receive reports of units outside the LLM and of the end of runs; stock vLLM
+has no such reports. Every round sends the same runs to every system.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from headway.whatif.measured.compare import rotated, steady
 from headway.whatif.measured.systems import STOCK, Counts, check, counts, running, total
 
 SYSTEMS = ("vllm-fcfs", "parrot", "vtc", "hermes")
-LOAD, DURATION = 1.0, 240.0  # what the settings of figures do not name
-ALL = "all"  # applications
+LOAD, DURATION = 1.0, 240.0  # defaults, which the settings of figures do not name
+ALL = "all"  # all applications
 RUNS = "headway_runs_total"
 _CHAT = "chat"  # the tenant of chat
 _BURST = 24  # runs whose requests, all at once, measure the capacity
-_POLL, _PATIENCE = 0.5, 20  # seconds, and how often to look for what is due
-At = Callable[[str], AbstractAsyncContextManager[str]]  # starts a system where it does not run
+_POLL, _PATIENCE = 0.5, 20  # seconds between two polls, and the largest number of polls
+At = Callable[[str], AbstractAsyncContextManager[str]]  # starts a system unless it runs
 _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AppsTrial:
-    """What to run.
+    """The settings of a trial.
 
     load: runs per second as a multiple of the capacity, which is measured on the first system
     rate: runs per second, instead of `load`
     duration: seconds of arrivals per round
-    together: keep all systems running at once; saves restarts, needs memory for all engines
+    together: keep all systems running; saves restarts but needs memory for all engines
     """
 
     engine: Engine
@@ -64,7 +64,7 @@ class AppsTrial:
 
     @property
     def variant(self) -> str:
-        """Name what differs from the defaults; "" where nothing does."""
+        """Describe the differences from the defaults; "" if there are none."""
         words = {
             f"{self.rate:g} runs/s" if self.rate else f"{self.load:g}x": self.rate or self.load != LOAD,
             f"scale {self.shape.scale:g}": self.shape.scale != SCALE,
@@ -75,10 +75,10 @@ class AppsTrial:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What became of a run; seconds from the start of its round.
+    """The outcome of a run; times are seconds since the start of its round.
 
-    end: of its last unit, NaN = a request had no answer, and the rest of the run was not made
-    records: of its requests
+    end: end of the last unit; NaN = a request had no answer, and the run was aborted
+    records: records of the run's requests
     """
 
     app: str
@@ -88,16 +88,16 @@ class RunResult:
 
     @property
     def act(self) -> float:
-        """Seconds from its planned arrival to the end of its last unit (application completion time)."""
+        """Application completion time: seconds from the planned arrival to the end of the last unit."""
         return self.end - self.at
 
 
 @dataclass(slots=True)
 class ServedApps:
-    """What a system did in all rounds.
+    """The results of a system over all rounds.
 
-    counts: what its gateway's counters gained; empty for stock vLLM
-    refused: reports that its gateway did not take
+    counts: increments of the gateway's counters; empty for stock vLLM
+    refused: reports that the gateway did not accept
     """
 
     runs: list[RunResult] = field(default_factory=list)
@@ -116,7 +116,7 @@ class ServedApps:
 
 @dataclass(frozen=True, slots=True)
 class AppsOutcome:
-    """What the systems did. rate: runs per second. capacity: the measured one; None with a given rate."""
+    """The results of all systems. rate: runs per second. capacity: as measured; None if the rate was given."""
 
     served: dict[str, ServedApps]
     rate: float
@@ -124,13 +124,13 @@ class AppsOutcome:
 
 
 def completion_times(runs: Sequence[RunResult], app: str = ALL) -> Floats:
-    """Return the completion times of the runs that were complete, of one application or of all."""
+    """Return the completion times of complete runs, of one application or of all."""
     seconds = np.array([run.act for run in runs if app in (ALL, run.app)], float)
     return np.asarray(seconds[~np.isnan(seconds)], float)
 
 
 async def run(trial: AppsTrial) -> AppsOutcome:
-    """Run all systems. Raises ConfigError or EngineError when one cannot be run."""
+    """Run all systems. Raise ConfigError or EngineError if one cannot run."""
     check(trial.systems, trial.engine)
     resolve(trial.engine.model)
     async with _systems(trial) as at:
@@ -157,14 +157,14 @@ def key_of(tenant: str) -> str:
 
 @asynccontextmanager
 async def _systems(trial: AppsTrial) -> AsyncIterator[At]:
-    """Yield what gives a system's address; those that run throughout are started first."""
+    """Yield a function that runs a system and yields its address; with `together`, start all systems first."""
     logs = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
     async with AsyncExitStack() as stack:
         names = trial.systems if trial.together else ()
         started = (stack.enter_async_context(_started(name, trial, logs)) for name in names)
         urls = dict(zip(names, await asyncio.gather(*started), strict=True))
-        for name, url in urls.items():  # in turn: engines that compute at once spin on their cores
+        for name, url in urls.items():  # one by one: engines that compute at the same time spin on their cores
             await _warm(name, url, trial)
 
         @asynccontextmanager
@@ -189,7 +189,7 @@ async def _started(name: str, trial: AppsTrial, logs: Path) -> AsyncIterator[str
 
 
 async def _warm(name: str, url: str, trial: AppsTrial) -> None:
-    """Make a run of each application that is not measured: what runs for the first time is slow."""
+    """Replay an unmeasured run of each application to warm up the system."""
     load = trial.shape.load(1.0, 60.0, [trial.seed, 1000])
     first = {script.run.app: script for script in reversed(load.scripts)}
     scripts = tuple(replace(script, id=f"warm-{app}", at=0.0) for app, script in first.items())
@@ -198,7 +198,7 @@ async def _warm(name: str, url: str, trial: AppsTrial) -> None:
 
 
 async def _capacity(trial: AppsTrial, at: At) -> float:
-    """Return the runs per second (and the chat beside them) that the first system serves under saturation."""
+    """Return the runs per second, with their share of chat, that the first system serves when saturated."""
     name, shape = trial.systems[0], trial.shape
     load = shape.load(1.0, _BURST, [trial.seed, 2000])
     rng = np.random.default_rng([trial.seed, 2001])
@@ -220,7 +220,7 @@ async def _capacity(trial: AppsTrial, at: At) -> float:
 
 
 async def send(name: str, url: str, model: str, load: AppLoad, *, progress: bool = True) -> ServedApps:
-    """Make the runs at a system and send the chat; return what became of both, and of the counters."""
+    """Replay the runs on a system and send the chat; return the results and the counters' increments."""
     stock = name in STOCK
     before: Counts = {} if stock else await counts(url)
     loop = asyncio.get_running_loop()
@@ -235,7 +235,7 @@ async def send(name: str, url: str, model: str, load: AppLoad, *, progress: bool
 
 
 async def _gained(url: str, before: Counts, ended: int) -> dict[tuple[str, ...], float]:
-    """Return what the counters gained once so many runs have ended: a gateway counts after its answer."""
+    """Return the counters' increments once `ended` runs are counted, which happens after the last answer."""
     for _ in range(_PATIENCE):
         after = await counts(url)
         if total(after, RUNS) - total(before, RUNS) >= ended:
@@ -245,9 +245,9 @@ async def _gained(url: str, before: Counts, ended: int) -> dict[tuple[str, ...],
 
 
 class _Client:
-    """The clients of the applications.
+    """The applications' clients.
 
-    start: instant of the event loop from which seconds count. reports: the system takes reports of runs.
+    start: event loop time at which the round starts. reports: the system accepts reports of runs.
     """
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: str, start: float, *, reports: bool) -> None:
@@ -255,7 +255,7 @@ class _Client:
         self._start, self._reports, self.refused = start, reports, 0
 
     async def make(self, script: Script, ended: Callable[[], None]) -> RunResult:
-        """Make a run at its time."""
+        """Replay a run at its arrival time."""
         await asyncio.sleep(max(script.at - self._now(), 0.0))
         records: list[Record] = []
         end = math.nan
@@ -316,7 +316,7 @@ def _authorization(script: Script) -> dict[str, str]:
 
 @contextmanager
 def _bar(runs: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar of the runs that have ended; yield what counts one."""
+    """Show a progress bar of runs; yield a function that advances it."""
     columns = (TextColumn("Runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Twice a second: the bar shares the cores with the measured engine.
     with Progress(*columns, console=_console, refresh_per_second=2, disable=not shown) as bar:

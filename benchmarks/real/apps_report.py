@@ -1,4 +1,4 @@
-"""The figures of `headway bench apps`: completion times of runs, attainment of chat, what was lost."""
+"""The figures of `headway bench apps`: completion times of runs, attainment of chat, lost requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Figure = tuple[str, str, float | None, str]
 
 @experiment("apps", "vllm", "Application runs beside chat on vLLM")
 def main(ask: Ask, trial: AppsTrial) -> Result:
-    """Run; `quick`: two systems, some seconds of small runs at a rate that is given."""
+    """Run the benchmark. `quick`: two systems, a few seconds of small runs at a fixed rate."""
     if ask.quick:
         names = _QUICK if set(_QUICK) <= set(trial.systems) else trial.systems[:2]
         trial = replace(
@@ -46,7 +46,7 @@ def main(ask: Ask, trial: AppsTrial) -> Result:
 
 
 def result(trial: AppsTrial, outcome: AppsOutcome) -> Result:
-    """Return the findings; the table has a line per figure, a column per system."""
+    """Return the findings; the table has a line per figure and a column per system."""
     rows = [row for name, served in outcome.served.items() for row in rows_of(name, served)]
     rows += reductions(outcome.served)
     variant = f", {trial.variant}" if trial.variant else ""
@@ -74,7 +74,7 @@ def _describe(trial: AppsTrial, outcome: AppsOutcome) -> str:
 def _notes(results: Mapping[str, ServedApps]) -> list[str]:
     asked: Results = {name: ([*served.chat, *requests(served.runs)], {}) for name, served in results.items()}
     refused = [
-        f"{name}: {served.refused} reports of runs were not taken."
+        f"{name}: {served.refused} reports of runs were not accepted."
         for name, served in results.items()
         if served.refused
     ]
@@ -92,10 +92,10 @@ def requests(runs: Sequence[RunResult]) -> list[Record]:
 def rows_of(system: str, served: ServedApps) -> list[Row]:
     """Return the figures of a system.
 
-    act.mean, act.p95: application completion time of complete runs, by application and over all. runs: made.
-    lost: runs of which a request had no answer; chat requests without one. attainment, ttft.p99: of chat.
-    gateway.runs, gateway.act.mean: runs that ended as complete by the gateway's own count, and their mean
-    time from the first request to the end of the last; not of stock vLLM, which knows no runs.
+    act.mean, act.p95: application completion times of complete runs, by application and over all. runs: number
+    of runs. lost: runs with an unanswered request; unanswered chat requests. attainment, ttft.p99: figures of
+    chat. gateway.runs, gateway.act.mean: complete runs by the gateway's count, and their mean time from the
+    first request to the end of the last; absent for stock vLLM, which knows no runs.
     """
     return [Row(id, system, setting, value, unit) for id, setting, value, unit in _figures(system, served)]
 
@@ -130,7 +130,7 @@ def _gateway(served: ServedApps) -> Iterator[Figure]:
 
 
 def reductions(results: Mapping[str, ServedApps]) -> list[Row]:
-    """Return by how many percent the completion times of `hermes` are below those of the others."""
+    """Return the reduction of completion times by `hermes` against each other system, in percent."""
     rows: list[Row] = []
     if _HERMES not in results:
         return rows
@@ -150,7 +150,7 @@ def reductions(results: Mapping[str, ServedApps]) -> list[Row]:
 
 
 def draw(results: Mapping[str, ServedApps]) -> dict[str, bytes]:
-    """Return {name: PNG}: completion times by application and system, and their distribution."""
+    """Return {name: PNG} of completion times by application and system, and of their distribution."""
     return {"act": _bars(results), "act-cdf": _distribution(results)}
 
 
@@ -178,7 +178,7 @@ def _of(seconds: Floats, p: float | None) -> float:
 
 
 def _distribution(results: Mapping[str, ServedApps]) -> bytes:
-    """Draw the share of all runs up to a completion time; lost runs keep the curve below 100 %."""
+    """Draw the distribution of completion times; lost runs keep the curve below 100 %."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     shades = colours(results)
     for name, served in results.items():

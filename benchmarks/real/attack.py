@@ -1,7 +1,7 @@
 """`headway bench attack`: the gateway on a hostile network, one row of figures per attack.
 
 A real gateway runs in front of a FAKE engine (`fake_engine.py`). While hostile clients carry out an attack
-(`attack_clients.py`), others ask for /health and send small chats: what is measured is how those fare.
+(`attack_clients.py`), honest ones request /health and send small chats; the figures are those of honest clients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from headway.whatif.output.results import Ask, Grid, Row, show
 from testing.fake_engine import NAME
 
 _SYSTEM, _QUEUED_MIB = "headway", 64
-_HEALTH_S = HANG_S / 2  # so that a hang is noticed while it lasts
-_CLIENT_S = 1.0  # for a body, and without reading: short enough to be reached in an attack
+_HEALTH_S = HANG_S / 2  # short enough to notice a hang
+_CLIENT_S = 1.0  # time limit for uploads and for clients that do not read, short enough to be reached in an attack
 _SERVER: dict[str, Any] = {"max_queued_mib": _QUEUED_MIB, "body_timeout_s": _CLIENT_S, "write_timeout_s": _CLIENT_S}
-_FILES = BURST + 1000  # of this process
-# Row -> the goal, at most.
+_FILES = BURST + 1000  # open files needed by this process
+# Upper bounds by row id.
 GOALS = {"attack.health_ms.p99": 50.0, "attack.rss_mb": 100.0, "attack.lost": 0.0, "attack.5xx": 0.0}
-REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 where it is another tenant
+REFUSED = "attack.refused"  # 429s of the honest client; the goal is 0 if another tenant attacks
 LONGEST = "attack.health_ms.max"
 UNITS = {
     "attack.health_ms.p99": "ms",
@@ -57,26 +57,26 @@ _NOTES = (
 
 @experiment("attack", "vllm", "The gateway under attack")
 def main(ask: Ask) -> Result:
-    """Attack."""
+    """Carry out all attacks."""
     _raise_file_limit()
     return result(measure(1.3 if ask.quick else 20.0))
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as the attacks need; ConfigError when the system does not."""
+    """Raise the limit of open files to what the attacks need. Raise ConfigError if that is not allowed."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < _FILES:
         raise ConfigError(
-            f"{BURST:,} connections want {_FILES:,} open files; here a process may have {most:,}.",
+            f"{BURST:,} connections need {_FILES:,} open files; a process may have {most:,} here.",
             f"Raise the limit: ulimit -Hn {_FILES}.",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _FILES), most))
 
 
 def measure(seconds: float, names: tuple[str, ...] = (*ATTACKS, *TENANTS), flood: int = FLOOD) -> list[Row]:
-    """Carry out each attack for so many seconds; return its rows, those of no attack first.
+    """Carry out each attack for `seconds` seconds; return the rows, those without an attack first.
 
-    flood: requests of a tenant that floods the others; the queue has room for a quarter.
+    flood: number of requests from a flooding tenant; the queue has room for a quarter of them.
     """
     with tempfile.TemporaryDirectory(prefix="headway-attack-") as name:
         folder = Path(name)
@@ -135,7 +135,7 @@ async def _honest(target: AttackTarget) -> None:
 
 
 def result(rows: list[Row]) -> Result:
-    """Return the findings, a line per attack."""
+    """Return the findings, with a line per attack."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     values = {(row.setting, row.id): row.ours for row in rows}
     lines = [[setting, *(show(values[setting, id]) for id in UNITS)] for setting in settings]

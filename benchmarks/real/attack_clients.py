@@ -1,4 +1,4 @@
-"""The attacks of `headway bench attack`: what hostile clients send, over raw connections."""
+"""The attacks of `headway bench attack`: hostile clients on raw connections."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from testing.nonsense import NONSENSE
 MIB = 2**20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAY = [{"role": "user", "content": "Say something."}]
-_ANSWER_S = 30.0  # an answer that takes longer is none
-HANG_S = 3.0  # for which an engine hangs
+_ANSWER_S = 30.0  # a later answer counts as missing
+HANG_S = 3.0  # duration of an engine's hang
 BURST = 5000  # connections
 FLOOD = 4000
 ALPHA, BETA = "sk-alpha-123", "sk-beta-1234"  # keys of two tenants
@@ -29,13 +29,13 @@ KEYS = ({"key": ALPHA, "tenant": "alpha"}, {"key": BETA, "tenant": "beta"})
 
 @dataclass(slots=True)
 class AttackTarget:
-    """The gateway under attack, and what its clients have seen.
+    """The gateway under attack, and its clients' observations.
 
-    engine: the FAKE engine behind it. folder: its queue's directory.
-    stop: instant of the event loop's clock at which attackers end.
-    headers: of the honest client. flood: how many requests a tenant sends that floods the others.
-    broken: 5xx that no client should see, and nonsense that was passed on.
-    lost: requests that were accepted and got no answer. refused: 429s that the honest client got.
+    engine: the FAKE engine behind the gateway. folder: the directory of the gateway's queue.
+    stop: time of the event loop's clock at which attackers end.
+    headers: extra headers of the honest client. flood: number of requests from a flooding tenant.
+    broken: unexpected 5xx, and invalid engine responses that reached a client.
+    lost: accepted requests without an answer. refused: 429s that the honest client received.
     """
 
     gateway: Peer
@@ -58,16 +58,16 @@ class AttackTarget:
         await asyncio.sleep(max(self.stop - asyncio.get_running_loop().time(), 0.0))
 
     async def send(self, data: bytes, *, port: int | None = None, meant: int = 503) -> tuple[int, bytes]:
-        """Send bytes on a connection of its own; return status and body of the answer, 0 = there is none.
+        """Send bytes on a new connection; return status and body of the answer. Status 0 = no answer.
 
-        meant: the 5xx that it may have, besides 503.
+        meant: the allowed 5xx, besides 503.
         """
         status, body = await exchange(port or self.gateway.port, data)
         self.broken += status >= 500 and status not in (503, meant)
         return status, body
 
     async def chat(self, **fields: Any) -> int:
-        """Ask as an honest client; return the status. No answer is a loss, a refusal (429, 503) is none."""
+        """Send a chat as an honest client and return the status. A missing answer is a loss, a 429 or 503 is not."""
         status, body = await self.send(request(_CHAT, say(**fields), self.headers))
         self.refused += status == 429
         self.lost += status not in (200, 429, 503) or (status == 200 and b"fake " not in body)
@@ -78,7 +78,7 @@ Attack = Callable[[AttackTarget], Awaitable[None]]
 
 
 async def exchange(port: int, data: bytes) -> tuple[int, bytes]:
-    """Send bytes on a new connection; return status and body. Status 0 = no complete answer came."""
+    """Send bytes on a new connection; return status and body. Status 0 = no complete answer."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -107,13 +107,13 @@ def request(path: str, body: Mapping[str, Any] | bytes, headers: str = "") -> by
 
 
 def _mib(before: str, element: str) -> bytes:
-    """Return a JSON body of a MiB: a list of one element, many times."""
+    """Return a JSON body of 1 MiB with a list that repeats one element."""
     times = (MIB - 200) // (len(element) + 1)
     return f'{{"model": "smollm2", {before}: [{",".join([element] * times)}]}}'.encode()
 
 
 def repeated(data: bytes) -> Attack:
-    """Return the attack that sends the same bytes again and again."""
+    """Return an attack that sends the same bytes again and again."""
 
     async def attack(target: AttackTarget) -> None:
         while target.going:
@@ -123,7 +123,7 @@ def repeated(data: bytes) -> Attack:
 
 
 async def waiting(target: AttackTarget) -> None:
-    """Queue bodies of a MiB whose answers never begin, and leave."""
+    """Queue 1 MiB bodies whose answers never begin, then disconnect."""
     data = request(_CHAT, say(metadata="x" * (MIB - 400), vllm_xargs={"fake_hold": "never"}))
     lines = list[asyncio.StreamWriter]()
     try:
@@ -140,7 +140,7 @@ async def waiting(target: AttackTarget) -> None:
 
 
 async def aborted(target: AttackTarget) -> None:
-    """Begin uploads of a MiB and break them off."""
+    """Begin 1 MiB uploads and abort them."""
     data = request(_CHAT, say(metadata="x" * (MIB - 400)))[: MIB // 2]
     while target.going:
         with suppress(OSError):
@@ -151,14 +151,14 @@ async def aborted(target: AttackTarget) -> None:
 
 
 async def made_up_tasks(target: AttackTarget) -> None:
-    """Name another task with every request."""
+    """Name a new task in every request."""
     while target.going:
         task = f"{next(target.numbers):0128d}"
         await target.send(request(_CHAT, say(), f"x-headway-task: {task}\r\n"))
 
 
 async def background(target: AttackTarget) -> None:
-    """Queue background bodies of a MiB; each is a loss that does not complete."""
+    """Queue background requests with 1 MiB bodies; those that do not complete count as lost."""
     ids = list[str]()
     data = request(_CHAT, say(metadata="x" * (MIB - 400), background=True))
     while target.going and len(ids) < 60:
@@ -168,7 +168,7 @@ async def background(target: AttackTarget) -> None:
 
 
 async def full_disk(target: AttackTarget) -> None:
-    """Let background work end while the queue's file cannot grow; each is a loss that does not complete."""
+    """Let background requests end while the queue's file cannot grow; those that do not complete are lost."""
     hold = f"disk-{next(target.numbers)}"
     data = request(_CHAT, say(background=True, max_tokens=2000, vllm_xargs={"fake_hold": hold}))
     answers = [await target.send(data) for _ in range(20)]
@@ -185,7 +185,7 @@ async def full_disk(target: AttackTarget) -> None:
 
 
 async def hung(target: AttackTarget) -> None:
-    """Stop the engine's process while requests are inside, and let it go on; each is owed an answer."""
+    """Suspend the engine's process while it has requests, then resume it; each must get an answer."""
     process = target.engine.process
     while target.going:
         asked = [asyncio.ensure_future(target.chat(vllm_xargs={"fake_delay": 0.1})) for _ in range(8)]
@@ -199,7 +199,7 @@ async def hung(target: AttackTarget) -> None:
 
 
 async def untrusted(target: AttackTarget) -> None:
-    """Have the engine answer nonsense, in streams and whole; a request that is not refused counts."""
+    """Make the engine send invalid responses, streamed and whole; each must end with a 502 or 503."""
     asks = [request(_CHAT, say(stream=stream, vllm_xargs={"fake_end": name})) for name, stream in _UNTRUSTED]
     while target.going:
         for ask in asks:
@@ -209,7 +209,7 @@ async def untrusted(target: AttackTarget) -> None:
 
 
 async def tenant(target: AttackTarget) -> None:
-    """Send a flood of requests as one tenant, all at once; those accepted that do not complete are lost."""
+    """Send a flood of requests as one tenant; accepted requests that do not complete are lost."""
     ids, header = list[str](), bearer(ALPHA)
     slow = {"fake_tokens": 8, "fake_delay": 0.5}
     data = request(_CHAT, say(background=True, vllm_xargs=slow), header)
@@ -219,19 +219,19 @@ async def tenant(target: AttackTarget) -> None:
             status, body = await target.send(data)
             ids.extend([json.loads(body)["id"]] if status == 202 else [])
 
-    target.stop = inf  # the honest client goes on as long as the flood does
+    target.stop = inf  # the honest client continues until the flood is over
     await asyncio.gather(*(some() for _ in range(64)))
     await _completed(target, ids, header)
     target.stop = 0.0
 
 
 def bearer(key: str) -> str:
-    """Return the header that carries a key."""
+    """Return the authorization header with a key."""
     return f"authorization: Bearer {key}\r\n"
 
 
 async def _completed(target: AttackTarget, ids: list[str], headers: str = "") -> None:
-    """Count as lost what is not completed in time."""
+    """Count the requests that do not complete in time as lost."""
     left, deadline = set(ids), asyncio.get_running_loop().time() + _ANSWER_S
     while left and asyncio.get_running_loop().time() < deadline:
         for id in list(left):
@@ -244,7 +244,7 @@ async def _completed(target: AttackTarget, ids: list[str], headers: str = "") ->
 
 
 async def full_of(target: AttackTarget, count: int, data: bytes, drip: bytes) -> None:
-    """Keep so many connections open with the beginning of a request, a byte or two of which come at times."""
+    """Keep `count` connections open with an unfinished request each, to which `drip` is added from time to time."""
     lines = list[asyncio.StreamWriter]()
     try:
         while target.going:
@@ -260,7 +260,7 @@ async def full_of(target: AttackTarget, count: int, data: bytes, drip: bytes) ->
 
 
 async def _connected(target: AttackTarget, data: bytes) -> list[asyncio.StreamWriter]:
-    """Open a connection, send bytes and read nothing; an empty list when there is none."""
+    """Open a connection and send bytes without reading; return an empty list if it is refused."""
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", target.gateway.port, limit=1)
     except OSError:
@@ -283,11 +283,11 @@ async def slow_bodies(target: AttackTarget) -> None:
 async def unread(target: AttackTarget) -> None:
     """Ask for long streams and read none, on 32 connections at a time."""
     data = request(_CHAT, say(stream=True, n=64, max_tokens=1500, vllm_xargs={"fake_tokens": 1500}))
-    await full_of(target, 32, data, b"\r\n")  # which begins no request
+    await full_of(target, 32, data, b"\r\n")  # a blank line does not begin a request
 
 
 async def burst(target: AttackTarget) -> None:
-    """Open 5,000 connections at once; each that gets no answer is a loss."""
+    """Open 5,000 connections at once; those without an answer are lost."""
     health = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     answers = await asyncio.gather(*(target.send(health) for _ in range(BURST)))
     target.lost += sum(status == 0 for status, _ in answers)
@@ -295,9 +295,9 @@ async def burst(target: AttackTarget) -> None:
 
 
 async def replaced_file(target: AttackTarget) -> None:
-    """Put another file in the place of the queue's for a while.
+    """Replace the queue's file with another for a while.
 
-    Background work that is accepted meanwhile is a loss unless it completes when the file is back.
+    Background requests accepted meanwhile are lost unless they complete when the file is back.
     """
     path = target.folder / "queue.sqlite"
     aside, data, ids = path.with_suffix(".aside"), request(_CHAT, say(background=True)), list[str]()
@@ -316,7 +316,7 @@ async def replaced_file(target: AttackTarget) -> None:
 _FORGED = json.dumps(say(vllm_xargs={"headway_urgency": -1e300}, temperature=0))[:-1] + ', "top_p": 1e400}'
 _PIPELINED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + b"nonsense\r\n\r\n"
 _UNTRUSTED = [(name, stream) for name in NONSENSE for stream in (False, True)]
-# By name: the attack, and how many clients carry it out at a time.
+# By name: the attack, and the number of clients that carry it out at once.
 ATTACKS: dict[str, tuple[Attack, int]] = {
     "1 MiB of empty objects": (repeated(request(_COMPLETIONS, _mib('"prompt"', "{}"))), 2),
     "1 MiB of lists": (repeated(request(_COMPLETIONS, _mib('"prompt"', "[0]"))), 2),
@@ -338,5 +338,5 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "streams that are not read": (unread, 1),
     "5,000 connections at once": (burst, 1),
 }
-# One tenant against another, where keys are configured.
+# Attacks of one tenant on another, with configured keys.
 TENANTS: dict[str, tuple[Attack, int]] = {"4,000 requests by one tenant": (tenant, 1)}

@@ -1,8 +1,8 @@
-"""`headway bench batch`: interactive requests alone, then beside a batch, on a real engine; a kill between.
+"""`headway bench batch`: interactive requests alone, then beside a batch, on a real engine; the gateway is killed.
 
 The batch (`/v1/batches`) has short answers. Once half of its lines have ended and the interactive requests
-are over, the gateway is killed (SIGKILL) and started again; then the batch goes on to its end. The engine has
-a separate process, to which the gateway attaches, and stays up.
+are over, the gateway is killed (SIGKILL) and restarted, and the batch runs to its end. The engine is a separate
+process to which the gateway attaches; it stays up.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _PATH = "/v1/chat/completions"
 _INTERACTIVE = mix.TrafficTier("interactive", 1.0, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=32)
 _LINES = mix.TrafficTier("batch", 1.0, Slo(), "sharegpt_first_turn", max_tokens=4, prompt_tokens=(8, 48))
 _QUICK_LINES, _QUICK_SECONDS = 300, 4.0
-_WARM = 16  # requests before anything is measured
+_WARM = 16  # warm-up requests
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTrial:
-    """What to run.
+    """The settings of a trial.
 
-    lines: of the batch. rate: interactive requests/s, Poisson, for so many `seconds` in each of both settings
+    lines: lines of the batch. rate: interactive requests/s, Poisson. seconds: duration of each of the two settings.
     """
 
     engine: Engine
@@ -58,14 +58,14 @@ class BatchTrial:
 
     @property
     def calls(self) -> list[Call]:
-        """The interactive requests, the same in both settings."""
+        """The interactive requests, which are the same in both settings."""
         rng = np.random.default_rng([self.seed, 0])
         at = traffic.gamma(self.rate, 1.0, self.seconds, rng)
         return mix.calls(mix.Mix("interactive", (_INTERACTIVE,)), at, rng)
 
     @property
     def content(self) -> bytes:
-        """The input file."""
+        """The content of the batch's input file."""
         rng = np.random.default_rng([self.seed, 1])
         calls = mix.calls(mix.Mix("batch", (_LINES,)), np.zeros(self.lines), rng, warn=lambda _: None)
         return b"".join(_line(number, call, self.engine.name) for number, call in enumerate(calls))
@@ -84,11 +84,10 @@ def _line(number: int, call: Call, model: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """What was measured.
+    """The measured outcome.
 
-    records: of the interactive requests, by setting. batch: as its endpoint describes it at the end.
-    answered, refused: `custom_id`s in its two files. killed_at: lines that had ended when the gateway was
-    killed.
+    records: interactive requests, by setting. batch: the final state from its endpoint. answered, refused:
+    `custom_id`s in the output and the error file. killed_at: lines that had ended at the kill of the gateway.
     """
 
     records: Mapping[str, Sequence[Record]]
@@ -99,14 +98,14 @@ class BatchOutcome:
 
 
 async def run(trial: BatchTrial) -> BatchOutcome:
-    """Run both settings. ConfigError or EngineError when that cannot be done."""
+    """Run both settings. Raise ConfigError or EngineError if that fails."""
     folder, calls = Path(tempfile.mkdtemp(prefix="headway-batch-")), trial.calls
     if not calls:
         raise ConfigError("No interactive request comes in that time.", "Give more --rate or --duration.")
     say(f"logs: {folder}")
     port = free_port()
     engine = replace(trial.engine, url=f"http://127.0.0.1:{port}")
-    # With prefix caching the second run would find the prompts of the first.
+    # With prefix caching, the second run would reuse the prompts of the first.
     argv = command(replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching")), port, _NAME)
     vllm = Child(argv, environment(trial.engine), folder / "engine.log")
     async with answering("the engine", vllm, f"{engine.url}/health"):
@@ -114,7 +113,7 @@ async def run(trial: BatchTrial) -> BatchOutcome:
 
 
 async def _measure(trial: BatchTrial, calls: Sequence[Call], engine: Engine, folder: Path) -> BatchOutcome:
-    """Measure with gateways in front of an engine that is up."""
+    """Measure with gateways in front of a running engine."""
     port = free_port()
     url, child = f"http://127.0.0.1:{port}", _gateway(engine, folder, port)
     async with answering(_NAME, child, f"{url}/ready"):
@@ -126,7 +125,7 @@ async def _measure(trial: BatchTrial, calls: Sequence[Call], engine: Engine, fol
         killed_at = await _until_half(url, id, trial.lines)
         assert child.process is not None
         child.process.kill()
-    say(f"the gateway was killed with {killed_at} lines ended; it is started again")
+    say(f"killed the gateway after {killed_at} lines; restarting it")
     async with answering(_NAME, _gateway(engine, folder, port), f"{url}/ready"):
         batch = await _until_ended(url, id)
         answered = await _ids(url, batch["output_file_id"])
@@ -135,7 +134,7 @@ async def _measure(trial: BatchTrial, calls: Sequence[Call], engine: Engine, fol
 
 
 def _gateway(engine: Engine, folder: Path, port: int) -> Child:
-    """Return a gateway; a second one in the same folder finds the first one's queue and batches."""
+    """Return a gateway; a second one in the same folder takes over the first one's queue and batches."""
     config = Config(
         server=Server(port=port),
         engines=(engine,),
@@ -149,7 +148,7 @@ def _gateway(engine: Engine, folder: Path, port: int) -> Child:
 
 
 async def _send(url: str, engine: Engine, calls: Sequence[Call]) -> list[Record]:
-    """Send interactive requests; KeyboardInterrupt when that was cut off."""
+    """Send interactive requests. Raise KeyboardInterrupt if the load was interrupted."""
     records = await generator.run(url, engine.name, calls)
     if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
         raise KeyboardInterrupt
@@ -180,7 +179,7 @@ async def _look(url: str, id: str) -> dict[str, Any]:
 
 
 async def _until_half(url: str, id: str, lines: int) -> int:
-    """Wait until half of the lines have ended; return how many have. ConfigError if all have."""
+    """Wait until half of the lines have ended; return their number. Raise ConfigError if all have ended."""
     while True:
         batch = await _look(url, id)
         counts = batch["request_counts"]
@@ -217,7 +216,7 @@ def rows_of(trial: BatchTrial, outcome: BatchOutcome) -> list[Row]:
     """Return the figures; requests without a first token have an infinite ttft."""
     found = list[Row]()
     for setting, records in outcome.records.items():
-        # A value that was measured: between two of which one is infinite there is none.
+        # A measured value, since interpolation with an infinite one is undefined.
         for p in (50, 99):
             value = float(np.quantile([record.ttft for record in records], p / 100, method="higher"))
             found.append(Row(f"ttft.p{p}", _NAME, setting, value, "s"))
@@ -236,7 +235,7 @@ def rows_of(trial: BatchTrial, outcome: BatchOutcome) -> list[Row]:
 
 @experiment("batch", "vllm", "Interactive requests beside a batch on vLLM")
 def main(ask: Ask, trial: BatchTrial) -> Result:
-    """Run; `quick`: a small batch beside some seconds of interactive requests."""
+    """Run the benchmark. `quick`: a small batch beside a few seconds of interactive requests."""
     if ask.quick:
         trial = replace(trial, lines=min(trial.lines, _QUICK_LINES), seconds=min(trial.seconds, _QUICK_SECONDS))
     outcome = asyncio.run(run(trial))

@@ -1,7 +1,7 @@
 """`headway bench beside --real`: interactive bursts beside a batch with a deadline, on real engines.
 
-As `simulate/beside.py`, with a batch of as many requests as the engine can do until the deadline. Each system
-gets the interactive requests alone and the same ones beside the batch.
+Like `simulated/beside.py`, with a batch as large as the engine can finish before the deadline. Each system
+serves the interactive requests alone, and again beside the batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from headway.whatif.output.results import Ask
 
 _INTERACTIVE = mix.TrafficTier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
 _PHASES = 6  # three bursts, each followed by idle time
-_QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # with such short answers, requests/s
+_QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # capacity: requests/s with such short answers
 
 Found = dict[tuple[str, str], list[Record]]
 
 
 @dataclass(frozen=True, slots=True)
 class BesideTrial:
-    """What to run.
+    """The settings of a trial.
 
-    seconds: until the batch is due; the interactive requests arrive in as many
+    seconds: time until the batch is due; the interactive requests arrive within the same time
     capacity: requests/s of the engine; None = measured on the first system
     interactive: the class of interactive requests with a promise; the others are copies with other SLOs
     """
@@ -51,23 +51,23 @@ class BesideTrial:
 
     @property
     def plain(self) -> mix.TrafficTier:
-        """The class of interactive requests that promise nothing."""
+        """The class of interactive requests without an SLO."""
         return replace(self.interactive, name=beside.PLAIN, slo=Slo())
 
     @property
     def batch(self) -> mix.TrafficTier:
-        """The class of the batch: to be complete by the deadline, less urgent than all others."""
+        """The class of the batch: due at the deadline, less urgent than all others."""
         return replace(self.interactive, name="batch", slo=Slo(e2e=self.seconds), priority=10)
 
     def calls(self, capacity: float, number: int) -> tuple[list[Call], list[Call]]:
-        """Return the interactive requests of a round, and the batch, of which all are sent at the start."""
+        """Return a round's interactive requests, and the batch, which is sent at the start."""
         rng = np.random.default_rng([self.seed, number])
         at = beside.bursts(capacity, _PHASES, self.seconds / _PHASES, rng)
         due = np.zeros(max(round(capacity * beside.LEFT * beside.USED * self.seconds), 1))
         alone = mix.Mix("interactive", (self.interactive, self.plain))
         batch = mix.Mix("batch", (self.batch,))
-        said = _silent if number else None  # the first round's interactive requests say it for all
-        return mix.calls(alone, at, rng, warn=said), mix.calls(batch, due, rng, warn=_silent)
+        warn = _silent if number else None  # warn once, in the first round
+        return mix.calls(alone, at, rng, warn=warn), mix.calls(batch, due, rng, warn=_silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,7 @@ class BesideOutcome:
 
 
 async def run(trial: BesideTrial) -> BesideOutcome:
-    """Run all systems, with and without the batch.
-
-    Raises ConfigError or EngineError when one cannot be run.
-    """
+    """Run all systems, with and without the batch. Raise ConfigError or EngineError if one cannot run."""
     setup = compare.CompareSetup(
         mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)),
         without_prefixes(trial.engine),
@@ -105,12 +102,12 @@ async def run(trial: BesideTrial) -> BesideOutcome:
 
 
 def without_prefixes(engine: Engine) -> Engine:
-    """Return the engine without prefix caching, or the second run would find the prompts of the first."""
+    """Return the engine without prefix caching, which would let the second run reuse the first's prompts."""
     return replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))
 
 
 def _silent(_: str) -> None:
-    """Say nothing."""
+    """Discard a warning."""
 
 
 def figures(records: Sequence[Record]) -> Figures:
@@ -129,7 +126,7 @@ def _p99(records: Sequence[Record]) -> float:
 
 @experiment("beside", "vllm", "Interactive bursts beside a batch with a deadline on vLLM")
 def main(ask: Ask, trial: BesideTrial) -> Result:
-    """Run; `quick`: some seconds of short answers, with a capacity that is given."""
+    """Run the benchmark. `quick`: a few seconds of short answers at a fixed capacity."""
     if ask.quick:
         trial = replace(
             trial,

@@ -1,8 +1,8 @@
-"""A candidate for the length predictor: quantile gradient boosting on top of the ridge's forecast.
+"""A candidate length predictor: quantile gradient boosting on top of the ridge's forecast.
 
-It sees the plain features of a prompt, those of its instruction and its input, the leading components of the
-embedding, and what the model of `ridge.py` forecasts (for the rows that it is fitted to: by models of the
-others). `headway bench predictor` compares it; nothing serves with it.
+Its features are the plain features of a prompt, those of its instruction and its input, the leading components
+of the embedding, and the forecast of `ridge.py` (cross-fitted on the training rows). `headway bench predictor`
+compares it; nothing is served with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _ridge(features: Features, output_tokens: Floats, known: Ints, asked: Ints) 
 
 
 def _parts(text: str) -> Floats:
-    """Return sizes of a prompt's first line and of what follows it, on a logarithmic scale, and two marks."""
+    """Return the logarithmic sizes of a prompt's first line and of the rest, and two flags of the first line."""
     first, _, rest = text.partition("\n")
     sizes = (len(first), len(rest), len(rest.split()), rest.count("\n"), rest.count(","))
     return np.append(np.log1p(np.array(sizes, float)), (":" in first, first.endswith("?")))

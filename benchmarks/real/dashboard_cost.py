@@ -1,4 +1,4 @@
-"""What the dashboard costs a gateway that is busy: CPU time with a viewer beside that without one."""
+"""CPU cost of the dashboard on a busy gateway, with and without a viewer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.whatif.load import prompts
 from headway.whatif.output.results import Row
 from testing.fake_engine import NAME
 
-_RATE, _LINES = 1000.0, 64  # requests/s over so many connections
+_RATE, _LINES = 1000.0, 64  # requests/s, connections
 _ROUNDS = 3
 _SETTING = f"{_RATE:g} chats/s, {NAME}"
 
@@ -23,7 +23,7 @@ _SETTING = f"{_RATE:g} chats/s, {NAME}"
 def dashboard_rows(engine: Peer, gateway: Peer, seconds: float, seed: int) -> list[Row]:
     """Return the CPU time of a gateway per request without and with a viewer, and the difference.
 
-    seconds: of each of six stretches, with and without a viewer in turn.
+    seconds: length of each of six stretches, alternately without and with a viewer.
     """
     texts = prompts.generate(500, (24, 48), np.random.default_rng([seed, 11]))
     set_answers(engine, 16, 0.0)
@@ -43,7 +43,7 @@ def dashboard_rows(engine: Peer, gateway: Peer, seconds: float, seed: int) -> li
 
 
 async def _stretch(gateway: Peer, requests: list[bytes], seconds: float, *, viewer: bool) -> float:
-    """Send requests at the rate, and return the gateway's CPU seconds per request."""
+    """Send requests at `_RATE` and return the gateway's CPU seconds per request."""
     watching = asyncio.create_task(_watch(gateway.port)) if viewer else None
     cpu, began = gateway.cpu(), time.perf_counter()
     counts = await asyncio.gather(
@@ -58,7 +58,7 @@ async def _stretch(gateway: Peer, requests: list[bytes], seconds: float, *, view
 
 
 async def _line(port: int, requests: list[bytes], first: float, end: float) -> int:
-    """Send a request every `_LINES / _RATE` seconds on one connection; one that is late goes at once."""
+    """Send a request every `_LINES / _RATE` seconds on one connection; a late request is sent at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent, due = 0, first
     try:

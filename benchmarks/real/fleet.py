@@ -1,8 +1,8 @@
-"""`headway bench fleet`: several models on two real vLLM instances that swap them, a core each.
+"""`headway bench fleet`: several models on two real vLLM instances that swap them, with a core each.
 
-Each system is a real `headway serve` in front of two engines, started for its run. Every engine has all
-models and serves one of them at first; the planner decides which one it serves when. Answers are not
-streamed, so that all that an engine has not answered can be repeated elsewhere when it swaps or dies.
+Each system is a real `headway serve` in front of two engines, started for its run. Every engine has all models
+and serves one at a time; the planner decides which. Answers are not streamed, so that unanswered requests can
+be repeated on the other engine when one swaps or dies.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from headway.whatif.measured.systems import Counts, answering, counts, gateway, 
 
 SYSTEMS = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm", "headway")
 INSTANCES = ("e0", "e1")
-RATE, TAIL, DURATION = 1.2, 0.06, 600.0  # what the settings of figures do not name
-_LAYERS = 12  # of the model of another shape
-_NOISE = 0.01  # answers stay sensible
-_POLL, _PATIENCE = 0.5, 20  # seconds, and how often to look for what is due
+RATE, TAIL, DURATION = 1.2, 0.06, 600.0  # defaults, which the settings of figures do not name
+_LAYERS = 12  # layers of the variant with another shape
+_NOISE = 0.01  # small enough for sensible answers
+_POLL, _PATIENCE = 0.5, 20  # seconds between two polls, and the largest number of polls
 FINISHED = "headway_requests_total"
 _FAST = mix.TrafficTier(
     "fast", 0.6, Slo(e2e=20.0), "sharegpt_first_turn", max_tokens=32, ignore_eos=True, prompt_tokens=(8, 100)
@@ -62,13 +62,13 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class FleetTrial:
-    """What to run.
+    """The settings of a trial.
 
-    models: the frequent ones, then the tail; engine i serves the i-th frequent one first
-    rate: arrivals per second, of all models
-    tail: share of them that asks for the last model
+    models: the frequent models, then the tail model; engine i first serves the i-th frequent model
+    rate: arrivals per second, over all models
+    tail: share of the arrivals that ask for the last model
     duration: seconds of arrivals
-    kill: one engine is killed (SIGKILL) after half of them
+    kill: kill one engine (SIGKILL) after half of the duration
     """
 
     models: tuple[Model, ...]
@@ -84,12 +84,12 @@ class FleetTrial:
 
     @property
     def shares(self) -> list[float]:
-        """The share of the requests that asks for each model."""
+        """The share of requests for each model."""
         return shares_of(len(self.models), self.tail)
 
     @property
     def variant(self) -> str:
-        """Name what differs from the defaults; "" where nothing does."""
+        """Describe the differences from the defaults; "" if there are none."""
         words = {
             f"{self.rate:g} req/s": self.rate != RATE,
             f"{self.tail:.0%} tail": self.tail != TAIL,
@@ -101,7 +101,7 @@ class FleetTrial:
         return ", ".join(word for word, differs in words.items() if differs)
 
     def calls(self) -> list[Call]:
-        """Return the calls, the same for every system."""
+        """Return the calls, which are the same for every system."""
         rng = np.random.default_rng([self.seed, 0])
         at = traffic.gamma(self.rate, self.burstiness, self.duration, rng)
         calls = mix.calls(self.mix, at, rng)
@@ -109,7 +109,7 @@ class FleetTrial:
         return [replace(call, model=self.models[m].name) for call, m in zip(calls, which, strict=True)]
 
     def engines(self) -> tuple[Engine, ...]:
-        """Return the engines, a core each; each has all models."""
+        """Return the engines, each with a core and all models."""
         return tuple(self._engine(number) for number in range(len(INSTANCES)))
 
     def _engine(self, number: int) -> Engine:
@@ -133,10 +133,9 @@ class FleetTrial:
 
 
 def make_models(source: str, folder: Path | None = None) -> tuple[Model, ...]:
-    """Return the source, a variant of its shape, and one of another; they are made unless they are there.
+    """Return the source, a variant of the same shape and one of another; create variants that do not exist.
 
-    folder: of the variants, None = beside the models in Headway's cache. ConfigError for a source that cannot
-    be varied.
+    folder: folder of the variants; None = in Headway's cache. Raise ConfigError if the source cannot be varied.
     """
     directory, name = Path(resolve(source)), Model(source).name
     folder = folder or cache_dir() / "variants"
@@ -179,13 +178,13 @@ def check_swaps(systems: Sequence[str]) -> None:
 
 
 def shares_of(models: int, tail: float) -> list[float]:
-    """Return the share of the requests that asks for each model."""
+    """Return the share of requests for each model."""
     return [(1 - tail) / (models - 1)] * (models - 1) + [tail]
 
 
 @asynccontextmanager
 async def running(name: str, trial: FleetTrial, logs: Path) -> AsyncIterator[ServedFleet]:
-    """Start a system, yield it once all of its engines are up, then stop all of its processes."""
+    """Start a system, yield it once all engines are up, then stop all its processes."""
     port, engines = free_port(), trial.engines()
     child = gateway(name, engines, port, logs, trial.mix.names)
     url = f"http://127.0.0.1:{port}"
@@ -199,7 +198,7 @@ async def running(name: str, trial: FleetTrial, logs: Path) -> AsyncIterator[Ser
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What an instance does: the model that it serves, or the one that it loads; neither = it is down."""
+    """The state of an instance: the model that it serves or loads; neither = the instance is down."""
 
     model: str | None
     loading: str | None = None
@@ -207,9 +206,9 @@ class FleetState:
 
 @dataclass(frozen=True, slots=True)
 class ServedFleet:
-    """A system that runs.
+    """A running system.
 
-    pid: of the gateway. ports: of the engines, by instance
+    pid: the gateway's process. ports: the engines' ports, by instance
     """
 
     url: str
@@ -217,7 +216,7 @@ class ServedFleet:
     ports: Mapping[str, str]
 
     async def states(self) -> dict[str, FleetState]:
-        """Return what each instance does."""
+        """Return the state of each instance."""
         engines = (await self._get("/ready"))["engines"]
         return {
             id: FleetState(one["model"] if one["up"] and not one["loading"] else None, one["loading"])
@@ -225,7 +224,7 @@ class ServedFleet:
         }
 
     async def up(self) -> None:
-        """Wait until all instances serve."""
+        """Wait until all instances serve a model."""
         while not all(state.model for state in (await self.states()).values()):  # noqa: ASYNC110
             await asyncio.sleep(_POLL)
 
@@ -251,16 +250,16 @@ class ServedFleet:
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of the instances during a run; seconds after its start.
+    """The instances' history during a run; times are seconds since its start.
 
-    states: instance -> (since, state), a pair for each change. killed: (when, instance), None = none was
+    states: instance -> (since, state) of each change. killed: (time, instance) of the kill, None = no kill
     """
 
     states: dict[str, list[tuple[float, FleetState]]] = field(default_factory=dict)
     killed: tuple[float, str] | None = None
 
     def note(self, now: float, states: Mapping[str, FleetState]) -> None:
-        """Take note of what the instances do."""
+        """Record the instances' states, where they changed."""
         for id, state in states.items():
             seen = self.states.setdefault(id, [])
             if not seen or seen[-1][1] != state:
@@ -268,7 +267,7 @@ class Watched:
 
     @property
     def back(self) -> float | None:
-        """Seconds from the kill until the engine served again, None = it was not seen to."""
+        """Seconds from the kill until the engine served again; None = it did not."""
         if self.killed is None:
             return None
         when, id = self.killed
@@ -279,7 +278,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class FleetRun:
-    """The run of a system: records, counters gained, and what was seen of its instances."""
+    """The run of a system: records, increments of counters, and the instances' history."""
 
     records: Sequence[Record]
     counts: Counts
@@ -287,7 +286,7 @@ class FleetRun:
 
 
 async def run(trial: FleetTrial) -> dict[str, FleetRun]:
-    """Run all systems one after the other. ConfigError or EngineError when one cannot be run."""
+    """Run all systems one after the other. Raise ConfigError or EngineError if one cannot run."""
     check(trial)
     calls, logs = trial.calls(), Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
@@ -302,7 +301,7 @@ async def run(trial: FleetTrial) -> dict[str, FleetRun]:
 
 
 async def measure(served: ServedFleet, trial: FleetTrial, calls: Sequence[Call], before: Counts) -> FleetRun:
-    """Send the calls to a system and watch its instances; KeyboardInterrupt when it was cut off.
+    """Send the calls to a system and watch its instances. Raise KeyboardInterrupt if the run was interrupted.
 
     before: the counters at the start.
     """
@@ -320,7 +319,7 @@ async def measure(served: ServedFleet, trial: FleetTrial, calls: Sequence[Call],
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for error in ended:  # a watch that failed has seen nothing
+    for error in ended:  # a failed watch would leave the history incomplete
         if isinstance(error, Exception):
             raise error
     after = await _counted(served, before, sum(record.ok for record in records))
@@ -334,7 +333,7 @@ async def _watch(served: ServedFleet, watched: Watched, start: float) -> None:
 
 
 async def _kill(served: ServedFleet, watched: Watched, start: float, at: float) -> None:
-    """Kill the first engine that serves, as soon as one does after `at` seconds."""
+    """Kill the first engine that serves a model after `at` seconds."""
     await asyncio.sleep(max(start + at - time.monotonic(), 0.0))
     while watched.killed is None:
         for id, state in (await served.states()).items():
@@ -346,7 +345,7 @@ async def _kill(served: ServedFleet, watched: Watched, start: float, at: float) 
 
 
 async def _until_back(watched: Watched) -> None:
-    """Wait until the engine that was killed serves again, for at most two minutes."""
+    """Wait until the killed engine serves again, for at most two minutes."""
     with suppress(TimeoutError):
         async with asyncio.timeout(120):
             while watched.back is None:  # noqa: ASYNC110
@@ -354,7 +353,7 @@ async def _until_back(watched: Watched) -> None:
 
 
 async def _warm(served: ServedFleet, trial: FleetTrial) -> Counts:
-    """Send each engine a few requests that are not measured (its first batches are slow); return counters."""
+    """Send a few unmeasured requests to each engine, whose first batches are slow; return the counters."""
     first = {engine.name for engine in trial.engines()}
     calls = [replace(call, at=0.0, max_tokens=8) for call in trial.calls() if call.model in first][:8]
     before = await served.counts()
@@ -363,7 +362,7 @@ async def _warm(served: ServedFleet, trial: FleetTrial) -> Counts:
 
 
 async def _counted(served: ServedFleet, before: Counts, answered: int) -> Counts:
-    """Return the counters once the gateway has counted these answers: it does after the client has them."""
+    """Return the counters once the gateway has counted `answered` more answers."""
     for _ in range(_PATIENCE):
         after = await served.counts()
         if total(after, FINISHED, "finished") - total(before, FINISHED, "finished") >= answered:

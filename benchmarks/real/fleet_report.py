@@ -1,4 +1,4 @@
-"""The figures of `headway bench fleet`: attainment, throughput, model swaps, and what a kill cost."""
+"""The figures of `headway bench fleet`: attainment, throughput, model swaps, and the cost of a kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Figure = tuple[str, str, float | None, str]
 
 @experiment("fleet", "vllm", "Several models on two vLLM instances")
 def main(ask: Ask, trial: FleetTrial) -> Result:
-    """Run; `quick`: one system, no model of another shape, some seconds of arrivals."""
+    """Run the benchmark. `quick`: one system, models of one shape only, a few seconds of arrivals."""
     if ask.quick:
         models, seconds = trial.models[:-1], min(trial.duration, _QUICK_SECONDS)
         names = tuple(name for name in trial.systems if name == "qlm") or trial.systems[:1]
@@ -114,7 +114,7 @@ def _swaps(counts: Counts) -> Iterator[Figure]:
 
 
 def draw(runs: Mapping[str, FleetRun]) -> dict[str, bytes]:
-    """Return {name: PNG}: attainment and latency by class and system, and what the instances served."""
+    """Return {name: PNG}: attainment and latency by class and system, and the model on each instance."""
     from headway.whatif.load import plots
 
     results: Results = {name: (run.records, {}) for name, run in runs.items()}
@@ -122,7 +122,7 @@ def draw(runs: Mapping[str, FleetRun]) -> dict[str, bytes]:
 
 
 def _models(runs: Mapping[str, FleetRun]) -> bytes:
-    """Return a PNG: a bar per instance and system, coloured by the model that was served."""
+    """Return a PNG with a bar per instance and system, coloured by the served model."""
     from matplotlib.patches import Patch
 
     from headway.whatif.output.plots import colour, png, sheet

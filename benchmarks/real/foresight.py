@@ -1,7 +1,7 @@
-"""`headway bench advise`: what `headway advise` says of a real engine, and what the engine then does.
+"""`headway bench advise`: the predictions of `headway advise` for a real engine against its measured figures.
 
-A gateway serves a mix at the first load and keeps its journal. From that journal alone the simulator is
-calibrated and predicts the attainment at every load; then the same requests really come at those loads.
+A gateway serves a mix at the first load and keeps its journal. The simulator is calibrated from that journal
+alone and predicts the attainment at every load; the same requests are then really sent at those loads.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from headway.whatif.measured.systems import answering, gateway
 from headway.whatif.output.results import Ask, Row
 from headway.whatif.scenario import faster
 
-_SETTLE_S = 4.0  # until the journal has the last rows
+_SETTLE_S = 4.0  # until the journal's last rows are written
 _QUICK_SECONDS, _QUICK_CAPACITY = 14.0, 6.0
 _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ForesightTrial:
-    """What to run.
+    """The settings of a trial.
 
-    loads: multiples of the capacity; the journal is of the first. duration: seconds of arrivals at the first.
-    capacity: requests/s, None = measured.
+    loads: multiples of the capacity; the journal is recorded at the first. duration: seconds of arrivals at the
+    first load. capacity: requests/s; None = measured.
     """
 
     mix: mix.Mix
@@ -60,7 +60,7 @@ class ForesightTrial:
 
 @dataclass(frozen=True, slots=True)
 class ForesightOutcome:
-    """What was served at each load, the journal of the first, and the capacity in requests/s."""
+    """The records at each load, the journal of the first load, and the capacity in requests/s."""
 
     served: dict[float, list[Record]]
     journal: JournalReader
@@ -68,7 +68,7 @@ class ForesightOutcome:
 
 
 async def run(trial: ForesightTrial) -> ForesightOutcome:
-    """Serve the mix at every load. EngineError when the gateway does not start."""
+    """Serve the mix at every load. Raise EngineError if the gateway does not start."""
     folder = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     port, notes = free_port(), folder / "journal"
     engine = replace(trial.engine, args=(*trial.engine.args, "--no-enable-prefix-caching"))
@@ -100,7 +100,7 @@ def _at_once(trial: ForesightTrial, count: int, tokens: int | None) -> list[Call
 
 
 def _calls(trial: ForesightTrial, capacity: float, load: float) -> list[Call]:
-    """Return the same requests for every load, as much faster as it is higher."""
+    """Return the same requests for every load, with arrivals scaled to the load."""
     rng, first = np.random.default_rng(trial.seed), trial.loads[0]
     at = arrivals.poisson(capacity * first, trial.duration, rng) * (first / load)
     return mix.calls(trial.mix, at, rng)
@@ -110,13 +110,13 @@ def _calls(trial: ForesightTrial, capacity: float, load: float) -> list[Call]:
 
 
 def predicted(requests: Workload, kinds: Sequence[InstanceSpec], recipe: str, load: float) -> list[Record]:
-    """Return what the simulator says of the journal's requests, `load` times as fast."""
+    """Simulate the journal's requests at `load` times their rate."""
     work = faster(requests, load)
     return records(work, Simulation(find(recipe), list(kinds), work).run())
 
 
 def rows_of(trial: ForesightTrial, outcome: ForesightOutcome) -> tuple[list[Row], dict[str, Calibration]]:
-    """Return real and predicted figures by load and class, and the calibrations."""
+    """Return the measured and predicted figures by load and class, and the calibrations."""
     kinds, known = instances_of(outcome.journal)
     requests = traffic_of(outcome.journal, trial.seed)
     rows: list[Row] = []

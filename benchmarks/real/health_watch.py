@@ -1,6 +1,6 @@
-"""How long a gateway's /health, or a short chat, takes to answer, and its memory: asked by another process.
+"""A separate process that measures a gateway's memory and its latency, of /health or of short chats.
 
-In a thread of the process that attacks, the answers would wait for the attackers' interpreter.
+In a thread of the attacking process, the measurements would wait for the interpreter that runs the attackers.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from multiprocessing.connection import Connection
 
 import psutil  # type: ignore[import-untyped]
 
-_PAUSE = 0.01  # seconds between two questions
-_SLOW = 60.0  # seconds after which no answer is waited for
+_PAUSE = 0.01  # seconds between two requests
+_SLOW = 60.0  # timeout of a request, seconds
 
 
 @dataclass(slots=True)
 class HealthSeen:
-    """Seconds that each answer took, and the gateway's resident bytes, the first before all."""
+    """The seconds that each answer took, and the gateway's resident bytes, first before any request."""
 
     health: list[float] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
 
 
 class HealthWatch:
-    """Asks a gateway for /health, or short chats, while a block runs."""
+    """Sends /health or short chats to a gateway while a block runs."""
 
     def __init__(self, line: Connection) -> None:
         self._line = line
 
     @contextmanager
     def watching(self) -> Iterator[HealthSeen]:
-        """Yield what will have been seen when the block has ended."""
+        """Measure while the block runs; the yielded object is filled when it ends."""
         seen = HealthSeen()
         self._line.send(True)
         self._line.recv()  # it has begun
@@ -48,9 +48,9 @@ class HealthWatch:
 
 @contextmanager
 def health_watch(port: int, pid: int, chat: str = "") -> Iterator[HealthWatch]:
-    """Start the process that asks the gateway with this port and process id; end it after the block.
+    """Start the process that watches the gateway with this port and process id; end it after the block.
 
-    chat: the body of the chat that it asks for, instead of /health.
+    chat: the body of a chat to send instead of /health.
     """
     context = get_context("spawn")
     ours, its = context.Pipe()
@@ -65,7 +65,7 @@ def health_watch(port: int, pid: int, chat: str = "") -> Iterator[HealthWatch]:
 
 
 def _ask(line: Connection, port: int, pid: int, chat: str) -> None:
-    """Ask between True and False, then send what was seen; return when the other end is closed."""
+    """Measure between True and False on the pipe, then send the results; return when the pipe is closed."""
     gateway = psutil.Process(pid)
     try:
         while line.recv():

@@ -1,8 +1,8 @@
-"""Cost of the scheduler hook per iteration, beside stock vLLM's `schedule()` and `update_from_output()`.
+"""Cost of the scheduler hook per iteration, compared with stock vLLM's `schedule()` and `update_from_output()`.
 
-vLLM's own scheduler class is stepped without a model, with and without Headway's hook, alternating within one
-run, at a steady batch of decoding requests, with and without others that wait for a place in it. Figures are
-medians of the wall time of the calls.
+vLLM's scheduler class is stepped without a model, alternately with and without Headway's hook, at a steady
+batch of decoding requests, with and without a queue of waiting requests. The figures are median wall times of
+the calls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BLOCK, _PROMPT, _STEP_S = 32, 64, 0.02
 
 
 def hook_rows(quick: bool, seed: int) -> list[Row]:
-    """Return the times of both calls in microseconds, and the hook's own time over stock's.
+    """Return the times of both calls in microseconds, and the hook's added time over stock vLLM's.
 
-    hook.ratio is that of `schedule()`, hook.iteration_ratio that of both.
-    setting = requests running, and waiting; half of them have a promise. Needs vLLM, no GPU, no weights.
+    hook.ratio covers `schedule()`, hook.iteration_ratio both calls. setting: requests running and waiting, half
+    of them with a promise. Needs vLLM, but no GPU and no weights.
     """
     steps = 150 if quick else 1000
     rows = [row for running in RUNNING for row in cost(running, 0, RECIPES, steps, seed)]
@@ -51,10 +51,10 @@ def cost(running: int, waiting: int, names: tuple[str, ...], steps: int, seed: i
 
 
 def steady(running: int, name: str, steps: int, seed: int, waiting: int = 0) -> SchedulerOracle:
-    """Return a scheduler with `running` requests decoding, which go on for at least `steps` more.
+    """Return a scheduler with `running` decoding requests that continue for at least `steps` more steps.
 
-    Those that wait came later, one after another for as long as the steps take. What was promised is due one
-    after another, too, from half of that time on.
+    Waiting requests arrived later, spread over the time that the steps take. Promises fall due one after
+    another, too, from half of that time on.
     """
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
@@ -73,17 +73,17 @@ def steady(running: int, name: str, steps: int, seed: int, waiting: int = 0) -> 
     rng, span = np.random.default_rng(seed), steps * _STEP_S if waiting else 0.0
     for i in range(running):
         clock.add(f"r{i}", _PROMPT, steps + 32, metadata=_metadata(i, rng.uniform(-1, 0) - span, 1.0 + span))
-    for _ in range(24):  # prompts are computed, caches are warm
+    for _ in range(24):  # computes prompts and warms up caches
         clock.step(_STEP_S)
     for i, arrival in enumerate(np.sort(rng.uniform(-span, 0, waiting))):
         clock.add(f"w{i}", _PROMPT, steps + 32, metadata=_metadata(i, arrival, 1.5 * span))
-    for _ in range(8 if waiting else 0):  # the more urgent have taken the places of others
+    for _ in range(8 if waiting else 0):  # more urgent requests preempt others
         clock.step(_STEP_S)
     return clock
 
 
 def _metadata(i: int, arrival: float, ttft: float) -> dict[str, Any]:
-    """Return the metadata of a request; every second one has a promise."""
+    """Return the metadata of a request; every second request has a promise."""
     promise = {"headway_ttft": ttft, "headway_tpot": 0.1} if i % 2 else {}
     return {"headway_arrival": arrival, **promise}
 

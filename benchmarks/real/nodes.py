@@ -1,8 +1,8 @@
-"""`headway bench nodes`: a whole Headway on two Ray nodes of this machine, and a kill of each part.
+"""`headway bench nodes`: a complete Headway on two Ray nodes of this machine, each part of which is killed once.
 
-Real vLLM, RabbitMQ, PostgreSQL and Ray; three models on two engines that swap them, a core each. Clients are
-as behind a load balancer: a request that is refused or whose gateway dies is sent again, to the other
-gateway, and timed from its first try. Some requests run in the background, and are asked for at the end.
+Real vLLM, RabbitMQ, PostgreSQL and Ray; two engines, with a core each, swap three models. Clients behave as
+behind a load balancer: they resend a request that is refused or whose gateway dies to the other gateway, and
+time it from its first try. Some requests run in the background; their answers are fetched at the end.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from headway.whatif.load.records import Call, Record
 from testing.servers import postgres, rabbitmq
 from testing.servers.both import both
 
-NODE = "headway_node_"  # custom resources, by which each engine has a node of its own
+NODE = "headway_node_"  # prefix of the custom resources that place each engine on a separate node
 KILLS = ("gateway", "controller", "agent", "engine", "RabbitMQ", "PostgreSQL")
-BACKGROUND = 4  # one of so many requests of the class batch
+BACKGROUND = 4  # one in this number of the batch class's requests runs in the background
 _LEASE_S = 3.0
 _AGAIN_S, _TRIES = 0.5, 240
-_END_S = 300.0  # for all that is owed, once nothing is killed any more
+_END_S = 300.0  # time limit for the remaining answers after the last kill
 _console = Console(stderr=True)
 
 
 @dataclass(slots=True)
 class NodesSeen:
-    """What clients saw. again: how often a request was sent again. kills: instant and part of each."""
+    """The clients' observations. again: number of resent requests. kills: instant and part of each kill."""
 
     records: list[Record] = field(default_factory=list)
     history: SoakHistory = field(default_factory=SoakHistory)
@@ -60,13 +60,13 @@ class NodesSeen:
 
     @property
     def lost(self) -> int:
-        """How many requests have no answer, those in the background among them."""
+        """The number of requests without an answer, background requests included."""
         return self.verdict.lost + sum(not record.ok for record in self.records)
 
 
 @dataclass(slots=True)
 class Whole:
-    """All that runs, and where."""
+    """The running cluster: Ray actors with their states, RabbitMQ and PostgreSQL."""
 
     actors: Actors
     states: dict[str, PartState]
@@ -80,7 +80,7 @@ class Whole:
         return [f"http://{netloc(state.host, state.port)}" for state in gateways]
 
     def kill(self, what: str) -> None:
-        """Kill a part. Ray starts its actors again, this the servers."""
+        """Kill a part. Ray restarts actors; this method restarts RabbitMQ and PostgreSQL."""
         match what:
             case "RabbitMQ":
                 self.rabbit.nodes[0].kill()
@@ -106,7 +106,7 @@ class Whole:
 
 
 def check_ray() -> None:
-    """Raise ConfigError when Ray is not installed."""
+    """Raise ConfigError if Ray is not installed."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -114,7 +114,7 @@ def check_ray() -> None:
 
 
 def configuration(trial: FleetTrial, name: str, address: str) -> Config:
-    """Return the configuration of all parts; each engine asks for a node of its own."""
+    """Return the configuration of all parts; each engine asks for a separate node."""
     engines = tuple(
         replace(engine, resources={"cpus": 1.0, f"{NODE}{i}": 1.0}, port=None)
         for i, engine in enumerate(trial.engines())
@@ -132,7 +132,7 @@ def configuration(trial: FleetTrial, name: str, address: str) -> Config:
 
 @contextmanager
 def ray_nodes(count: int) -> Iterator[str]:
-    """Run nodes of a Ray cluster on this machine; yield the address of the first."""
+    """Run a Ray cluster of `count` nodes on this machine; yield the head's address."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster  # type: ignore[import-untyped, unused-ignore]
 
@@ -178,14 +178,14 @@ def _environment(rabbit: str, database: str) -> Iterator[None]:
 
 
 def _told(name: str, state: PartState | None) -> None:
-    """Say nothing: a part that is not ready in time raises an error."""
+    """Ignore progress: a part that is not ready in time raises an error."""
 
 
 # ---- a run
 
 
 def run(trial: FleetTrial, kills: Sequence[str] = KILLS) -> NodesSeen:
-    """Send the trial's calls while parts are killed, one after the other; return what clients saw."""
+    """Send the trial's calls while parts are killed one after the other; return the clients' observations."""
     with whole(trial) as headway:
         return asyncio.run(_run(trial, headway, kills))
 
@@ -206,11 +206,11 @@ async def _run(trial: FleetTrial, headway: Whole, kills: Sequence[str]) -> Nodes
 
 
 async def _kill(headway: Whole, duration: float, kills: Sequence[str], start: float, seen: NodesSeen) -> None:
-    """Kill the parts at even distances."""
+    """Kill the parts one by one, evenly spread over the duration."""
     loop = asyncio.get_running_loop()
     for number, what in enumerate(kills, 1):
         await asyncio.sleep(max(start + duration * number / (len(kills) + 1) - loop.time(), 0.0))
-        _console.print(f"[dim]{loop.time() - start:.0f} s: {what} is killed[/]")
+        _console.print(f"[dim]{loop.time() - start:.0f} s: killing {what}[/]")
         seen.kills.append((loop.time() - start, what))
         await asyncio.to_thread(headway.kill, what)
 
@@ -228,7 +228,7 @@ async def _later(
 async def _foreground(
     http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: NodesSeen
 ) -> None:
-    """Ask until there is an answer, at one gateway after the other."""
+    """Send a request to the gateways in turn until one answers."""
     for attempt in range(_TRIES):
         url = urls[(number + attempt) % len(urls)]
         record = await generator.ask(http, url, "", call, start, headers={})
@@ -242,7 +242,7 @@ async def _foreground(
 async def _background(
     http: aiohttp.ClientSession, urls: Sequence[str], number: int, call: Call, start: float, seen: NodesSeen
 ) -> None:
-    """Have a request accepted, by one gateway or the other."""
+    """Send a background request to the gateways in turn until one accepts it."""
     body = {
         "model": call.model,
         "messages": [{"role": "user", "content": call.prompt}],
@@ -263,7 +263,7 @@ async def _background(
 
 
 async def _collect(urls: Sequence[str], seen: NodesSeen) -> None:
-    """Ask each gateway for all that ran in the background, until it has ended."""
+    """Poll each gateway until all background requests have ended."""
     deadline = time.monotonic() + _END_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
         for url in urls:
@@ -276,7 +276,7 @@ async def _collect(urls: Sequence[str], seen: NodesSeen) -> None:
 
 
 async def _look(http: aiohttp.ClientSession, url: str, id: str, history: SoakHistory) -> bool:
-    """Look at a background request; return whether it has ended."""
+    """Poll a background request; return True if it has ended."""
     try:
         async with http.get(f"{url}/v1/responses/{id}") as answer:
             status, body = answer.status, await answer.json(content_type=None)

@@ -62,7 +62,7 @@ def result(trial: FleetTrial, seen: NodesSeen) -> Result:
 
 
 def plot(seen: NodesSeen) -> bytes:
-    """Return a PNG: the seconds that each request took, by arrival, with the kills."""
+    """Return a PNG of the seconds that each request took, by arrival, and the kills."""
     figure, panels = sheet(1, 1, 9.0, 3.2)
     axes = panels[0]
     for number, (tier, part) in enumerate(metrics.split(seen.records).items()):

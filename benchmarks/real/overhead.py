@@ -1,9 +1,9 @@
 """`headway bench overhead`: latency and CPU time that Headway itself adds.
 
-A real gateway runs in front of a FAKE engine that responds at once (`fake_engine.py`), and the same requests
-go to both in turn: the latency that the gateway adds, and the requests and tokens per second of one gateway
-core. Gateways of other projects (`peer_gateways.py`) get the same requests in front of the same engine.
-`hook_overhead.py` measures the scheduler hook inside vLLM.
+A real gateway runs in front of a FAKE engine that responds immediately (`fake_engine.py`). The same requests go
+to both in turn, which gives the latency added by the gateway, and the requests and tokens per second of one
+gateway core. Gateways of other projects (`peer_gateways.py`) serve the same requests in front of the same
+engine. `hook_overhead.py` measures the scheduler hook inside vLLM.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _PACED = f"{_STREAMS} streams x {TOKENS} tokens, {NAME} at 100 tokens/s each"
 
 @experiment("overhead", "vllm", "Overhead of gateway and scheduler hook")
 def main(ask: Ask, peers: str | None = None) -> Result:
-    """Measure; peers: their names, comma-separated."""
+    """Run the benchmark. peers: names of gateways to compare, comma-separated."""
     return result(measure(chosen(peers), ask.quick, ask.seed))
 
 
 @dataclass(slots=True)
 class OverheadFigures:
-    """All figures.
+    """The measured figures.
 
     times: {setting: {system: milliseconds of single requests, in order}}
-    peers: {name: version} of the peers
+    peers: {name: version}
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -82,7 +82,7 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> OverheadFigures:
 
 @contextmanager
 def _systems(folder: Path, names: Sequence[str]) -> Iterator[Sequence[Peer]]:
-    """Start the FAKE engine, and in front of it Headway and the named peers; all run until the block ends."""
+    """Run the FAKE engine, and Headway and the named peers in front of it, until the block ends."""
     with ExitStack() as stack:
         direct, headway = stack.enter_context(servers(folder))
         yield direct, headway, *(stack.enter_context(gateway(name, direct, folder)) for name in names)
@@ -92,7 +92,7 @@ def _systems(folder: Path, names: Sequence[str]) -> Iterator[Sequence[Peer]]:
 
 
 def _latency(systems: Sequence[Peer], made: OverheadFigures, count: int, rng: np.random.Generator) -> None:
-    """Send each request to all servers, in random order, and compare the times; the first is the engine."""
+    """Send each request to all servers in random order and compare the times; the first server is the engine."""
     set_answers(systems[0], 16, 0.0)
     for setting, mark, more in ((_CHAT, None, {}), (_TTFT, MARK, {"stream": True})):
         texts = prompts.generate(count + 50, (24, 48), rng)
@@ -147,7 +147,7 @@ def _ask(line: socket.socket, request: bytes, mark: bytes | None) -> float:
 
 
 def _throughput(systems: Sequence[Peer], made: OverheadFigures, seconds: float, rng: np.random.Generator) -> None:
-    """Saturate each server in turn; divide its work by the CPU time of its processes."""
+    """Saturate each server in turn and divide its work by its processes' CPU time."""
     texts = prompts.generate(500, (24, 48), rng)
     for system in systems:
         set_answers(systems[0], 16, 0.0)
@@ -162,12 +162,12 @@ def _throughput(systems: Sequence[Peer], made: OverheadFigures, seconds: float, 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Work of a server.
+    """The work of a server.
 
     responses: complete responses
-    broken: responses of a peer that ended with an error instead
-    seconds: from the first request to the last response
-    cpu: CPU seconds of the server meanwhile
+    broken: responses of a peer that ended with an error
+    seconds: time from the first request to the last response
+    cpu: CPU seconds of the server in that time
     """
 
     responses: int
@@ -177,7 +177,7 @@ class _Work:
 
 
 def _rates(id: str, unit: str, system: str, setting: str, each: int, work: _Work) -> list[Row]:
-    """Return the rows of work; each: units in a response."""
+    """Return the rows of a server's work. each: units per response."""
     amount = work.responses * each
     return [
         Row("gateway.broken", system, setting, work.broken, "responses"),
@@ -195,9 +195,9 @@ def _work(peer: Peer, clients: int, seconds: float, texts: list[str], more: dict
 
 
 async def _many(peer: Peer, clients: int, seconds: float, requests: list[bytes], streamed: bool) -> Counter[bool]:
-    """Let each client send its next request as soon as it has a response; count {complete: responses}.
+    """Send requests from all clients without pauses; return {complete: number of responses}.
 
-    Raises EngineError for an incomplete response, unless a peer sent it.
+    Raise EngineError for an incomplete response, unless a peer sent it.
     """
     stop, done = time.perf_counter() + seconds, Counter[bool]()
 
@@ -243,7 +243,7 @@ def result(found: OverheadFigures) -> Result:
 
 
 def plot(measured: OverheadFigures) -> bytes:
-    """Return a PNG of the latency added to single requests, and of the throughput per core."""
+    """Return a PNG of the latency added to single requests and of the throughput per core."""
     figure, (left, *right) = sheet(1, 4, 10, 3.6, widths=(2, 1, 1, 1))
     edge = 0.0
     for setting, seen in measured.times.items():

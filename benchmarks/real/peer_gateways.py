@@ -1,7 +1,7 @@
-"""Gateways of other projects that `headway bench overhead --peers` measures beside Headway.
+"""Gateways of other projects that `headway bench overhead --peers` compares with Headway.
 
-They have an environment of their own (`make peers`) and are started as their documentation says: one worker
-process in front of one engine, without a database, a check of keys and a log of requests.
+They are installed in a separate environment (`make peers`) and started as documented by their projects: one
+worker process in front of one engine, without a database, key checks or request logs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headway.errors import ConfigError
 from headway.whatif.output.results import Row
 
 LITELLM, SGLANG_ROUTER = "litellm", "sglang-router"
-KNOWN = (LITELLM, SGLANG_ROUTER)  # names of their packages, and of the commands that these install
+KNOWN = (LITELLM, SGLANG_ROUTER)  # names of packages, and of the commands that they install
 _READY = {LITELLM: "/health/readiness", SGLANG_ROUTER: "/readiness"}
 _ENVIRONMENT: Mapping[str, Mapping[str, str | None]] = {
     LITELLM: {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of fetching it from the network
         "LITELLM_LOG": "ERROR",
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # on loopback, and Headway has none
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # loopback only; Headway has no key here
         "LITELLM_MASTER_KEY": None,
         "DATABASE_URL": None,
         "REPEATED_STREAMING_CHUNK_LIMIT": "1000000",  # the FAKE engine repeats one word
@@ -41,14 +41,14 @@ def place() -> Path:
 
 
 def installed(name: str) -> bool:
-    """Tell whether the peer is installed."""
+    """Return True if the peer is installed."""
     return (place() / "bin" / name).exists()
 
 
 def chosen(text: str | None) -> tuple[str, ...]:
     """Return the names in a comma-separated list, without repetitions; None gives an empty tuple.
 
-    Raises ConfigError when a name is unknown, or a peer is not installed.
+    Raise ConfigError if a name is unknown or a peer is not installed.
     """
     if text is None:
         return ()
@@ -76,7 +76,7 @@ def versions(names: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def gateway(name: str, engine: Peer, folder: Path) -> Iterator[Peer]:
-    """Run a peer in front of the engine until the block ends; its log and configuration are in the folder."""
+    """Run a peer in front of the engine until the block ends, with its log and configuration in the folder."""
     port = free_port()
     argv = (_litellm if name == LITELLM else _sglang_router)(folder, engine.port, port)
     env = {"PYTHONPATH": None, **_ENVIRONMENT[name]}
@@ -126,7 +126,7 @@ def _program(name: str) -> str:
 
 
 def ratio_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return Headway's figures divided by those of each peer in the rows, per core and of added latency."""
+    """Return Headway's throughput per core and added latency, divided by those of each peer in the rows."""
     ours = {(row.id, row.setting): row.ours for row in rows if row.system == HEADWAY}
     found = []
     for row in rows:

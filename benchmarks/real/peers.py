@@ -1,4 +1,4 @@
-"""The two servers of the overhead benchmark: a FAKE engine, and a gateway in front of it."""
+"""Servers for gateway benchmarks: a FAKE engine, and a gateway in front of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUEUE, _CONFIG = "queue.sqlite", "headway.toml"
 class Peer:
     """A running server.
 
-    process: psutil.Process of the one that was started
+    process: psutil.Process of its main process
     """
 
     name: str
@@ -36,7 +36,7 @@ class Peer:
     process: Any
 
     def cpu(self) -> float:
-        """Return the CPU seconds so far of the process and all that it started: user and kernel mode."""
+        """Return the CPU seconds used so far by the process and its descendants, in user and kernel mode."""
         used = 0.0
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):  # it has just ended, and counts in its parent's children
@@ -68,9 +68,9 @@ def servers(
     engines: Mapping[str, float] | None = None,
     keys: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[Peers]:
-    """Start the FAKE engine and a gateway in front of it; stop both at the end.
+    """Run the FAKE engine and a gateway in front of it until the block ends.
 
-    server, engines: more settings of the gateway and of its engine. keys: its `[[keys]]`.
+    server, engines: further settings in [server] and [[engines]]. keys: the gateway's [[keys]].
     """
     engine, gateway = free_port(), free_port()
     write_config(folder, engine, gateway, recipe, server, engines, keys)
@@ -89,7 +89,7 @@ def write_config(
     keys: Sequence[Mapping[str, str]] = (),
     lease_seconds: float = 30.0,
 ) -> None:
-    """Write a gateway's configuration, by the ports of it and of its engine; the rest is as in `servers`."""
+    """Write a gateway's configuration. engine, gateway: their ports. The rest is as in `servers`."""
     queue = {"path": str(folder / QUEUE), "synchronous": "full"}
     config = {
         "recipe": recipe,
@@ -102,18 +102,18 @@ def write_config(
 
 
 def gateway_argv(folder: Path, run: str = "from headway.cli.main import main; main()") -> list[str]:
-    """Return the command of a gateway with the configuration in the folder; run: the Python of its start."""
+    """Return the command of a gateway with the configuration in the folder. run: Python code that starts it."""
     return [sys.executable, "-c", run, "serve", "--config", str(folder / _CONFIG)]
 
 
 def fake_engine(folder: Path, port: int, *more: str) -> AbstractContextManager[Peer]:
-    """Run the FAKE engine until the block ends; more: of its options."""
+    """Run the FAKE engine until the block ends. more: further options."""
     argv = [sys.executable, "-m", "testing.fake_paced", "--port", str(port), *more]
     return serving(DIRECT, argv, port, "/health", folder)
 
 
 def set_answers(engine: Peer, tokens: int, delay: float) -> None:
-    """Let the FAKE engine answer with at most so many tokens, and wait `delay` seconds before each."""
+    """Set the FAKE engine's answers to at most `tokens` tokens, with `delay` seconds before each."""
     url = f"http://127.0.0.1:{engine.port}/answers/{tokens}/{delay}"
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
         return
@@ -129,9 +129,9 @@ def serving(
     env: Mapping[str, str | None] | None = None,
     patience: float = START_S,
 ) -> Iterator[Peer]:
-    """Run a server until the block ends; it begins when a GET of the path is answered.
+    """Run a server until the block ends; the block begins when a GET of `path` succeeds.
 
-    env: more of its environment; None = without this variable. patience: seconds that its start may take.
+    env: changes of the environment; None removes a variable. patience: seconds that the start may take.
     """
     environment = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
     child = Child(argv, environment, folder / f"{name}.log")
@@ -145,7 +145,7 @@ def serving(
 
 
 def _wait(child: Child, url: str, name: str, patience: float) -> None:
-    """Wait until a GET is answered with 200."""
+    """Wait until a GET returns 200."""
     for _ in attempts(name, child, patience):
         try:
             with urllib.request.urlopen(url, timeout=5):

@@ -1,9 +1,9 @@
-"""Latency of the gateway while its planner thinks (`gateway/control/planning.py`).
+"""Latency of the gateway while its planner works in the background (`gateway/control/planning.py`).
 
 A gateway in front of a FAKE engine gets 500 requests/s. A quarter are chats, which wait for a plan; the
-others need none: GET /v1/models, a refusal, the poll of a background response. The rows give the latency of
-those, with a planner that takes 200 ms over every plan and with the same planner when it answers at once.
-Goal: a p99 within 5 ms of the latter.
+others need none: GET /v1/models, a refused request, the poll of a background response. The rows give the
+latency of those others, with a planner that spends 200 ms on every plan and with one that answers immediately.
+Goal: p99 with the slow planner at most 5 ms higher.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RATE = 500.0  # requests per second
 _CHAT = "/v1/chat/completions"
 _BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 4}
 _SETTING = f"{_RATE:.0f} req/s"
-# By the place in the cycle of `_CALLS`. A poll is read from the queue's file, in a thread.
+# Positions in the cycle of `_CALLS`. A poll reads the queue's file, in a thread.
 _KINDS = {_SETTING: (1, 2, 3), f"{_SETTING}, from memory": (1, 2), f"{_SETTING}, from the file": (3,)}
 
 
@@ -39,7 +39,7 @@ class ByArrival(Planner):
     """Sends queued requests by arrival to the first instance with a free slot."""
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        """Return as many sends as fit into the dispatch windows."""
+        """Return sends that fill the dispatch windows."""
         backlog = cluster.backlog
         free = {name: one.window - len(cluster.inside(name)) for name, one in cluster.instances.items()}
         sends = []
@@ -52,7 +52,7 @@ class ByArrival(Planner):
 
 
 class Deliberate(ByArrival):
-    """The same, but every plan takes long: it is made on a snapshot, beside the event loop."""
+    """Sends by arrival, too, but makes every plan on a snapshot, outside the event loop."""
 
     def __init__(self) -> None:
         self._ready = Plan(final=True)
@@ -62,32 +62,32 @@ class Deliberate(ByArrival):
         return True
 
     def make(self, cluster: Cluster, now: float) -> Plan:
-        """Return the plan, after however long."""
+        """Return the plan; it may take long."""
         return super().plan(cluster, now)
 
     def deliberate(self, cluster: Cluster, now: float) -> Callable[[], object] | None:
-        """Return the making of the next plan, if requests wait."""
+        """Return a function that makes the next plan, or None if no request waits."""
         if all(cluster.backlog.sent[cluster.backlog.rows()]):
             return None
         snapshot = cluster.snapshot()
         return lambda: replace(self.make(snapshot, now), based_on=snapshot.version, final=True)
 
     def conclude(self, result: object, cluster: Cluster, now: float) -> None:
-        """Keep a plan that has been made for the next call of `plan`."""
+        """Keep a finished plan for the next call of `plan`."""
         assert isinstance(result, Plan)
         self._ready = result
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        """Return the plan that is ready, once; the controller carries out what of it still holds."""
+        """Return the finished plan once; the controller carries out the parts that are still valid."""
         ready, self._ready = self._ready, Plan(final=True)
         return ready
 
 
 class Sleeping(Deliberate):
-    """Takes 200 ms over every plan."""
+    """Spends 200 ms on every plan."""
 
     def make(self, cluster: Cluster, now: float) -> Plan:
-        """Return the plan."""
+        """Return the plan after 200 ms."""
         time.sleep(0.2)
         return super().make(cluster, now)
 
@@ -106,7 +106,7 @@ _SYSTEMS = {"answers at once": "AT_ONCE", "thinks": "SLEEPING"}
 def planning_rows(duration: float) -> list[Row]:
     """Return planning.p50_ms and planning.p99_ms of requests that need no plan, for both planners.
 
-    duration: seconds of load for each.
+    duration: seconds of load per planner.
     """
     rows = []
     for system, recipe in _SYSTEMS.items():
@@ -153,5 +153,5 @@ async def _call(session: aiohttp.ClientSession, method: str, path: str, body: An
     async with session.request(method, path, json=body) as response:
         text = await response.text()
     if response.status != expected:
-        raise EngineError(f"{method} {path} was answered {response.status}: {text[:200]}.", "This is a bug.")
+        raise EngineError(f"{method} {path} returned {response.status}: {text[:200]}.", "This is a bug.")
     return time.perf_counter() - began

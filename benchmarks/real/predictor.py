@@ -1,10 +1,10 @@
 """`headway bench predictor`: accuracy and cost of predicted output lengths (EcoServe 2.3, 3.2.2).
 
-Real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs and
-nothing is simulated. A data set's plain name is the static split: fitted once to the first 70 % (EcoServe
+Uses real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the order of the file; no engine runs
+and nothing is simulated. A data set's plain name is the static split: fitted once to the first 70 % (EcoServe
 2.3), evaluated on the rest. "online": forecast, then learn, from the first request on, with the objects that
-`headway serve` uses. "all": the data sets shuffled together, unlabelled. System "other-answers" reads no
-prompt, but has seen three other answers to it (`repeated_answers.py`): how well a length can be known.
+`headway serve` uses. "all": the data sets shuffled together, unlabelled. System "other-answers" reads no prompt
+but sees three other answers to it (`repeated_answers.py`), which shows how well a length can be known.
 
 accuracy_pct: outputs not longer than the expected length with 10 % padding (EcoServe 2.3 as we read it)
 overpredicted_tokens_pct: tokens predicted with that padding but never generated, over all generated
@@ -49,11 +49,11 @@ from headway.whatif.output.results import Ask, Row
 
 DATA = ("alpaca", "alpaca_eval", "code_alpaca_2k", "gsm8k_test", "humaneval")
 QUICK = {"alpaca": 500, "alpaca_eval": 120}
-TOKENS = "smollm2"  # tokenizer of the counts: the model that is served here
+TOKENS = "smollm2"  # model whose tokenizer counts the tokens
 PADDING = 0.10
 _TRAINED = 0.7
 _LONGEST = 2048
-_TIMED = 40  # predictions that are timed
+_TIMED = 40  # number of timed predictions
 PAPER = {  # on Alpaca
     "accuracy_pct": 77.5,
     "covered_pct": 77.5,
@@ -83,7 +83,7 @@ class Forecasts:
     """The forecasts of a system.
 
     expected: expected lengths
-    padded: lengths that requests would be served with
+    padded: served lengths, padding included
     output_tokens: true lengths
     share: tuned quantile of the padding
     ms: milliseconds per prediction
@@ -100,9 +100,9 @@ class Forecasts:
 
 @dataclass(slots=True)
 class System:
-    """One way to forecast.
+    """A forecasting method.
 
-    columns: number of features that it sees; 0 = it reads no prompt
+    columns: number of features used; 0 = the prompt is not read
     """
 
     name: str
@@ -120,7 +120,7 @@ class System:
 
 
 def systems(width: int) -> list[System]:
-    """Return new systems for so many features."""
+    """Return new systems for `width` features."""
     return [
         System("predictor", Predictor(), width),
         System("no-embedding", Predictor(), PLAIN),
@@ -130,7 +130,7 @@ def systems(width: int) -> list[System]:
 
 
 class Constant(TaskLengths):
-    """The prior for every request: the forecast of a server that has learned nothing."""
+    """Forecasts the prior for every request, like a server that has learned nothing."""
 
     def learn(self, request: Request, output_tokens: int) -> None:
         """Learn nothing."""
@@ -138,7 +138,7 @@ class Constant(TaskLengths):
 
 @experiment("predictor", "sim", "Prediction of output lengths")
 def main(ask: Ask) -> Result:
-    """Measure; `quick` reads part of two data sets. ConfigError without data or encoder."""
+    """Run the benchmark. `quick` reads parts of two data sets. Raise ConfigError without data or encoder."""
     _needs_data()
     one_thread()  # as in service
     embed = _embedder()
@@ -171,7 +171,7 @@ def _embedder() -> Embedder:
 
 
 def read(name: str, limit: int | None, embed: Embedder) -> DataSet:
-    """Return a data set, its prompts embedded. ConfigError when a line has no lengths."""
+    """Return a data set with embedded prompts. Raise ConfigError if a line has no lengths."""
     file = find(name)
     assert file is not None  # HEADWAY_DATA is set
     with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -191,7 +191,7 @@ def _request(id: str, tokens: int) -> Request:
 
 
 def together(sets: Sequence[DataSet], rng: np.random.Generator) -> DataSet:
-    """Return all requests shuffled, as one task."""
+    """Return the requests of all data sets, shuffled, as one task."""
     order = rng.permutation(sum(map(len, sets)))
     texts = [text for data in sets for text in data.texts]
     requests = [request for data in sets for request in data.requests]
@@ -204,7 +204,7 @@ def together(sets: Sequence[DataSet], rng: np.random.Generator) -> DataSet:
 
 
 def trial(data: DataSet, embed: Embedder) -> dict[str, Forecasts]:
-    """Fit to the first 70 %, forecast the rest without learning from it."""
+    """Fit to the first 70 % and forecast the rest without learning from it."""
     seen = {system.name: _trial(data, system, embed) for system in systems(data.features.shape[1])}
     cut, began = int(len(data) * _TRAINED), time.perf_counter()
     median, served = boosted(data.texts, data.features, data.output_tokens, cut)
@@ -230,13 +230,13 @@ def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
 
 
 def repeated() -> Forecasts:
-    """Return forecasts of one answer's length from other answers to the same prompt."""
+    """Return forecasts of an answer's length from other answers to the same prompt."""
     lengths = repeated_answers.read(Path(os.environ["HEADWAY_DATA"]))
     return Forecasts(*repeated_answers.forecast(lengths, _TRAINED))
 
 
 def prequential(data: DataSet) -> dict[str, Forecasts]:
-    """Forecast each request, then learn from its output, and fit again whenever that is due."""
+    """Forecast each request, then learn from its output; refit the models whenever that is due."""
     return {system.name: _prequential(data, system) for system in systems(data.features.shape[1])}
 
 
@@ -253,7 +253,7 @@ def _prequential(data: DataSet, system: System) -> Forecasts:
 
 
 def _fit(system: System) -> float | None:
-    """Fit a predictor; return the seconds, None for systems without a model."""
+    """Fit a predictor and return the seconds; None for systems without a model."""
     if system.predictor is None:
         return None
     began = time.perf_counter()
@@ -262,7 +262,7 @@ def _fit(system: System) -> float | None:
 
 
 def _ms(data: DataSet, system: System, which: Iterable[int], embed: Embedder) -> float:
-    """Return the median milliseconds from a prompt's text to its forecast, one at a time."""
+    """Return the median milliseconds from a prompt's text to its forecast, one prompt at a time."""
     seconds = []
     for i in which:
         request = data.requests[i]
@@ -276,7 +276,7 @@ def _ms(data: DataSet, system: System, which: Iterable[int], embed: Embedder) ->
 
 
 def _ms_batched(texts: Sequence[str], embed: Embedder) -> float:
-    """Return the milliseconds per prompt of embedding many at once."""
+    """Return the milliseconds per prompt when many are embedded at once."""
     began = time.perf_counter()
     embed.many(texts)
     return (time.perf_counter() - began) / len(texts) * 1000
@@ -286,7 +286,7 @@ def _ms_batched(texts: Sequence[str], embed: Embedder) -> float:
 
 
 def rows_of(results: dict[str, dict[str, Forecasts]]) -> Iterable[Row]:
-    """Yield the figures of every system in every setting, the paper's beside the predictor on Alpaca."""
+    """Yield the figures of every system and setting, with the paper's for the predictor on Alpaca."""
     for setting, seen in results.items():
         for system, one in seen.items():
             paper = PAPER if (system, setting) == ("predictor", "alpaca") else {}
@@ -330,7 +330,7 @@ def _share(tokens: Floats, allocated: Floats) -> float:
 
 
 def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
-    """Return a PNG of true against expected lengths, and of their ratio by system."""
+    """Return a PNG of true over expected lengths, and of their ratio by system."""
     figure, (left, right) = sheet(1, 2, 10, 4)
     one = seen["predictor"]
     left.scatter(one.expected, one.output_tokens, s=6, color=colours(seen)["predictor"], linewidths=0)

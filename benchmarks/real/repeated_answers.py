@@ -1,9 +1,9 @@
-"""How well the length of an answer can be known: a forecast that has seen other answers to the same prompt.
+"""A bound on length prediction: forecasts from other answers to the same prompt.
 
-A model that samples gives answers of different lengths to one prompt. `alpaca_output_samples` has four of
-Vicuna-7B's to each of 20,000 Alpaca prompts, at temperatures 0, 0.3, 0.5 and 0.7. From the first three the
-last one's length is forecast: no prompt says as much about it. What this wastes, no predictor that reads
-only the prompt can be expected to save.
+With sampling, a model's answers to one prompt differ in length. `alpaca_output_samples` has four answers of
+Vicuna-7B to each of 20,000 Alpaca prompts, at temperatures 0, 0.3, 0.5 and 0.7. The first three predict the
+length of the last, better than any prompt could. A predictor that reads only the prompt cannot be expected to
+waste less.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headway.policy.forecast.lengths.padding import QUANTILE
 from headway.types import Floats
 
 FILE = "alpaca_output_samples.csv.gz"
-_COLUMNS = ("vicuna7b_t0_0", "vicuna7b_t0_3", "vicuna7b_t0_5", "vicuna7b_t0_7")  # the last is forecast
+_COLUMNS = ("vicuna7b_t0_0", "vicuna7b_t0_3", "vicuna7b_t0_5", "vicuna7b_t0_7")  # the last is predicted
 
 
 def read(folder: Path) -> Floats:
     """Return the lengths of the answers in `folder`/lengths, shape (prompts, 4), without empty ones.
 
-    ConfigError when the file is not there or has not these columns.
+    Raise ConfigError if the file or one of its columns is missing.
     """
     path = folder / "lengths" / FILE
     try:
@@ -35,7 +35,7 @@ def read(folder: Path) -> Floats:
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error!r}.",
-            f"Put lengths of answers there, a CSV file with the columns {', '.join(_COLUMNS)}.",
+            f"Put a CSV file with lengths of answers there, with the columns {', '.join(_COLUMNS)}.",
         ) from error
     lengths = np.array(rows).reshape(-1, len(_COLUMNS))
     return np.asarray(lengths[(lengths > 0).all(axis=1)])

@@ -1,4 +1,4 @@
-"""Responses on a connection of one's own, read and counted: clients for measurements that cost little."""
+"""Low-overhead reading and checking of responses from a raw connection, for load clients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 from headway.errors import EngineError
 from testing.fake_engine import WORD
 
-TOKENS = 200  # of every stream
+TOKENS = 200  # tokens per stream
 MARK = f'"content":"{WORD}"'.encode()  # in every event with a token
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-_END = b"\r\n0\r\n\r\n"  # of a chunked body
+_END = b"\r\n0\r\n\r\n"  # the end of a chunked body
 
 
 def complete(data: bytes) -> bool:
-    """Tell whether these are the head and the whole body of a response."""
+    """Return True if the data hold a response's head and its whole body."""
     head, found, body = data.partition(b"\r\n\r\n")
     length = _LENGTH.search(head)
     return bool(found) and (len(body) >= int(length[1]) if length else data.endswith(_END))
@@ -35,7 +35,7 @@ async def read_response(reader: asyncio.StreamReader) -> bytes:
 
 
 def count_response(data: bytes, streamed: bool) -> None:
-    """Raise EngineError unless the response is complete, so that errors are not counted as throughput."""
+    """Raise EngineError unless the response is complete, so that errors do not count as throughput."""
     check(data)
     if streamed and data.count(MARK) != TOKENS:
         tokens = _without_chunks(data).count(MARK)  # a proxy may cut an event in two
@@ -44,7 +44,7 @@ def count_response(data: bytes, streamed: bool) -> None:
 
 
 def _without_chunks(data: bytes) -> bytes:
-    """Return the body of a chunked response without the lengths of its chunks."""
+    """Return the decoded body of a chunked response."""
     rest, pieces = data.partition(b"\r\n\r\n")[2], []
     while rest:
         length, _, rest = rest.partition(b"\r\n")

@@ -1,7 +1,7 @@
-"""`headway bench soak`: whether the gateway endures: many streams, kills, requests and made-up calls.
+"""`headway bench soak`: the gateway's endurance under many streams, kills, requests and generated calls.
 
-Each part starts gateways of its own in front of a FAKE engine (`fake_engine.py`), whose answers say nothing
-about an engine: what is measured is what the gateway loses, breaks, and keeps in memory.
+Each part starts private gateways in front of a FAKE engine (`fake_engine.py`), whose answers say nothing about
+an engine: the benchmark measures lost requests, wrong answers and memory of the gateway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
 from testing.fake_engine import NAME
 
-# Row -> the goal, at most; the other rows have none.
+# Upper bounds by row id; the other rows have no goal.
 GOALS = {
     "soak.reset": 0.0,
     "soak.rss_mb": 400.0,
@@ -45,12 +45,12 @@ _NOTES = (
     "at the end minus that after the first tenth. 5xx: except 502 and 503. undocumented: answers that the "
     "schema does not have.",
 )
-_PERIOD_S = 15.0  # between two tokens of a stream
+_PERIOD_S = 15.0  # time between two tokens of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of each part there is."""
+    """The size of each part."""
 
     streams: int = 10_000
     kills: int = 200
@@ -59,7 +59,7 @@ class Sizes:
     period: float = _PERIOD_S
 
     def of(self, part: str) -> int:
-        """Return the size of a part, in its own unit."""
+        """Return the size of a part, in the part's unit."""
         return int(getattr(self, part))
 
 
@@ -87,7 +87,7 @@ PARTS: dict[str, Part] = {
 
 @experiment("soak", "vllm", "The gateway's endurance")
 def main(ask: Ask, only: Sequence[str] = ()) -> Result:
-    """Measure parts, () = all."""
+    """Measure the named parts; () = all."""
     for name in only:
         if name not in PARTS:
             raise ConfigError(f"There is no part {name!r}.", f"Use some of {', '.join(PARTS)}.", param="only")
@@ -95,7 +95,7 @@ def main(ask: Ask, only: Sequence[str] = ()) -> Result:
 
 
 def measure(names: Sequence[str], sizes: Sizes, seed: int) -> list[Row]:
-    """Measure the parts, one after the other, each in a folder and with servers of its own."""
+    """Measure the parts one after the other, each with a separate folder and servers."""
     rows = list[Row]()
     with Progress(console=Console(stderr=True)) as progress:
         for name in names:
@@ -109,7 +109,7 @@ def measure(names: Sequence[str], sizes: Sizes, seed: int) -> list[Row]:
 
 
 def result(rows: list[Row]) -> Result:
-    """Return the findings, a line per figure, its goal beside it."""
+    """Return the findings, with a line per figure and its goal beside it."""
     lines = [
         [row.setting, row.id, show(row.ours), show(GOALS[row.id]) if row.id in GOALS else "", row.unit] for row in rows
     ]
@@ -119,7 +119,7 @@ def result(rows: list[Row]) -> Result:
 
 
 def plot(rows: list[Row]) -> bytes:
-    """Return a PNG of each figure that has a goal other than none at all, with that goal."""
+    """Return a PNG of each figure with a goal above 0, and that goal."""
     shown = [row for row in rows if GOALS.get(row.id)] or rows[:1]
     figure, panels = sheet(1, len(shown), 3.4 * len(shown), 3.2)
     for axes, row in zip(panels, shown, strict=True):

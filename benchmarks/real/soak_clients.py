@@ -1,4 +1,4 @@
-"""Clients that go on asking gateways which come and go, and keep what they see (`soak_history.py`)."""
+"""Clients that send requests while gateways die and return, and record their answers (`soak_history.py`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.real.soak_history import SoakHistory
 from testing.fake_engine import WORD
 
 _CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
-_PAUSE_S = 0.05  # of a client, between two requests
-_END_S = 120.0  # for all that is owed, once nothing is broken
-_LOOKS = 40  # at background requests, in a round
+_PAUSE_S = 0.05  # mean pause between two requests of a client
+_END_S = 120.0  # time limit for the remaining answers, once nothing is broken
+_POLLS = 40  # background requests polled per round
 _REFUSED = (429, 503)
 _MARK = WORD.encode()
 
@@ -29,7 +29,7 @@ _MARK = WORD.encode()
 class Endpoint:
     """A gateway's port.
 
-    lives: counts up when the gateway is ready and when it is to be killed; odd = one lives.
+    lives: incremented when the gateway is ready and again just before it is killed; odd = a gateway is alive.
     """
 
     port: int
@@ -42,10 +42,10 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Clients:
-    """Clients in a thread of their own, each request of them at an endpoint where a gateway lives.
+    """Clients in a separate thread, which send each request to an endpoint with a live gateway.
 
-    background: share of the requests whose clients do not wait. pause: seconds between two of a client.
-    unfinished: background requests whose end has not been seen. refused: how often they were to come again.
+    background: share of background requests. pause: mean seconds between two requests of a client. unfinished:
+    background requests not yet seen as ended. refused: number of 429 and 503 responses.
     """
 
     endpoints: list[Endpoint]
@@ -59,7 +59,7 @@ class Clients:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Ask while the block runs."""
+        """Send requests while the block runs."""
         thread = threading.Thread(target=lambda: asyncio.run(self._all()), name="soak-clients")
         thread.start()
         try:
@@ -84,7 +84,7 @@ class Clients:
                 await self._wait_for(endpoint, stream=bool(rng.random() < 0.5))
 
     def _endpoint(self, rng: np.random.Generator) -> Endpoint | None:
-        """Return an endpoint where a gateway lives, None = there is none."""
+        """Return a random endpoint with a live gateway; None if there is none."""
         open_ = [endpoint for endpoint in self.endpoints if endpoint.lives_now]
         return open_[int(rng.integers(len(open_)))] if open_ else None
 
@@ -97,7 +97,7 @@ class Clients:
             self.unfinished.add(id)
 
     async def _wait_for(self, endpoint: Endpoint, stream: bool) -> None:
-        """Ask and wait; without an answer, an error or a kill the gateway owes it."""
+        """Send a request and wait; a missing answer counts as lost unless the gateway was killed meanwhile."""
         life = endpoint.lives
         status, body = await exchange(endpoint.port, request("/v1/chat/completions", _ask(stream=stream)))
         if status in _REFUSED:
@@ -112,15 +112,15 @@ class Clients:
             self.history.silent += 1
 
     async def _watch(self, rng: np.random.Generator) -> None:
-        """Look at background requests, those without an end before all others."""
+        """Poll the unfinished background requests."""
         while not self.stop:
             await asyncio.sleep(0.1)
-            for id in list(self.unfinished)[:_LOOKS]:
+            for id in list(self.unfinished)[:_POLLS]:
                 if (endpoint := self._endpoint(rng)) is not None:
                     await self._look(id, endpoint)
 
     async def _look(self, id: str, endpoint: Endpoint) -> None:
-        """Look at one background request."""
+        """Poll one background request."""
         get = f"GET /v1/responses/{id} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         status, body = await exchange(endpoint.port, get.encode())
         if status == 404:
@@ -133,7 +133,7 @@ class Clients:
                 self.unfinished.discard(id)
 
     async def look_at_all(self) -> None:
-        """Look at every background request at every endpoint, until each has ended or the time is over."""
+        """Poll every background request at every endpoint, until all have ended or time is up."""
         deadline = time.monotonic() + _END_S
         for endpoint in self.endpoints:
             for id in self.history.looks:
@@ -145,7 +145,7 @@ class Clients:
 
 
 async def probe(port: int) -> bool:
-    """Tell whether a gateway answers one request with all of its tokens."""
+    """Return True if the gateway answers a request with all of its tokens."""
     ask = say(max_tokens=1, vllm_xargs={"fake_tokens": 1})
     status, body = await exchange(port, request("/v1/chat/completions", ask))
     return status == 200 and _MARK in body

@@ -1,4 +1,4 @@
-"""The faults of `headway bench soak`: what happens to a gateway's machine before the gateway is killed."""
+"""The faults of `headway bench soak`, injected into a gateway's environment before the gateway is killed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.real.peers import QUEUE, Peer
 
-CLOCK = "clock"  # file with the seconds by which the gateway's machine's clock is wrong
+CLOCK = "clock"  # file with the offset of the gateway's clock in seconds
 _DAY = 86400.0
-# Starts a gateway whose `time.time` is off by what the file says: the machine's own clock is not ours to set.
+# Starts a gateway whose `time.time` has the offset in the file; the machine's clock stays as it is.
 JUMPING = """
 import struct, time
 from pathlib import Path
@@ -30,7 +30,7 @@ main()
 
 @dataclass(frozen=True, slots=True)
 class SoakScene:
-    """What a fault can reach: the FAKE engine, the gateway that lives now, the folder of its queue."""
+    """The targets of a fault: the FAKE engine, the current gateway, and the folder of its queue."""
 
     engine: Peer
     gateway: Peer
@@ -39,22 +39,22 @@ class SoakScene:
 
 
 def jump(folder: Path, seconds: float) -> None:
-    """Set the clock of the gateways in this folder."""
+    """Set the clock offset of the gateways in this folder."""
     draft = folder / f"{CLOCK}.new"
     draft.write_bytes(struct.pack("d", seconds))
-    draft.replace(folder / CLOCK)  # whole at once: a gateway reads it all the time
+    draft.replace(folder / CLOCK)  # atomic: a gateway may read the file at any time
 
 
 @contextmanager
 def _jumped(scene: SoakScene) -> Iterator[None]:
-    """The clock is set by up to 30 days, forth or back, and stays so."""
+    """Set the clock forward or back by up to 30 days, for good."""
     jump(scene.folder, float(scene.rng.uniform(-30, 30)) * _DAY)
     yield
 
 
 @contextmanager
 def _full_disk(scene: SoakScene) -> Iterator[None]:
-    """The queue's log cannot grow."""
+    """Keep the queue's write-ahead log from growing."""
     log = scene.folder / f"{QUEUE}-wal"
     limit = scene.gateway.process.rlimit
     before = limit(resource.RLIMIT_FSIZE)
@@ -68,7 +68,7 @@ def _full_disk(scene: SoakScene) -> Iterator[None]:
 
 @contextmanager
 def _hung_engine(scene: SoakScene) -> Iterator[None]:
-    """The engine's process is stopped (SIGSTOP)."""
+    """Suspend the engine's process (SIGSTOP)."""
     scene.engine.process.suspend()
     try:
         yield
@@ -78,7 +78,7 @@ def _hung_engine(scene: SoakScene) -> Iterator[None]:
 
 @contextmanager
 def _moved(scene: SoakScene) -> Iterator[None]:
-    """The queue's file is gone from its place."""
+    """Move the queue's file away."""
     path = scene.folder / QUEUE
     aside = path.rename(path.with_suffix(".aside"))
     try:
@@ -89,7 +89,7 @@ def _moved(scene: SoakScene) -> Iterator[None]:
 
 @contextmanager
 def _replaced(scene: SoakScene) -> Iterator[None]:
-    """An empty file is in the place of the queue's."""
+    """Replace the queue's file with an empty one."""
     with _moved(scene):
         (scene.folder / QUEUE).touch()
         yield
@@ -97,7 +97,7 @@ def _replaced(scene: SoakScene) -> Iterator[None]:
 
 @contextmanager
 def _locked(scene: SoakScene) -> Iterator[None]:
-    """Another process holds the lock of those that write the queue's file."""
+    """Hold the write lock of the queue's file."""
     other = sqlite3.connect(scene.folder / QUEUE, timeout=30, isolation_level=None)
     try:
         other.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""What clients saw of their requests while a gateway was killed again and again, and the verdict on it."""
+"""The history that clients record while gateways are killed again and again, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-OPEN = ("queued",)  # states of a background request that are no end
+OPEN = ("queued",)  # states of an unfinished background request
 End = tuple[str, str]  # the state, and the answer or error as it was sent
 
 
 @dataclass(slots=True)
 class SoakHistory:
-    """All that clients saw, in order.
+    """The clients' observations.
 
-    looks: id of each background request that was accepted (202) -> what each look at it has shown, in order;
+    looks: id of each accepted (202) background request -> the distinct results of polling it, in order;
         ("unknown", "") is a 404
-    whole: requests that were answered while their clients waited, told of an error included
-    told: of these, those that were told of an error
-    silent: of such requests, those whose connection ended without an answer while the gateway lived
-    doubled: of such requests, those whose answer had more tokens or ends than one answer has
-    computed: id -> how often the engine was asked to compute it
+    whole: foreground requests that got an answer or an error
+    told: foreground requests that got an error
+    silent: foreground requests whose connection ended without an answer while the gateway was alive
+    doubled: foreground requests whose answer had more tokens or ends than a single answer
+    computed: id -> number of times that an engine received it
     """
 
     looks: dict[str, list[End]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class SoakHistory:
     computed: Counter[str] = field(default_factory=Counter)
 
     def saw(self, id: str, state: str, answer: str) -> None:
-        """Note a look at a background request, unless the look before it has shown the same."""
+        """Record the result of polling a background request, unless it equals the previous one."""
         looks = self.looks[id]
         if not looks or looks[-1] != (state, answer):
             looks.append((state, answer))
@@ -39,11 +39,11 @@ class SoakHistory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Ids of background requests, and counts.
+    """Counts of requests, and the ids of lost and twice answered background requests.
 
-    accepted: background requests, and those that were answered or were owed an answer
-    lost: background requests whose last look shows no completed answer, and requests without any answer
-    twice: background requests with two different ends, or an end that was not the end; doubled answers
+    accepted: accepted background requests, and foreground requests with an answer or a lost one
+    lost: background requests that did not complete, and foreground requests without an answer
+    twice: background requests that changed after their end, and foreground requests with doubled answers
     recomputed: computations beyond the first of each request
     """
 
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def check(history: SoakHistory) -> Verdict:
-    """Decide what was lost, and what was answered twice."""
+    """Return the requests that were lost and those that were answered twice."""
     lost = tuple(id for id, looks in history.looks.items() if not looks or looks[-1][0] != "completed")
     twice = tuple(id for id, looks in history.looks.items() if _more_than_one_end(looks))
     return Verdict(
@@ -70,7 +70,7 @@ def check(history: SoakHistory) -> Verdict:
 
 
 def _more_than_one_end(looks: Iterable[End]) -> bool:
-    """Tell whether anything else was seen after an end."""
+    """Return True if the request changed after its end."""
     seen = list(looks)
     first = next((i for i, (state, _) in enumerate(seen) if state not in OPEN), len(seen))
     return len(seen) > first + 1

@@ -1,7 +1,7 @@
-"""Part "kills" of `headway bench soak`: a gateway is killed (SIGKILL) again and again, with faults between.
+"""Part "kills" of `headway bench soak`: a gateway is killed (SIGKILL) again and again, with faults in between.
 
-Clients go on asking all the time, and keep what they see (`soak_history.py`); at the end nothing is broken,
-and each background request that was accepted is owed its one answer.
+Clients send requests all the time and record the answers (`soak_history.py`). At the end nothing is broken, and
+each accepted background request must have exactly one answer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.real.soak_history import Verdict, check
 from headway.engines.vllm.process.launch import free_port
 from headway.whatif.output.results import Row
 
-_LEASE_S = 2.0  # so that the next gateway takes over soon
-_HEALTH_S = 0.5  # of engines: a hang is noticed while it lasts
-_LIFE_S = (0.3, 1.2)  # of a gateway, before a fault and in it
+_LEASE_S = 2.0  # short, so that the next gateway takes over soon
+_HEALTH_S = 0.5  # time limit of engines' health checks, short enough to notice a hang
+_LIFE_S = (0.3, 1.2)  # seconds before, during and after a fault
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """The outcome. faults: how often each was among the kills."""
+    """The outcome. faults: number of kills with each fault."""
 
     kills: int
     faults: Counter[str]
@@ -49,7 +49,7 @@ class Killed:
 
 
 def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) -> Killed:
-    """Kill gateways on one queue, then let the last one end what is owed; tick: called with kills."""
+    """Kill gateways on one queue, then let a last one finish the work. tick: called with the new kills."""
     rng, faults = np.random.default_rng([seed, 12]), Counter[str]()
     engine_port, port, journal = free_port(), free_port(), folder / "journal"
     jump(folder, 0.0)
@@ -63,21 +63,21 @@ def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) ->
                 faults[name] += 1
                 _life(clients, engine, folder, name, rng)
                 tick(1)
-        _pay(clients, folder)
+        _settle(clients, folder)
     clients.history.computed.update(filter(None, journal.read_text().split("\n")))
     return Killed(kills, faults, check(clients.history))
 
 
 @contextmanager
 def _gateway(folder: Path, port: int) -> Iterator[Peer]:
-    """Run a gateway; the origin of its clock is in the folder, so that jumps stay in here."""
+    """Run a gateway that reads its clock's offset from the folder, so that jumps affect nothing else."""
     argv = gateway_argv(folder, JUMPING.format(path=str(folder / CLOCK)))
     with serving(HEADWAY, argv, port, "/ready", folder, {"TMPDIR": str(folder)}) as gateway:
         yield gateway
 
 
 def _life(clients: Clients, engine: Peer, folder: Path, fault: str, rng: np.random.Generator) -> None:
-    """Let a gateway live for a while, break something, and kill the gateway: in the fault, or after it."""
+    """Run a gateway for a while, inject a fault, and kill the gateway during or after the fault."""
     with _gateway(folder, clients.endpoints[0].port) as gateway:
         clients.endpoints[0].lives += 1
         time.sleep(rng.uniform(*_LIFE_S))
@@ -97,8 +97,8 @@ def _kill(clients: Clients, gateway: Peer) -> None:
     gateway.process.wait(30)
 
 
-def _pay(clients: Clients, folder: Path) -> None:
-    """Let a last gateway end what is owed; look at everything, and once more after it was killed, too."""
+def _settle(clients: Clients, folder: Path) -> None:
+    """Let a gateway finish all work and poll every request; kill it and repeat with another."""
     for _ in range(2):
         with _gateway(folder, clients.endpoints[0].port) as gateway:
             asyncio.run(clients.look_at_all())

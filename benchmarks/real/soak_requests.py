@@ -1,4 +1,4 @@
-"""Part "requests" of `headway bench soak`: whether the gateway's memory grows with what it has served."""
+"""Part "requests" of `headway bench soak`: growth of the gateway's memory with the requests it has served."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from headway.whatif.output.results import Row
 
 _CLIENTS = 32
 _TEXTS = 500
-_SETTLED_S = 2.0  # without requests, before memory is looked at
+_SETTLED_S = 2.0  # idle time before memory is measured
 
 
 def measure(folder: Path, total: int, seed: int, tick: Callable[[int], None]) -> list[Row]:
     """Send short chats as fast as they are answered; compare memory after the first tenth and at the end.
 
-    tick: called with answers as they come.
+    tick: called with the number of new answers.
     """
     first, rng = total // 10, np.random.default_rng([seed, 11])
     with servers(folder) as (_, gateway), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -48,7 +48,7 @@ def _settled(gateway: Peer) -> int:
 
 
 async def _send(gateway: Peer, asks: list[bytes], total: int, tick: Callable[[int], None]) -> None:
-    """Send so many requests over a few connections; EngineError for an answer that is none."""
+    """Send `total` requests over a few connections. Raise EngineError for an invalid answer."""
     numbers = count()
 
     async def client() -> None:

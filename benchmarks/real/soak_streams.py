@@ -1,4 +1,4 @@
-"""Part "streams" of `headway bench soak`: thousands of streams that one gateway has open at once."""
+"""Part "streams" of `headway bench soak`: thousands of streams open at once on one gateway."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from headway.errors import EngineError
 from headway.whatif.output.results import Row
 from testing.fake_engine import WORD
 
-_OTHER_FILES = 400  # that the gateway needs beside two per stream, and those of the short chats
+_OTHER_FILES = 400  # open files beside the two per stream, those of the short chats included
 _TOKENS, _GROUPS = 4, 50
-_AT_ONCE = 100  # connections that wait to be opened
+_AT_ONCE = 100  # connections being opened at a time
 _PATIENCE = 400.0  # seconds until all are open, and until all have ended
 _MARK = f'"content":"{WORD}"'.encode()
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -29,10 +29,10 @@ _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What was seen.
+    """The outcome.
 
-    count: streams that were open at once. reset: of them, without all of their tokens and their end.
-    seen: of short chats meanwhile.
+    count: streams open at once. reset: streams that missed tokens or their end. seen: latencies of the short
+    chats sent meanwhile.
     """
 
     count: int
@@ -53,14 +53,14 @@ class Streams:
 
 
 def allowed(wanted: int) -> int:
-    """Return how many streams the system's limit of open files allows: the gateway needs two for each."""
+    """Return the number of streams, at most `wanted`, that the limit of open files allows at two per stream."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return min(wanted, (most - _OTHER_FILES) // 2)
 
 
 def measure(folder: Path, wanted: int, period: float) -> Streams:
-    """Open streams, as many as wanted or allowed, and let each have its tokens, one in `period` seconds."""
+    """Open the wanted or allowed number of streams, and let each have its tokens, one every `period` seconds."""
     count = allowed(wanted)
     limits = {"max_connections": count + 64, "max_queued": count + 64, "max_queued_mib": 1024}
     short = json.dumps(say())
@@ -76,7 +76,7 @@ def measure(folder: Path, wanted: int, period: float) -> Streams:
 
 
 class _Stream(asyncio.Protocol):
-    """A client that asks for a stream and keeps what comes."""
+    """A client that requests a stream and keeps the received bytes."""
 
     def __init__(self, ask: bytes) -> None:
         self._ask, self._data = ask, bytearray()
@@ -93,12 +93,12 @@ class _Stream(asyncio.Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether all tokens and the end have come."""
+        """True if all tokens and the end have arrived."""
         return self._data.count(_MARK) == _TOKENS and self._data.endswith(_END)
 
 
 async def _opened(gateway: Peer, engine: Peer, count: int, period: float) -> list[_Stream]:
-    """Open streams until all are inside the engine; none gets a byte before its group is released."""
+    """Open streams and wait until all are in the engine; each is held until its group is released."""
     loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)
 
     async def one(number: int) -> _Stream:
@@ -118,7 +118,7 @@ async def _opened(gateway: Peer, engine: Peer, count: int, period: float) -> lis
 
 
 async def _ended(engine: Peer, streams: list[_Stream], period: float) -> None:
-    """Release the groups, evenly within a period, and wait until all streams have ended."""
+    """Release the groups evenly over a period, and wait until all streams have ended."""
     for group in range(_GROUPS):
         await asyncio.to_thread(_post, f"http://127.0.0.1:{engine.port}/release/group-{group}")
         await asyncio.sleep(period / _GROUPS)

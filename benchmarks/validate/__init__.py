@@ -1,1 +1,1 @@
-"""The simulator against the real engine."""
+"""Validation of the simulator against the real engine."""

@@ -1,4 +1,4 @@
-"""Conformance of the simulated engine: driven with the same work as vLLM's scheduler, compared step by step.
+"""Conformance of the simulated engine: it gets the same work as vLLM's scheduler and is compared step by step.
 
 vLLM's real `Scheduler` runs in virtual time (`engines/vllm/oracle.py`), with Headway's hook inside or stock.
 Identical means: the same requests in the same order with the same tokens, the same preemptions, free blocks
@@ -45,26 +45,26 @@ PAIRS = (
 )
 _SLOS = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 LONGEST = 1024  # tokens of one request, prompt and answer
-_NOISE = 0.5  # of predicted lengths, log-normal
+_NOISE = 0.5  # log-normal error of predicted lengths
 _STEP = (0.01, 0.09)  # seconds, drawn anew for each iteration
 _TWO_ENDED = 32  # tokens of a two-ended block; vLLM's CPU attention has multiples of this
 _STANDSTILL = 200  # steps in a row in which no request runs although some wait
 _COPY = 1e-5  # seconds to move a token's KV to the host
 _URGENCIES = (-math.inf, -1.0, 0.0, 0.5, 2.0, math.inf)
-_RANKED = 0.5  # share of drawn workloads whose requests come with an urgency, which then changes now and then
-_RERANKED = 0.1  # share of their steps before which it does
+_RANKED = 0.5  # share of drawn workloads whose requests have an urgency, which changes now and then
+_RERANKED = 0.1  # share of their steps before which urgencies change
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request.
+    """A request of a workload.
 
-    at: instant of its arrival.
+    at: arrival time.
     prompt, output: tokens.
-    tokens_left: predicted output tokens, None = the true number.
+    tokens_left: predicted output tokens; None = the true number.
     spread: `Jobs.spread`.
     urgency: `Send.rank`; stock vLLM has none.
-    prefix: tokens that it shares with others (`prefixes.py`).
+    prefix: tokens shared with other requests (`prefixes.py`).
     """
 
     at: float
@@ -80,10 +80,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCase:
-    """One workload and the engine it meets. blocks: usable ones, of `BLOCK` tokens. seed: of the iterations'
-    durations, and of the host's size where blocks have two ends.
+    """A workload and its engine.
 
-    copy_seconds: to copy one token's KV to the host, as packers that weigh that see it.
+    blocks: usable blocks of `BLOCK` tokens. seed: of the iterations' durations, and of the host's size if blocks
+    have two ends. copy_seconds: time to copy one token's KV to the host, as packers see it.
     """
 
     tasks: tuple[Task, ...]
@@ -97,7 +97,7 @@ class ConformanceCase:
 
 @dataclass(slots=True)
 class StepTally:
-    """Steps that were compared and those that were identical; difference: the first one, in words."""
+    """Numbers of compared and of identical steps. difference: description of the first difference."""
 
     workloads: int = 0
     steps: int = 0
@@ -105,7 +105,7 @@ class StepTally:
     difference: str | None = None
 
     def add(self, other: StepTally) -> None:
-        """Take in another count."""
+        """Add another count."""
         self.workloads += other.workloads
         self.steps += other.steps
         self.identical += other.identical
@@ -151,12 +151,12 @@ def _ranked(tasks: tuple[Task, ...], seed: int) -> tuple[Task, ...]:
 
 
 def compare(case: ConformanceCase, recipe: str, host: str = HOOK) -> StepTally:
-    """Drive both with a workload and compare each step."""
+    """Drive both engines with a workload and compare each step."""
     return tally_of(Both(case, recipe, host))
 
 
 def tally_of(both: Both) -> StepTally:
-    """Count the steps; once both differ they are in different states: what follows is not identical."""
+    """Count the steps; after the first difference the states differ, so no later step counts as identical."""
     tally = StepTally(1)
     for difference in both.steps():
         tally.steps += 1
@@ -168,7 +168,7 @@ def tally_of(both: Both) -> StepTally:
 def run(
     rng: np.random.Generator, *, workloads: int, steps: int, progress: Callable[[int], None] | None = None
 ) -> dict[tuple[str, str], StepTally]:
-    """Compare at least so many workloads and steps for every pair of `PAIRS`; `progress` gets new steps."""
+    """Compare at least this number of workloads and steps for every pair of `PAIRS`; `progress` gets new steps."""
     found = {}
     for recipe, host in PAIRS:
         tally = found[recipe, host] = StepTally()
@@ -221,7 +221,7 @@ class Both:
         self.reranks = np.random.default_rng((case.seed, 2)) if any(self.urgency.values()) else None
 
     def steps(self) -> Iterator[str | None]:
-        """Yield for each step what differs, None = nothing, until vLLM has finished everything."""
+        """Yield the difference in each step, None = no difference, until vLLM has finished everything."""
         rng, difference = np.random.default_rng(self.case.seed), None
         while self.todo or self.real.busy:
             if self.idle > _STANDSTILL:
@@ -241,7 +241,7 @@ class Both:
             self._add(f"r{i}", task)
 
     def _add(self, id: str, task: Task, **text: Any) -> None:
-        """Give both a request; text: what vLLM gets of its tokens."""
+        """Give a request to both engines. text: the tokens passed to vLLM."""
         self.real.add(
             id, task.prompt, task.output, priority=task.priority, metadata=_metadata(id, task), arrival=task.at, **text
         )
@@ -259,7 +259,7 @@ class Both:
         )
 
     def _rerank(self) -> None:
-        """Now and then give some requests a new urgency; some have not arrived, some have ended."""
+        """Now and then change the urgency of some requests, also of ended ones and of ones not yet arrived."""
         rng = self.reranks
         if rng is None or rng.random() >= _RERANKED:
             return
@@ -294,14 +294,14 @@ class Both:
             self.real.now = max(self.real.now, self.todo[0][1].at)
 
     def _decided(self, output: Any, ran: Ran) -> str | None:
-        """Return the first difference in what was decided."""
+        """Return the first difference between the decisions."""
         for what, (theirs, mine) in self._pairs(output, ran).items():
             if theirs != mine:
                 return f"at {self.real.now:.3f}: vLLM {what} {theirs}, we {mine}"
         return None
 
     def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
-        """Return what must be equal, vLLM's and ours: order and tokens, preemptions, free blocks."""
+        """Return the values that must be equal, vLLM's and ours: order and tokens, preemptions, free blocks."""
         jobs, scheduler = self.lean.jobs, self.real.scheduler
         ours = list(zip(jobs.names(ran.rows), ran.tokens.tolist(), strict=True))
         lost = {id: int(jobs.evictions[row]) for id, row in jobs.row_of.items()}
@@ -341,7 +341,7 @@ def _pooled(
     """Return both hosts with BROS's host pool: scarce in most cases, but not behind plain blocks."""
     from headway.engines.vllm.plugin.hook import HeadwayScheduler
 
-    scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # so that there is something to share
+    scarce = case.blocks * BLOCK // (3 * _TWO_ENDED)  # leaves something to share
     blocks = max(scarce, -(-case.max_model_len // _TWO_ENDED))
     ends = find(recipe).wants.two_ended
     host = int(np.random.default_rng(case.seed).choice((0, 40, 400, 100_000))) if ends else 1 << 30

@@ -1,4 +1,4 @@
-"""vLLM's scheduler in virtual time with the features that its requests may have, driven like its engine core.
+"""vLLM's scheduler in virtual time, with all features of requests, driven as by its engine core.
 
 `engines/vllm/oracle.py` is for the licence: plain requests, one iteration after the other. Here batches may
 overlap (asynchronous scheduling), drafts are proposed and rejected, KV comes from elsewhere, grammars take
@@ -22,14 +22,14 @@ _TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class FeatureAsk:
-    """A request and what it needs.
+    """A request and the features that it uses.
 
-    step: when it comes. turns: prompts of the later turns of a streaming session.
-    grammar: steps until its grammar is compiled, 0 = none.
-    load: prompt tokens whose KV is elsewhere; fails: it does not arrive.
-    abort: step at which the client leaves, None = never.
+    step: step of its arrival. turns: prompts of the later turns of a streaming session.
+    grammar: steps until its grammar is compiled; 0 = no grammar.
+    load: prompt tokens whose KV is loaded from elsewhere. fails: the load fails.
+    abort: step at which the client leaves; None = never.
     shared: prompt tokens that all requests have in common.
-    image: the first prompt token that stands for an image, and how many do.
+    image: the first prompt token of an image, and the number of its tokens.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Driver:
             self.scheduler.clock = self.scheduler.timer = lambda: self.now
 
     def run(self, limit: int = 3000) -> None:
-        """Step until nothing is left, with nothing lost and all blocks back."""
+        """Step until all requests have ended; assert that none is lost and all blocks are free."""
         last = max((ask.step for ask in self.asks), default=0)
         last = max([last, *self.at, *(ask.abort or 0 for ask in self.asks)])
         while len(self.steps) <= last or self.scheduler.has_requests():
@@ -121,7 +121,7 @@ class Driver:
         return self.steps[-1]
 
     def check_empty(self) -> None:
-        """Assert that the scheduler holds nothing more."""
+        """Assert that the scheduler holds no requests or blocks."""
         scheduler = self.scheduler
         assert not scheduler.requests
         assert not scheduler.running
@@ -215,7 +215,7 @@ class Driver:
         return [_TOKEN] * (1 + self._draw(id, len(real) + 1))
 
     def _draw(self, id: str, below: int) -> int:
-        """Return a number that depends on the request and its progress only."""
+        """Return a number that depends only on the request and its progress."""
         return crc32(f"{id} {self.made.get(id, 0)}".encode()) % below
 
     def _propose(self, ids: list[str]) -> None:
@@ -253,7 +253,7 @@ class Driver:
             self.scheduler.add_request(self._request(ask, turns.pop(0), resumable=True))
         else:
             self.ended.append(id)
-            if ask.turns:  # the session ends when its client says so
+            if ask.turns:  # the client ends the session
                 self.scheduler.add_request(self._request(ask, 1, resumable=False))
 
 

@@ -24,7 +24,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 @dataclass(frozen=True, slots=True)
 class FeatureMix:
-    """Options of an engine (`EngineArgs`), and which features its requests use."""
+    """Options of an engine (`EngineArgs`), and the features that its requests use."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     uses: frozenset[str] = frozenset()
@@ -59,13 +59,13 @@ MIXES = {
 
 @dataclass(frozen=True, slots=True)
 class FeatureWorkload:
-    """Requests, and the options of the engine that they meet."""
+    """A workload: requests, and the options of their engine."""
 
     asks: list[FeatureAsk]
     options: dict[str, Any]
 
     def run(self, recipe: str | None, **more: Any) -> Driver:
-        """Let a recipe, or stock (None), answer the requests; AssertionError when something is lost."""
+        """Let a recipe, or stock (None), answer the requests. Raise AssertionError if a request is lost."""
         depth = 2 if self.options.get("async_scheduling") else 1
         driver = Driver(make(recipe, **self.options, **more), self.asks, depth)
         driver.run()
@@ -124,7 +124,7 @@ def compare(workload: FeatureWorkload) -> StepTally:
 def run(
     rng: np.random.Generator, *, steps: int, progress: Callable[[int], None] | None = None
 ) -> dict[tuple[str, str], StepTally]:
-    """Compare at least so many steps of every mix; keys as in `conformance.run`, progress gets new steps."""
+    """Compare at least this number of steps of every mix; keys and progress are as in `conformance.run`."""
     found = {}
     for name, mix in MIXES.items():
         tally = found["vllm", f"stock, {name}"] = StepTally()

@@ -23,7 +23,7 @@ from headway.engines.simulated.engine import Ran
 from headway.prefix import Prefix
 
 PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK))
-_SHARED = 0.8  # share of drawn requests that have something in common with others
+_SHARED = 0.8  # share of drawn requests that share a prefix with others
 _PINNED = 0.05  # share of the steps before which a chain is pinned or given back
 _SALT = 1000  # tokens below it stand for nothing
 
@@ -46,7 +46,7 @@ def draw(rng: np.random.Generator) -> ConformanceCase:
 def _with_prefix(task: Task, systems: list[Prefix], said: dict[str, int], most: int, rng: np.random.Generator) -> Task:
     """Return a task that begins with a system prompt, or that is the next turn of a conversation.
 
-    said: tokens of each conversation so far. most: tokens of one.
+    said: tokens of each conversation so far. most: most tokens of a conversation.
     """
     if rng.random() >= _SHARED:
         return task
@@ -109,7 +109,7 @@ class Caching(Both):
         }
 
     def _columns(self, ran: Ran) -> tuple[list[Any], list[Any]]:
-        """Return what a packer that follows the cache saw of each request before this step.
+        """Return the columns that a cache-aware packer saw of each request before this step.
 
         That is in the table still, but for what requests have computed that run or have just lost their KV.
         """
@@ -146,7 +146,7 @@ def _token(prefix: Prefix) -> int:
 
 
 def compare(case: ConformanceCase, recipe: str, host: str = HOOK) -> StepTally:
-    """Drive both with a workload and compare each step, as `conformance.compare`."""
+    """Drive both engines with a workload and compare each step, like `conformance.compare`."""
     return conformance.tally_of(Caching(case, recipe, host))
 
 
@@ -157,7 +157,7 @@ def run(
     steps: int,
     progress: Callable[[int], None] | None = None,
 ) -> dict[tuple[str, str], StepTally]:
-    """Compare at least so many steps of every pair; keys as in `conformance.run`, progress gets new steps."""
+    """Compare at least this number of steps of every pair; keys and progress are as in `conformance.run`."""
     found = {}
     for recipe, host in pairs:
         tally = found[recipe, f"{host}, prefix cache"] = StepTally()

@@ -44,7 +44,7 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class ReplaySetup:
-    """What to replay.
+    """The settings of a replay.
 
     systems: recipes
     loads: {setting: multiple of the measured capacity}
@@ -64,7 +64,7 @@ class ReplaySetup:
 
 @dataclass(slots=True)
 class Replay:
-    """One load on one system.
+    """The replay of one load on one system.
 
     rate: arrivals per second
     records: what the client measured
@@ -85,7 +85,7 @@ class Replay:
 
 @dataclass(slots=True)
 class ReplayRun:
-    """One system: its replays, and the latency profile measured around them."""
+    """The replays of one system, and the latency profile measured around them."""
 
     system: str
     replays: list[Replay]
@@ -96,7 +96,7 @@ class ReplayRun:
 
 @dataclass(slots=True)
 class ReplayResults:
-    """Everything that was measured.
+    """All measurements.
 
     capacity: requests/s of the first system; None when rates are given
     conformance: {(recipe, host): steps compared with vLLM's scheduler}
@@ -121,7 +121,7 @@ def check(systems: Sequence[str]) -> None:
 
 
 async def run(setup: ReplaySetup) -> ReplayResults:
-    """Run every system, then compare step by step; with `quick`, compare while the first engine starts."""
+    """Run every system, then the step-by-step comparison; with `quick`, compare while the first engine starts."""
     check(setup.systems)
     resolve(setup.engine.model)
     logs = Path(tempfile.mkdtemp(prefix="headway-truth-"))
@@ -162,7 +162,7 @@ async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) ->
 
 
 async def profiled(name: str, target: ProfileTarget, setup: ReplaySetup, capacity: float | None) -> ReplayRun:
-    """Profile, replay, profile, replay, profile: so the latency profile has the machine's drift in it."""
+    """Profile, replay, profile, replay, profile, so that the latency profile covers the machine's drift."""
     rng = np.random.default_rng([setup.seed, 77])
     measured = await measure(target, rng, quick=setup.quick)
     replays = []
@@ -181,7 +181,7 @@ async def _replay(system: str, setting: str, rate: float, calls: list[Call], tar
     started = clock.now()
     records = await generator.run(target.url, target.name, calls)
     if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
-        raise KeyboardInterrupt  # part of a replay is no result
+        raise KeyboardInterrupt  # a partial replay cannot be compared
     async with aiohttp.ClientSession() as session:
         state = await engine_state(session, target)
     rows = [row for row in state["iterations"] if row[0] >= started]
@@ -212,7 +212,7 @@ async def capacity_of(target: ProfileTarget, setup: ReplaySetup, burst: int = BU
 
 def _conformance(setup: ReplaySetup) -> dict[tuple[str, str], StepTally]:
     workloads, steps = (_FEW if setup.quick else _MANY).values()
-    mixed = steps // 2  # the mixes of features are many: 100,000 steps in all
+    mixed = steps // 2  # there are many mixes of features: 100,000 steps in total
     pairs = prefixes.PAIRS[::4] if setup.quick else prefixes.PAIRS
     total = steps * (len(conformance.PAIRS) + len(pairs)) + mixed * len(features.MIXES)
     with Progress(console=_console, transient=True) as progress:

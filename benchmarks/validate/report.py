@@ -31,7 +31,7 @@ _HEADER = ("figure", "system", "setting", "real", "simulated", "error", "unit")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of a replay, real and simulated; None = cannot be computed."""
+    """A figure of a replay, real and simulated; None = undefined."""
 
     id: str
     system: str
@@ -42,7 +42,7 @@ class Compared:
 
     @property
     def points(self) -> bool:
-        """Tell whether the error is a difference in percentage points."""
+        """Return True if the error is a difference in percentage points."""
         return self.unit == "%"
 
     @property
@@ -97,7 +97,7 @@ class Findings:
         return rows + conformance.rows(self.conformance)
 
     def notes(self) -> list[str]:
-        """Return what a reader of the figures must know."""
+        """Return the notes on the figures."""
         lines = [
             "attainment: of requests with an SLO; its error is in percentage points.",
             "pace.spread_pct: difference between the passes of the profile: the machine's own drift.",
@@ -206,7 +206,7 @@ def _file_name(system: str) -> str:
 
 
 def draw(pair: TwinPair) -> bytes:
-    """Return a PNG of the distributions of ttft, tpot and e2e by class: real solid, simulated dashed."""
+    """Return a PNG of the distributions of ttft, tpot and e2e by class: real is solid, simulated is dashed."""
     figure, panels = sheet(1, len(_METRICS), 11, 3.6)
     for axes, (name, metric) in zip(panels, _METRICS.items(), strict=True):
         _cdfs(axes, pair, metric)

@@ -1,4 +1,4 @@
-"""A KV connector of the tests: some prompts' KV comes from elsewhere, asynchronously (nothing is copied)."""
+"""A KV connector for tests that pretends to load some prompts' KV asynchronously; it copies nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CONFIG = {
 
 
 class SlowLoads(KVConnectorBase_V1):
-    """The scheduler's side; a request says how many tokens are elsewhere: kv_transfer_params = {"load": n}.
+    """The scheduler's side of the connector; a request names the tokens to load: kv_transfer_params = {"load": n}.
 
-    It has no worker, whose methods raise.
+    There is no worker's side; its methods raise.
 
-    unsure: ids about which it does not know yet.
+    unsure: ids for which the number of tokens is not known yet.
     lost: ids whose load has failed.
     """
 
@@ -40,7 +40,7 @@ class SlowLoads(KVConnectorBase_V1):
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing is copied."""
+        """Do nothing: there is no KV to copy."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.lost |= connector_output.failed_recving

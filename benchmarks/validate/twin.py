@@ -24,7 +24,7 @@ from headway.whatif.load.records import Call, Record
 class TwinPair:
     """A replay beside its simulation, both without requests that did not complete.
 
-    bias: of the latency profile over the replay's own iterations, as a fraction; positive: profile too slow
+    bias: relative error of the latency profile over the replay's iterations; positive: the profile is too slow
     disturbed: seconds of the replay in which another program used the machine
     """
 

@@ -1,8 +1,8 @@
-"""`headway bench truth`: real vLLM against the simulator on one trace, and step by step.
+"""`headway bench truth`: the simulator against real vLLM, on one trace and step by step.
 
 Below and above saturation, the same arrivals, prompt lengths and output lengths (those of the real run) go
 through the same recipe on a real vLLM and in virtual time. The latency profile is measured in the same run,
-before, between and after the replays, so that the remaining error is what the simulator does not model.
+before, between and after the replays, so that the remaining error comes from effects not in the simulator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"below": 3.0, "above": 9.0}, 4.0,
 
 @experiment("truth", "vllm", f"Real vLLM against the simulator ({SIMULATED})")
 def main(ask: Ask, setup: ReplaySetup) -> Result:
-    """Run everything; latency profiles are written when a folder is given."""
+    """Run the benchmark; write latency profiles if a folder is given."""
     setup = shortened(setup) if ask.quick else setup
     results = asyncio.run(run(setup))
     pairs = [pair(replay, one, setup) for one in results.runs for replay in one.replays]

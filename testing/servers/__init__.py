@@ -1,1 +1,1 @@
-"""Servers that benchmarks and tests start for themselves."""
+"""Private servers for tests and benchmarks."""

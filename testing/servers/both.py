@@ -1,4 +1,4 @@
-"""RabbitMQ and PostgreSQL for one benchmark."""
+"""RabbitMQ and PostgreSQL together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from testing.servers import postgres, rabbitmq
 
 @contextmanager
 def both(nodes: int) -> Iterator[tuple[rabbitmq.RabbitCluster, postgres.PostgresServer]]:
-    """Yield a RabbitMQ cluster of so many nodes and a PostgreSQL server; both answer."""
+    """Yield a RabbitMQ cluster and a PostgreSQL server, both ready."""
     with ExitStack() as stack:
         rabbit, database = rabbitmq.RabbitCluster(nodes), postgres.PostgresServer()
         stack.callback(rabbit.remove)
         stack.callback(database.remove)
-        rabbit.begin()  # takes seconds, in which the other one starts
+        rabbit.begin()  # takes seconds; PostgreSQL starts meanwhile
         database.start()
         rabbit.wait()
         yield rabbit, database

@@ -1,7 +1,7 @@
-"""A whole Headway in parts on this machine: real processes, RabbitMQ and PostgreSQL, and FAKE engines.
+"""A complete Headway cluster on this machine: real processes, RabbitMQ and PostgreSQL, and FAKE engines.
 
-With proxies each process reaches RabbitMQ, and each gateway PostgreSQL, through some of its own, so that one
-can be cut off while all others go on.
+With proxies, each process has private connections to RabbitMQ, and each gateway to PostgreSQL, so that one
+process can be cut off while all others continue.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from testing.servers import postgres, rabbitmq
 from testing.servers.both import both
 from testing.servers.proxy import Proxy, proxied
 
-LEASE_S = 2.0  # of gateways, agents and background requests, where faults are to be noticed soon
-_HEALTH_S = 0.5  # of engines
+LEASE_S = 2.0  # lease of gateways, agents and background requests; short, so that faults are noticed soon
+_HEALTH_S = 0.5  # time limit of an engine's health check
 _START_S = 60.0
 _CONFIG = "headway.toml"
 T = TypeVar("T")
 
 
 class Wires:
-    """Proxies in a thread of their own."""
+    """Proxies, run in a background thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,11 +46,11 @@ class Wires:
         self._stack = AsyncExitStack()
 
     def through(self, url: str) -> tuple[Proxy, str]:
-        """Return a proxy before the server of a URL, and the URL that goes through it."""
+        """Return a new proxy for the server at a URL, and the URL that goes through it."""
         return self._do(self._stack.enter_async_context(proxied(url)))
 
     def call(self, change: Callable[[], None]) -> None:
-        """Change proxies, in their thread."""
+        """Call a function that changes proxies, in their thread."""
 
         async def changed() -> None:
             change()
@@ -61,7 +61,7 @@ class Wires:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     def close(self) -> None:
-        """End all proxies."""
+        """Close all proxies and end the thread."""
         self._do(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -70,10 +70,10 @@ class Wires:
 
 @dataclass(slots=True)
 class ClusterPart:
-    """A process that may be killed, paused or cut off, and started again.
+    """A process of the cluster that may be killed, paused or cut off, and started again.
 
-    port, path: a GET there is answered with 200 when it is ready. wires: its proxies before RabbitMQ.
-    database: that before PostgreSQL.
+    port, path: address of its readiness check. wires: its proxies to RabbitMQ. database: its proxy to
+    PostgreSQL.
     """
 
     name: str
@@ -104,11 +104,11 @@ class ClusterPart:
             return False
 
     def leads(self) -> bool:
-        """Tell whether it is the controller that leads."""
+        """Return True if the process is the leading controller."""
         return bool(self.says().get("leads"))
 
     def says(self) -> dict[str, Any]:
-        """Return what it says of itself at /ready; nothing when it does not answer."""
+        """Return the state reported at /ready; empty if the process does not answer."""
         try:
             return dict(httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=5).json())
         except httpx.HTTPError:
@@ -116,17 +116,18 @@ class ClusterPart:
 
     @property
     def process(self) -> Any:
-        """Return it as a psutil.Process."""
+        """Return the process as a psutil.Process."""
         assert self.child.process is not None
         return psutil.Process(self.child.process.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """How many there are of each. nodes: of RabbitMQ. proxies: before RabbitMQ and PostgreSQL.
+    """Number of processes per role, and their settings.
 
-    max_queued: at all gateways. max_running: of each engine. lease_s: of gateways, agents and background
-        requests. heartbeat_s: RabbitMQ takes a process for gone that is silent for two of them.
+    nodes: RabbitMQ nodes. proxies: connect through proxies. max_queued, max_running: as in [server] and
+        [[engines]]. lease_s: lease of gateways, agents and background requests. heartbeat_s: RabbitMQ drops a
+        process that is silent for two heartbeats.
     """
 
     nodes: int = 1
@@ -142,7 +143,7 @@ class ClusterShape:
 
 @dataclass(slots=True)
 class HeadwayCluster:
-    """All parts, by role."""
+    """A running cluster: its processes by role, its servers and its proxies."""
 
     folder: Path
     shape: ClusterShape
@@ -159,11 +160,11 @@ class HeadwayCluster:
         return [*self.engines, *self.controllers, *self.agents, *self.gateways]
 
     def leader(self) -> ClusterPart:
-        """Return the controller that leads, or any while none does."""
+        """Return the leading controller; while none leads, the first."""
         return next((one for one in self.controllers if one.leads()), self.controllers[0])
 
     def computed(self) -> list[str]:
-        """Return the ids of the requests that engines were asked for, each time that they were."""
+        """Return the ids of all requests that engines received, with repetitions."""
         texts = ((self.folder / f"{engine.name}.journal").read_text() for engine in self.engines)
         return [id for text in texts for id in text.split("\n") if id]
 
@@ -176,7 +177,7 @@ class HeadwayCluster:
         self.engines.append(ClusterPart(name, port, self._child(name, argv, dict(os.environ)), "/health"))
 
     def write_config(self) -> None:
-        """Write the file that all processes read; what differs between them is in their environments."""
+        """Write the configuration that all processes share; their environments hold the differences."""
         engine = {"max_running": self.shape.max_running, "health_timeout_s": _HEALTH_S}
         config = {
             "recipe": "headway",
@@ -192,7 +193,7 @@ class HeadwayCluster:
         (self.folder / _CONFIG).write_text(tomli_w.dumps(config))
 
     def add(self, name: str, role: str, *more: str) -> ClusterPart:
-        """Return a new process of a role, not started yet."""
+        """Return a new process with this role, not yet started."""
         port, urls, wires = free_port(), list[str](), list[Proxy]()
         for node in self.rabbit.nodes:
             urls.append(self._through(str(URL(node.url) % {"heartbeat": str(self.shape.heartbeat_s)}), wires))
@@ -204,7 +205,7 @@ class HeadwayCluster:
         return ClusterPart(name, port, child, wires=wires, database=database if role == "gateway" else [])
 
     def _through(self, url: str, proxies: list[Proxy]) -> str:
-        """Return the URL by which a part reaches a server; the proxy before it, if there is one, is added."""
+        """Return the URL through which a part reaches a server, and add its proxy, if any, to `proxies`."""
         if self.shape.proxies:
             proxy, url = self.wires.through(url)
             proxies.append(proxy)
@@ -214,7 +215,7 @@ class HeadwayCluster:
         return Child(argv, env, self.folder / f"{name}.log")
 
     def wait(self, seconds: float = _START_S) -> None:
-        """Wait until all parts are ready. EngineError when one is not in time."""
+        """Wait until all parts are ready. Raise EngineError if one is not ready in time."""
         deadline = time.monotonic() + seconds
         waiting = list(self.parts)
         while waiting := [one for one in waiting if not one.ready()]:
@@ -226,7 +227,7 @@ class HeadwayCluster:
 
 @contextmanager
 def clusters(folder: Path, shape: ClusterShape) -> Iterator[HeadwayCluster]:
-    """Yield gateways, controllers and agents with a FAKE engine each, all ready."""
+    """Yield a cluster whose gateways, controllers, agents and FAKE engines are ready."""
     with ExitStack() as stack:
         wires = Wires()
         stack.callback(wires.close)

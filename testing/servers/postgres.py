@@ -1,4 +1,4 @@
-"""A private PostgreSQL server: own data, own port, ended with the process that started it."""
+"""A private PostgreSQL server with its own data and port, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 
 PASSWORD = "correct-horse"
-_MARK = "HEADWAY_TESTS"  # by which tests find processes that a module left; the server outlives one
-_SECONDS = 30.0  # for the server to start
+_MARK = "HEADWAY_TESTS"  # marks processes that a test module must not leave behind; the server may outlive it
+_SECONDS = 30.0  # time limit for a start or a stop
 _SETTLE_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def binaries() -> Path:
-    """Return the folder of the newest server's binaries. ConfigError when there are none."""
+    """Return the folder with the server's binaries. Raise ConfigError if PostgreSQL is not installed."""
     found = shutil.which("postgres")
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda one: int(one.parent.name))
     if found:
@@ -40,7 +40,7 @@ def binaries() -> Path:
 
 
 class PostgresServer:
-    """A private server, which may be stopped and started again on the same data."""
+    """A private server that can be stopped and started again on the same data."""
 
     def __init__(self) -> None:
         self.bin, self.port = binaries(), free_port()
@@ -63,7 +63,7 @@ class PostgresServer:
         return f"postgresql://{user}:{password}@127.0.0.1:{self.port}/{database}"
 
     def start(self, *more: str) -> None:
-        """Start it, and wait until it answers; more: of its options."""
+        """Start the server and wait until it answers. more: further command-line options."""
         options = [
             "-c",
             f"port={self.port}",
@@ -93,35 +93,35 @@ class PostgresServer:
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> None:
-        """End it, with its sessions: SIGINT is a fast shutdown, SIGQUIT is as a crash."""
+        """Stop the server and its sessions: SIGINT is a fast shutdown, SIGQUIT resembles a crash."""
         if self._process is not None:
             self._process.send_signal(number)
             self._process.wait(_SECONDS)
             self._process = None
 
     def pause(self) -> None:
-        """Stop all its processes: it is there, but answers nothing."""
+        """Suspend all processes: connections stay open, but nothing answers."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Continue after `pause`."""
         self._signal_all(signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """Let none of its files grow, nor be written beyond a few pages: it ends, as on a full disk."""
+        """Limit the size of files to a few pages: the server ends, as on a full disk."""
         self._limit("65536")
 
     def free_disk(self) -> None:
-        """Give it room again, and start it if it has ended."""
+        """Lift the limit of `fill_disk`, and start the server if it has ended."""
         assert self._process is not None
         if self._process.poll() is None:
             self._limit("unlimited")
-            time.sleep(_SETTLE_S)  # one that is about to end does so
+            time.sleep(_SETTLE_S)  # a server that is about to end does so
         if self._process.poll() is not None:
             self.start()
 
     def _limit(self, size: str) -> None:
-        """Set the soft limit of the size of files, as the processes' own user, who may do that."""
+        """Set the soft limit of file sizes, as the user that owns the processes."""
         assert self._process is not None
         process = psutil.Process(self._process.pid)
         for one in (process, *process.children(recursive=True)):
@@ -136,7 +136,7 @@ class PostgresServer:
                 one.send_signal(number)
 
     def add_file(self, name: str, content: bytes) -> str:
-        """Put a file beside its data that it alone may read; return its path."""
+        """Write a file into the data folder that only the server may read; return its path."""
         path = self.folder / "data" / name
         path.write_bytes(content)
         path.chmod(0o600)
@@ -145,7 +145,7 @@ class PostgresServer:
         return str(path)
 
     def remove(self) -> None:
-        """End it and delete its data."""
+        """Stop the server and delete its data."""
         self.stop(signal.SIGQUIT)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""A TCP connection that can be cut off, or stand still, between a client and a server that is well."""
+"""A TCP proxy that can cut or stall the connections to a healthy server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from yarl import URL
 
 
 class Proxy:
-    """Passes bytes on between clients and a server until it is set to do otherwise."""
+    """Forwards bytes between clients and a server, until it is told to cut or stall."""
 
     def __init__(self, target: URL) -> None:
         self._target = target
@@ -21,17 +21,17 @@ class Proxy:
         self.port = 0
 
     def cut(self, *, accept: bool = True) -> None:
-        """Reset all connections; accept: new ones."""
+        """Reset all connections. accept: let clients connect again."""
         self.accepts = accept
         for writer in self._writers:
             writer.transport.abort()
 
     def stall(self) -> None:
-        """Pass nothing on any more."""
+        """Stop forwarding; connections stay open."""
         self._open.clear()
 
     def resume(self) -> None:
-        """Pass everything on again."""
+        """Continue after `stall`."""
         self._open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,7 +41,7 @@ class Proxy:
             return
         try:
             there, back = await asyncio.open_connection(self._target.host, self._target.port)
-        except OSError:  # it does not run
+        except OSError:  # the server does not run
             writer.transport.abort()
             return
         self._writers |= {writer, back}
@@ -61,7 +61,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(url: str) -> AsyncIterator[tuple[Proxy, str]]:
-    """Yield a proxy before the server of a URL, and the URL that goes through it."""
+    """Yield a proxy for the server at a URL, and the URL that goes through it."""
     proxy = Proxy(URL(url))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]

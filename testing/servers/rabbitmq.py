@@ -1,4 +1,4 @@
-"""A private RabbitMQ server: own node, data and ports, ended with the process that started it."""
+"""A private RabbitMQ server with its own node, data and ports, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 
 PASSWORD = "correct-horse"
-_MARK = "HEADWAY_TESTS"  # by which tests find processes that a module left; the server outlives one
-_SECONDS = 120.0  # for the server to start
+_MARK = "HEADWAY_TESTS"  # marks processes that a test module must not leave behind; the server may outlive it
+_SECONDS = 120.0  # time limit for a start or a stop
 _PR_SET_PDEATHSIG = 1
 _CONFIG = f"""\
 default_user = headway
@@ -35,9 +35,9 @@ log.console.level = warning
 
 
 def script() -> Path:
-    """Return what starts a server; Debian's own wrapper of it keeps to its own user and folders.
+    """Return the script that starts a server. Raise ConfigError if RabbitMQ is not installed.
 
-    ConfigError when there is none.
+    Debian's wrapper in PATH is the second choice: it insists on its own user and folders.
     """
     found = sorted(Path("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*/sbin/rabbitmq-server"))
     if not found and (path := shutil.which("rabbitmq-server")):
@@ -48,9 +48,10 @@ def script() -> Path:
 
 
 class RabbitServer:
-    """A private server, which may be stopped and started again on the same data.
+    """A private server that can be stopped and started again on the same data.
 
-    epmd: the port mapper of its node, which nodes of a cluster share; None = its own. cookie: of the cluster.
+    epmd: the port mapper, shared by the nodes of a cluster; None = a private one. cookie: the cluster's
+    Erlang cookie.
     """
 
     def __init__(self, epmd: PortMapper | None = None, cookie: str = "") -> None:
@@ -64,7 +65,7 @@ class RabbitServer:
         file = self.folder / ".erlang.cookie"
         file.write_text(cookie or secrets.token_hex(16))
         file.chmod(0o400)
-        # As with PostgreSQL, root's work is not given to a server of a test.
+        # As with PostgreSQL, no test server runs as root.
         self._as: dict[str, Any] = {}
         if os.getuid() == 0:
             user = pwd.getpwnam("rabbitmq" if _is_user("rabbitmq") else "nobody")
@@ -74,7 +75,7 @@ class RabbitServer:
         self._env = self._environment()
 
     def join(self, nodes: Sequence[str]) -> None:
-        """Form a cluster with these nodes at the first start, itself among them; none: it is alone."""
+        """Form a cluster of these nodes, this one included, at the first start; if empty, run alone."""
         kind = "cluster_formation.peer_discovery_backend = classic_config\n" if nodes else ""
         peers = (f"cluster_formation.classic_config.nodes.{i} = {node}\n" for i, node in enumerate(nodes, 1))
         text = f"listeners.tcp.1 = 127.0.0.1:{self.port}\n{_CONFIG}{kind}{''.join(peers)}"
@@ -88,18 +89,18 @@ class RabbitServer:
         return f"amqp://{user}:{password}@127.0.0.1:{self.port}/{vhost}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server and wait until it answers."""
         self.begin()
         self.wait()
 
     def begin(self) -> None:
-        """Start it."""
+        """Start the server without waiting."""
         self.epmd.start(self._env, self._as)
         with (self.folder / "log").open("ab") as out:
             self._process = _run([str(self.script)], self._env, out, self.folder, self._as)
 
     def wait(self) -> None:
-        """Wait until it answers."""
+        """Wait until the server answers."""
         assert self._process is not None
         deadline = time.monotonic() + _SECONDS
         while not self._answers():
@@ -108,22 +109,22 @@ class RabbitServer:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the server, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(_SECONDS)
             self._process = None
 
     def pause(self) -> None:
-        """Stop it: it is there, but answers nothing."""
+        """Suspend the server: connections stay open, but nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def remove(self) -> None:
-        """End it and delete its data."""
+        """Kill the server and delete its data."""
         self.kill()
         if self._owns_epmd:
             self.epmd.stop()
@@ -134,7 +135,7 @@ class RabbitServer:
         self._process.send_signal(number)
 
     def _answers(self) -> bool:
-        """Tell whether it greets a client of AMQP 0.9.1."""
+        """Return True if the server greets an AMQP 0.9.1 client."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as client:
             client.settimeout(10)
             client.sendall(b"AMQP\x00\x00\x09\x01")
@@ -157,25 +158,25 @@ class RabbitServer:
             "RABBITMQ_MNESIA_BASE": f"{folder}/data",
             "RABBITMQ_LOG_BASE": folder,
             "RABBITMQ_PID_FILE": f"{folder}/pid",
-            "RUNNING_UNDER_SYSTEMD": "1",  # its script then becomes the server, with no shell before it
+            "RUNNING_UNDER_SYSTEMD": "1",  # makes the script exec the server, without a shell in between
         }
 
 
 class PortMapper:
-    """Erlang's, by which nodes find each other; started by the first."""
+    """Erlang's port mapper, through which nodes find each other; the first node starts it."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, env: Mapping[str, str], as_user: Mapping[str, Any]) -> None:
-        """Start it, unless it runs."""
+        """Start the port mapper, unless it runs."""
         if self._process is None:
             argv = [shutil.which("epmd") or "epmd", "-port", str(self.port)]
             self._process = _run(argv, env, subprocess.DEVNULL, Path("/"), as_user)
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the port mapper."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(_SECONDS)
@@ -183,7 +184,7 @@ class PortMapper:
 
 
 class RabbitCluster:
-    """Several private servers that are one cluster: `nodes` of them; one is a server alone."""
+    """A cluster of `nodes` private servers."""
 
     def __init__(self, nodes: int) -> None:
         epmd, cookie = PortMapper(), secrets.token_hex(16)
@@ -202,12 +203,12 @@ class RabbitCluster:
             node.begin()
 
     def wait(self) -> None:
-        """Wait until all nodes answer: by then each has joined."""
+        """Wait until all nodes answer; by then they have joined."""
         for node in self.nodes:
             node.wait()
 
     def remove(self) -> None:
-        """End all nodes and delete their data."""
+        """Kill all nodes and delete their data."""
         for node in self.nodes:
             node.remove()
         self.epmd.stop()

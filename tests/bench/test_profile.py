@@ -188,4 +188,4 @@ async def test_what_cannot_be_profiled_says_why(tmp_path: Path) -> None:
 def test_a_model_directory_must_be_whole(tmp_path: Path, missing: str) -> None:
     (model(tmp_path) / missing).unlink()
     with pytest.raises(ConfigError):
-        live._shape(str(tmp_path))
+        live._shape(str(tmp_path), dummy=False)

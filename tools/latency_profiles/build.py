@@ -1,8 +1,8 @@
 """Builds the latency profiles that come with Headway from public measurements.
 
-Each is a latency law (BROS 4.1, SLO-aware 4.2) fitted to public profiles of one model on one device. Run
-`HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` to reproduce the files byte for byte and
-to print the error of each law.
+Each profile is a latency law (BROS 4.1, SLO-aware 4.2) fitted to public measurements of one model on one
+device. `HEADWAY_DATA=... python -m tools.latency_profiles.build --out DIR` reproduces the files byte for byte
+and prints the error of each law.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.types import Batch, Floats
 from tools.latency_profiles.layers import Attention, Gpu, Layers, Model, Rows, calibrate, grid, read
 
-# SloAware is compared but never chosen: prompts are not in a `Batch`, so more context can make it faster.
+# SloAware is compared but never chosen: a `Batch` does not hold its prompts, so more context can make it faster.
 _CHOICE = ("additive", "roofline", "bros")
 _GIB = 2**30
 A100 = Gpu("A100-SXM4-80GB", 80 * _GIB, 2.039e12, 312e12)
@@ -68,7 +68,10 @@ _CPU_MIXED = {0: 19.5, 16: 24.7, 32: 30.1, 64: 40.4, 128: 57.8, 256: 95.5, 512: 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a profile is fitted to. Errors are taken over the first `measured` batches, None = over all."""
+    """The data that a profile is fitted to.
+
+    measured: errors are computed over the first `measured` batches; None = over all.
+    """
 
     model: Model
     device: str
@@ -83,7 +86,7 @@ class Sample:
 
 
 class Data:
-    """The public profiles under `folder`, and what several files take from them."""
+    """The public profiles in `folder`, and the values that several files share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +96,7 @@ class Data:
         self.on_a30 = calibrate(on_a30, QWEN_7B, A30, 1)
 
     def load_seconds(self, model: Model) -> tuple[tuple[float, float], str]:
-        """Return (cold, warm) seconds to load the weights, and where they are from."""
+        """Return (cold, warm) seconds to load the weights, and their source."""
         near = min(_LOADED, key=lambda name: abs(_LOADED[name] - model.weights_bytes))
         ratio = model.weights_bytes / _LOADED[near]
         rows = [r for r in read(self.folder, "serverlessllm_load_times.csv.gz") if r["model"] == near]
@@ -104,7 +107,7 @@ class Data:
         return (_digits(cold * ratio), _digits(warm * ratio)), text + where
 
     def copy_gb_s(self, tp: int) -> tuple[float, str]:
-        """Return 1e9 bytes per second of KV between GPU and host, over `tp` links, and where it is from."""
+        """Return GB/s (1e9 bytes) of KV between GPU and host over `tp` links, and its source."""
         rows = [r for r in read(self.folder, "hermes_kv_swap_llama7b.csv") if r["num_tokens"] == "16384"]
         slow = max(
             np.median([float(r["time_ms"]) for r in rows if r["operation"] == way]) for way in ("gpu2cpu", "cpu2gpu")
@@ -115,7 +118,7 @@ class Data:
 
 
 def distserve(data: Data, model: Model, tp: int) -> Sample:
-    """Return DistServe's fit of vLLM on A100 as points of a grid; its two laws are not for mixed batches."""
+    """Return DistServe's fit of vLLM on A100 as points of a grid; its two laws exclude mixed batches."""
     law = json.loads((data.folder / "profiles" / "distserve_a100_80g_fits.json").read_text())
     law = law["vllm_engine"][model.name][str(tp)]
     kv = {(r["model"], r["tp"], r["pp"]): r for r in read(data.folder, "distserve_a100_80g_max_kv_tokens.csv")}
@@ -136,9 +139,9 @@ def distserve(data: Data, model: Model, tp: int) -> Sample:
 
 
 def between(data: Data, model: Model, less: Model, more: Model, there: Gpu, tp: int) -> Sample:
-    """Return a model that was not measured, between two that were: their laws, weighted by bytes of weights.
+    """Return an unmeasured model between two measured ones: their laws, weighted by bytes of weights.
 
-    Only the size of the memory is that of `there`; both were measured on 80 GB.
+    Of `there`, only the memory size is used; both models were measured on 80 GB.
     """
     laws = json.loads((data.folder / "profiles" / "distserve_a100_80g_fits.json").read_text())["vllm_engine"]
     share = (model.weights_bytes - less.weights_bytes) / (more.weights_bytes - less.weights_bytes)
@@ -162,9 +165,9 @@ def between(data: Data, model: Model, less: Model, more: Model, there: Gpu, tp: 
 def vidur(
     data: Data, model: Model, gpu: Gpu, tp: int, attention: Attention, cpu: str, cpu_as: tuple[Model, int] | None = None
 ) -> Sample:
-    """Return iteration times added up from Vidur's operator profiles.
+    """Return iteration times summed from Vidur's operator profiles.
 
-    cpu_as: model and tensor parallelism whose CPU overheads stand in for its own, which were not profiled.
+    cpu_as: model and tensor parallelism whose CPU overheads replace this model's, which were not profiled.
     """
     short = model.name.split("/")[1].lower().removesuffix("-hf").removeprefix("meta-")
     kind = gpu.name.split("-")[0].lower()
@@ -194,7 +197,7 @@ def vidur(
 
 
 def sarathi(data: Data) -> Sample:
-    """Return Yi-34B on two A100s: 15 measured batches, and the answers' ones moved to other contexts."""
+    """Return Yi-34B on two A100s: 15 measured batches, and those with decodes moved to other contexts."""
     rows = read(data.folder, "sarathi_yi34b_2xa100_prefill_decode.csv")
     pairs = [_sarathi_row(row) for row in rows if row["num_prefill_tokens"] != "256"]
     per_token = YI_34B.kv_bytes / 2 / (A100_PCIE.bandwidth * data.on_a100.bandwidth_share)
@@ -221,10 +224,10 @@ def sarathi(data: Data) -> Sample:
 
 
 def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sample:
-    """Return a sample of one GPU moved to another by the ratios of their data sheets (a roofline).
+    """Return a sample of one GPU scaled to another by the ratios of their data sheets (a roofline).
 
-    Tokens and pairs of prompts, and sequences, are arithmetic; weights (the bases) and the context of answers
-    are memory reads. The CPU's part of the bases is scaled, too, which is too slow for it.
+    Prompt tokens, prompt pairs and sequences scale with arithmetic; weights (the bases) and the context of
+    answers scale with memory bandwidth. The bases' CPU part is scaled, too, which overestimates it.
     """
     slower, narrower = here.flops / there.flops, here.bandwidth / there.bandwidth
     fitted = Bros.fit(Shapes.of(base.batches), base.seconds)
@@ -249,7 +252,7 @@ def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sam
 
 
 def smollm(_: Data) -> Sample:
-    """Return what was measured on this project's own machine; the tables above are all there is of it."""
+    """Return the measurements from this project's own machine, all of which are in the tables above."""
     decode = [
         (Batch(n, n * context, 0), ms)
         for n, row in _CPU_DECODE.items()
@@ -286,7 +289,7 @@ FILES: dict[str, Callable[[Data], Sample]] = {
 
 
 def build(sample: Sample) -> LatencyProfile:
-    """Return the latency profile of a sample: every law fitted, the nearest one chosen."""
+    """Fit every law to a sample and return the latency profile with the most accurate one."""
     x = Shapes.of(sample.batches)
     seen = np.arange(len(sample.batches)) < (sample.measured or len(sample.batches))
     laws: dict[str, LatencyLaw] = {name: _rounded(law.fit(x, sample.seconds)) for name, law in LAWS.items()}
@@ -311,8 +314,7 @@ def build(sample: Sample) -> LatencyProfile:
 
 
 def table(files: dict[str, LatencyProfile]) -> str:
-    """Return the mean and p90 error in per cent, of each law by kind of batch; * marks the law of the
-    file."""
+    """Return a table of the mean and p90 errors of each law by kind of batch; * marks the profile's law."""
     lines = [f"{'file':22}{'form':12}" + "".join(f"{k:>16}" for k in ("all", "prefill", "decode", "mixed"))]
     for name, file in files.items():
         for law, kinds in file.errors.items():
@@ -323,9 +325,9 @@ def table(files: dict[str, LatencyProfile]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write every built-in latency profile and print the errors; ConfigError without the data."""
+    """Write every built-in latency profile and print the errors. Raise ConfigError without the data."""
     parser = argparse.ArgumentParser(
-        prog="tools.latency_profiles.build", description="Make the built-in latency profiles."
+        prog="tools.latency_profiles.build", description="Build the built-in latency profiles."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     out = parser.parse_args(arguments).out
@@ -363,7 +365,7 @@ def _sample(
 
 
 def _room(model: Model, gpu: Gpu, tp: int) -> int:
-    """Return the tokens of KV that fit beside the weights, in whole blocks of 16."""
+    """Return the KV tokens that fit into memory beside the weights, in whole blocks of 16."""
     free = tp * (_UTILISATION * gpu.memory - _ACTIVATIONS) - model.weights_bytes
     return int(free / model.kv_bytes) // 16 * 16
 
@@ -388,7 +390,7 @@ def _cpu_rows(data: Data, cpu: str, model: Model, tp: int) -> Rows:
 
 
 def _check(data: Data, layers: Layers) -> dict[str, str]:
-    """Compare with whole iterations of vLLM where a like model was measured on a like machine."""
+    """Compare with measured vLLM iterations of a similar model on the same GPU, if there are any."""
     like = {LLAMA_7B.name: "meta-llama/Llama-3.1-8B-Instruct", LLAMA_70B.name: "meta-llama/Llama-3.1-70B-Instruct"}
     if layers.gpu is not H100:
         return {}
@@ -411,7 +413,7 @@ def _ratio(row: dict[str, str], layers: Layers) -> float:
 
 
 def _median(rows: Rows, loaders: tuple[str, ...], scenarios: tuple[str, ...]) -> tuple[float, str]:
-    """Return the median of the first scenario that was measured with one of the loaders, and its name."""
+    """Return the median and name of the first scenario that was measured with one of the loaders."""
     for scenario in scenarios:
         found = [r for r in rows if r["loader"] in loaders and r["scenario"] == scenario]
         if found:
@@ -428,7 +430,7 @@ def _errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
 
 
 def _rounded(law: Any) -> LatencyLaw:
-    """Return the law with 6 digits, so that another machine's last bits do not change the file."""
+    """Return the law rounded to 6 digits, so that files do not depend on a machine's last bits."""
     return type(law)(**{field.name: _digits(getattr(law, field.name)) for field in fields(law)})  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
 """Iteration latency as the sum of its operators, from Vidur's profiles.
 
-An iteration is its layers: measured operator medians at the batch's tokens, all-reduce, and the CPU's work
-around them. Attention was profiled for other models only, so its time is the KV read at a share of the memory
-bandwidth plus arithmetic at a share of the peak, both calibrated on those profiles.
+An iteration is the sum of its layers (measured operator medians at the batch's number of tokens), all-reduce
+and the CPU overhead. Attention was profiled only for other models, so its time is modelled: KV reads at a share
+of the memory bandwidth plus arithmetic at a share of the peak, both calibrated on those profiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPERATORS = (
     "mlp_down_proj_ms",
     "add_ms",
 )
-# Not ray_comm_time_mean_ms: engines of today do not talk to their workers through Ray in every step.
+# Not ray_comm_time_mean_ms: current engines do not communicate with workers through Ray in every step.
 _AROUND = (
     "schedule_median_ms",
     "sampler_e2e_median_ms",
@@ -42,7 +42,7 @@ _AROUND = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer's shape; 2 bytes per weight and per KV element."""
+    """A transformer's shape, with 2 bytes per weight and per KV element."""
 
     name: str
     layers: int
@@ -55,13 +55,13 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of KV of one token in all layers."""
+        """Return the KV bytes per token, over all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device's data sheet: bytes, bytes per second, dense 16-bit FLOP per second."""
+    """A GPU's data sheet: bytes, bytes per second, dense 16-bit FLOP per second."""
 
     name: str
     memory: float
@@ -71,7 +71,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Seconds of one layer's attention kernel: launch + ideal time / share, for decode and for prefill."""
+    """The attention law of one layer: launch + ideal time / share, in seconds, for decode and for prefill."""
 
     decode_launch: float
     decode_sequence: float
@@ -93,7 +93,7 @@ class Attention:
 
 
 def calibrate(rows: Rows, model: Model, gpu: Gpu, tp: int) -> Attention:
-    """Return the attention law of a profile that was measured with `model` on `gpu`."""
+    """Return the attention law fitted to a profile of `model` on `gpu`."""
     batches, times = _attention_rows(rows)
     decode = np.array([bool(b.decodes) for b in batches])
     ideal = np.array([_ideal(b, model, gpu, tp) for b in batches])
@@ -107,9 +107,9 @@ def calibrate(rows: Rows, model: Model, gpu: Gpu, tp: int) -> Attention:
 
 
 class Layers:
-    """Iteration seconds of a model on `tp` GPUs, by adding up profiles of operators.
+    """Iteration times of a model on `tp` GPUs, as sums of operator profiles.
 
-    reduce_rows: all-reduce profile, only read with tp > 1. cpu: CPU overheads of this model and tp.
+    cpu: CPU overheads of this model and tp. reduce_rows: all-reduce profile, used only with tp > 1.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Layers:
 
 
 def read(folder: Path, name: str) -> Rows:
-    """Return the rows of a profile, NAME.csv or NAME.csv.gz in `folder`/profiles."""
+    """Return the rows of the profile `name` (.csv or .csv.gz) in `folder`/profiles."""
     path = folder / "profiles" / name
     with gzip.open(path, "rt") if name.endswith(".gz") else path.open() as file:
         return list(csv.DictReader(file))
 
 
 def grid(most_kv: float = float("inf"), longest: int = 4096, *, mixed: bool = True) -> list[Batch]:
-    """Return batches as a server meets them: answers, prompts (whole and in chunks), and both together."""
+    """Return typical batches of a server: decodes, prompts (whole and in chunks), and both together."""
     decode = [
         Batch(n, n * context, 0)
         for n in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -176,7 +176,7 @@ def _chunk(new: int, before: int) -> Batch:
 
 
 def _read(context: int, model: Model, tp: int) -> float:
-    """Return bytes of KV that one layer on one GPU reads; KV heads are split, never below one each."""
+    """Return the KV bytes that one layer reads on one GPU; each GPU has at least one KV head."""
     return 2 * 2 * context * max(model.kv_heads // tp, 1) * model.head_dim
 
 
@@ -191,7 +191,7 @@ def _ideal(batch: Batch, model: Model, gpu: Gpu, tp: int) -> float:
 
 
 def _attention_rows(rows: Rows) -> tuple[list[Batch], Floats]:
-    """Return the profiled shapes and seconds; a row without a time is left out."""
+    """Return the profiled batches and seconds, without rows that have no time."""
     batches, times = [], []
     for row in rows:
         prompt = row["is_prefill"] == "True"
@@ -213,7 +213,7 @@ def _reducers(rows: Rows, tp: int) -> Rows:
 
 
 def _curve(rows: Rows, key: str, columns: Iterable[str]) -> Callable[[float], float]:
-    """Return ms -> seconds of the columns' sum at a key: medians of equal keys, straight lines between."""
+    """Return a function from key to seconds: medians of the columns' sum, interpolated linearly."""
     found: dict[float, list[float]] = {}
     for row in rows:
         found.setdefault(float(row[key]), []).append(sum(float(row[c]) for c in columns) / 1000)
@@ -223,7 +223,7 @@ def _curve(rows: Rows, key: str, columns: Iterable[str]) -> Callable[[float], fl
 
 
 def _line(rows: Rows, key: str, columns: Iterable[str]) -> Callable[[float], float]:
-    """Return seconds of the columns' sum as a straight line of the key: profiles end before batches do."""
+    """Return a linear fit of the columns' sum in seconds; profiles end below the largest batches."""
     y = np.array([sum(float(row[c]) for c in columns) for row in rows]) / 1000
     slope, base = np.polyfit([float(row[key]) for row in rows], y, 1)
     return lambda at: float(base + slope * at)

@@ -1,1 +1,1 @@
-"""`headway bench faults`: a Headway in parts, whose parts die, pause and lose each other under load."""
+"""`headway bench faults`: a Headway cluster whose processes die, pause and lose their connections under load."""

@@ -1,4 +1,4 @@
-"""The kinds of faults: what happens to a part, for how long, and how it is undone."""
+"""The kinds of faults, as context managers that break a part and restore it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from testing.servers import rabbitmq
 from testing.servers.parts import ClusterPart, HeadwayCluster
 from testing.servers.proxy import Proxy
 
-SHORTEST_S = 0.2  # of a pause or a cut
+SHORTEST_S = 0.2  # shortest pause or cut
 
 
 @dataclass(frozen=True, slots=True)
 class FaultScene:
-    """What a fault can reach. endpoints: of the gateways, in their order. rng: for which part, and how long.
+    """The cluster that faults are injected into.
 
-    longest_s: of a pause or a cut.
+    endpoints: the gateways' endpoints, in their order. rng: chooses the part and the duration. longest_s: longest
+    pause or cut.
     """
 
     cluster: HeadwayCluster
@@ -38,7 +39,7 @@ class FaultScene:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is going on. target: the part that it struck."""
+    """A fault in progress. target: the name of the affected part."""
 
     target: str
 
@@ -55,12 +56,12 @@ Named = tuple[str, Pausable]
 Kind = Callable[[FaultScene], AbstractContextManager[Fault]]
 
 
-def _last(scene: FaultScene) -> None:
-    """Let some time go by in which the fault lasts."""
+def _hold(scene: FaultScene) -> None:
+    """Sleep for a random time while the fault lasts."""
     time.sleep(float(scene.rng.uniform(SHORTEST_S, scene.longest_s)))
 
 
-# ---- deaths: the part is started again at once, as its supervisor would
+# ---- deaths: the part is restarted at once, as by its supervisor
 
 
 def _killed(which: Callable[[FaultScene], ClusterPart]) -> Kind:
@@ -95,7 +96,7 @@ def _database_restarted(scene: FaultScene) -> Iterator[Fault]:
 @contextmanager
 def _disk_full(scene: FaultScene) -> Iterator[Fault]:
     scene.cluster.database.fill_disk()
-    _last(scene)
+    _hold(scene)
     yield Fault("postgresql")
     scene.cluster.database.free_disk()
 
@@ -108,7 +109,7 @@ def _paused(which: Callable[[FaultScene], Named]) -> Kind:
     def kind(scene: FaultScene) -> Iterator[Fault]:
         name, stopped = which(scene)
         stopped.pause()
-        _last(scene)
+        _hold(scene)
         yield Fault(name)
         stopped.resume()
 
@@ -119,14 +120,14 @@ def _paused(which: Callable[[FaultScene], Named]) -> Kind:
 
 
 def _cut(which: Callable[[FaultScene], ClusterPart], wires: Callable[[ClusterPart], list[Proxy]]) -> Kind:
-    """Connections are reset, and none is made."""
+    """Reset all connections and refuse new ones."""
 
     @contextmanager
     def kind(scene: FaultScene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
             scene.cluster.wires.call(partial(proxy.cut, accept=False))
-        _last(scene)
+        _hold(scene)
         yield Fault(part.name)
         for proxy in wires(part):
             scene.cluster.wires.call(partial(setattr, proxy, "accepts", True))
@@ -135,14 +136,14 @@ def _cut(which: Callable[[FaultScene], ClusterPart], wires: Callable[[ClusterPar
 
 
 def _stalled(which: Callable[[FaultScene], ClusterPart], wires: Callable[[ClusterPart], list[Proxy]]) -> Kind:
-    """Nothing passes any more, and nothing says so; all comes late in the end."""
+    """Stall all connections without an error; the data arrive late, at the end of the fault."""
 
     @contextmanager
     def kind(scene: FaultScene) -> Iterator[Fault]:
         part = which(scene)
         for proxy in wires(part):
             scene.cluster.wires.call(proxy.stall)
-        _last(scene)
+        _hold(scene)
         yield Fault(part.name)
         for proxy in wires(part):
             scene.cluster.wires.call(proxy.resume)
@@ -184,7 +185,7 @@ def _named(which: Callable[[FaultScene], ClusterPart]) -> Callable[[FaultScene],
 
 
 def _endpoint(scene: FaultScene, part: ClusterPart) -> Endpoint | None:
-    """Return the endpoint of a gateway, None for another part."""
+    """Return the endpoint of a gateway; None for other parts."""
     return next((one for one in scene.endpoints if one.port == part.port), None)
 
 

@@ -1,4 +1,4 @@
-"""The command `headway bench faults`: its sizes, its report."""
+"""The command `headway bench faults`: its sizes and its report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOTES = (
 
 @experiment("faults", "vllm", "Faults of a Headway in parts")
 def main(ask: Ask, only: Sequence[str] = (), count: int | None = None) -> Result:
-    """Break parts; the journal of faults is written into the folder of the result."""
+    """Run the benchmark; the journal of faults is written to `ask.out`."""
     sizes = QUICK if ask.quick else WHOLE
     sizes = replace(sizes, faults=count or sizes.faults)
     with (
@@ -62,7 +62,7 @@ def main(ask: Ask, only: Sequence[str] = (), count: int | None = None) -> Result
 
 
 def _journal(out: Path | None) -> IO[str]:
-    """Return the file that faults are written to; without a folder they are not kept."""
+    """Open the journal of faults; without a folder it is not kept."""
     if out is None:
         return io.StringIO()
     out.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def _journal(out: Path | None) -> IO[str]:
 
 
 def rows(outcome: FaultsOutcome) -> list[Row]:
-    """Return a row per figure; times to recover of all faults, and by kind."""
+    """Return the counts, and recovery times over all faults and by kind."""
     verdict, count = outcome.verdict, len(outcome.records)
     setting = f"{count} faults, RabbitMQ of {outcome.nodes}"
     stuck = sum(one.recovered is None for one in outcome.records)
@@ -98,14 +98,14 @@ def rows(outcome: FaultsOutcome) -> list[Row]:
 
 
 def _seconds(outcome: FaultsOutcome, kind: str) -> list[float]:
-    """Return the times to recover; one that was not seen counts as long as it was waited for."""
+    """Return the recovery times; a fault without recovery counts as `PATIENCE_S`."""
     return [
         PATIENCE_S if one.recovered is None else one.recovered for one in outcome.records if kind in (ALL, one.kind)
     ]
 
 
 def result(outcome: FaultsOutcome) -> Result:
-    """Return the findings: what was lost, then the times to recover by kind."""
+    """Return the findings, with the ids of lost and twice answered requests as notes."""
     verdict = outcome.verdict
     found = [f"lost: {', '.join(verdict.lost_ids)}"] * bool(verdict.lost_ids)
     found += [f"answered twice: {', '.join(verdict.twice_ids)}"] * bool(verdict.twice_ids)
@@ -113,7 +113,7 @@ def result(outcome: FaultsOutcome) -> Result:
 
 
 def plot(outcome: FaultsOutcome) -> bytes:
-    """Return a PNG of the times to recover, a point per fault, by kind."""
+    """Return a PNG of the recovery times by kind, a point per fault."""
     kinds = [kind for kind in KINDS if _seconds(outcome, kind)]
     figure, panels = sheet(1, 1, 8.0, 0.3 * len(kinds) + 1.2)
     axes = panels[0]

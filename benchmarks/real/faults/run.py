@@ -1,4 +1,4 @@
-"""One run: faults one after the other under load, each written down, and the verdict on what clients saw."""
+"""One run: a series of faults under load, recorded one by one, and the verdict on the clients' history."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.real.soak_history import Verdict, check
 from headway.errors import ConfigError
 from testing.servers.parts import ClusterPart, ClusterShape, HeadwayCluster, clusters
 
-PATIENCE_S = 60.0  # for all to be well again
-_BETWEEN_S = (0.1, 0.5)  # all well again and the next fault
-_PAUSE_S = 0.4  # of a client, between two requests: the load is not what this is about
+PATIENCE_S = 60.0  # time limit for a recovery
+_BETWEEN_S = (0.1, 0.5)  # from a recovery to the next fault
+_PAUSE_S = 0.4  # between two requests of a client: a light load
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSizes:
-    """How many faults there are, how many nodes RabbitMQ has, and how long a pause or a cut lasts at most."""
+    """The number of faults and of RabbitMQ nodes, and the longest pause or cut in seconds."""
 
     faults: int
     nodes: int
@@ -34,10 +34,10 @@ class FaultSizes:
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A fault as it happened.
+    """A fault that has happened.
 
-    at: seconds from the beginning. lasted: seconds until it was undone: a part resumed, or started again.
-    recovered: seconds from then on until every gateway was ready and had answered a new request, None = not
+    at: seconds since the start of the run. lasted: seconds until the part was resumed or restarted.
+    recovered: seconds from then until every gateway was ready and had answered a new request; None = not
     within `PATIENCE_S`.
     """
 
@@ -49,16 +49,16 @@ class FaultRecord:
     recovered: float | None
 
     def line(self) -> str:
-        """Return it as a line of JSON."""
+        """Return the record as a line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsOutcome:
-    """What happened, and what clients saw of it.
+    """The faults of a run, and the verdict on the clients' requests.
 
-    told: requests that were answered with an error. refused: those that were to come again.
-    nodes: of RabbitMQ.
+    told: requests answered with an error. refused: requests refused with 429 or 503, to be sent again.
+    nodes: RabbitMQ nodes.
     """
 
     records: tuple[FaultRecord, ...]
@@ -69,7 +69,7 @@ class FaultsOutcome:
 
 
 def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Return kinds of faults, each as often as any other, in random order. ConfigError for an unknown one."""
+    """Return kinds of faults in random order, equally often. Raise ConfigError for an unknown kind."""
     if unknown := [name for name in only if name not in KINDS]:
         raise ConfigError(f"There is no fault {unknown[0]!r}.", f"Use some of: {', '.join(KINDS)}.", param="only")
     kinds = list(only or KINDS)
@@ -80,10 +80,10 @@ def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str
 def measure(
     folder: Path, sizes: FaultSizes, seed: int, tick: Callable[[str], None], journal: IO[str], only: Sequence[str] = ()
 ) -> FaultsOutcome:
-    """Break parts under load, then let all that is owed end.
+    """Inject faults under load, then wait until all accepted requests have ended.
 
-    tick: called before each fault. journal: each fault is written there as it ends, so that a run that is
-    cut off leaves what it has seen.
+    tick: called before each fault. journal: receives each fault as it ends, so that an interrupted run leaves
+    its findings.
     """
     rng = np.random.default_rng([seed, 17])
     kinds = drawn(sizes.faults, only, rng)
@@ -103,7 +103,7 @@ def measure(
                 journal.write(records[-1].line())
                 journal.flush()
                 time.sleep(float(rng.uniform(*_BETWEEN_S)))
-        _pay(cluster, clients)
+        _settle(cluster, clients)
     history = clients.history
     return FaultsOutcome(tuple(records), check(history), history.told, clients.refused, sizes.nodes)
 
@@ -118,7 +118,7 @@ def _strike(scene: FaultScene, number: int, kind: str, began: float) -> FaultRec
 
 
 def _recovery(gateways: Sequence[ClusterPart], endpoints: Sequence[Endpoint]) -> float | None:
-    """Return the seconds until every gateway is ready and answers a new request, None = it took too long."""
+    """Return the seconds until every gateway is ready and answers a new request; None = it took too long."""
     began = time.monotonic()
 
     async def well(part: ClusterPart, endpoint: Endpoint) -> None:
@@ -137,8 +137,8 @@ def _recovery(gateways: Sequence[ClusterPart], endpoints: Sequence[Endpoint]) ->
     return time.monotonic() - began
 
 
-def _pay(cluster: HeadwayCluster, clients: Clients) -> None:
-    """Wait until nothing is broken and all that is owed has ended, as every gateway sees it."""
+def _settle(cluster: HeadwayCluster, clients: Clients) -> None:
+    """Wait until all parts are ready and every gateway reports all accepted requests as ended."""
     cluster.wait()
     asyncio.run(clients.look_at_all())
     clients.history.computed.update(id for id in cluster.computed() if id in clients.history.looks)
