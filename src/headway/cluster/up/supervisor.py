@@ -28,8 +28,10 @@ _STABLE_S = 60.0  # a process that ran this long restarts after the shortest pau
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """The state of a part. digest: of part and configuration. pid: 0 = no process. tail: last lines of its log
-    before the last restart."""
+    """The state of a part.
+
+    digest: of part and configuration. pid: 0 = no process. tail: last lines of the log before the last restart.
+    """
 
     digest: str
     host: str
