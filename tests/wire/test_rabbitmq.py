@@ -201,7 +201,7 @@ async def test_what_is_too_large_is_not_sent_and_the_rest_is(
         assert isinstance(message.items[0], Failed)
         assert message.items[0].id == "2"
         assert message.number == 2, "its receiver sees that one was lost"
-    assert "a message may have 4,194,304 bytes" in caplog.text
+    assert "a message may have at most 4,194,304 bytes" in caplog.text
 
 
 async def test_what_is_too_large_together_comes_in_several_messages(address: RabbitAddress) -> None:
@@ -262,5 +262,5 @@ async def test_a_queue_of_another_kind_is_said(address: RabbitAddress) -> None:
 
 @pytest.mark.parametrize("url", ["", "http://host", "amqp://", "rabbit", "amqp://host:99999", "amqp://a host"])
 async def test_what_is_no_url_is_said(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL of a RabbitMQ server"):
+    with pytest.raises(ConfigError, match="is not the URL of a RabbitMQ server"):
         await RabbitConnection.connect(RabbitAddress(url), "a")

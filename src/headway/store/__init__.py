@@ -1,1 +1,1 @@
-"""What is stored: the queue of accepted requests and the journal of served ones."""
+"""Storage: the queue of accepted requests, files and batches, and the journal of served requests."""

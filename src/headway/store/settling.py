@@ -1,4 +1,4 @@
-"""Hands the outcomes of calls from a broker's thread to the event loops of those that wait for them."""
+"""Delivers the outcomes of calls from a broker's thread to the event loops of their callers."""
 
 from __future__ import annotations
 

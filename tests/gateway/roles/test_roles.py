@@ -160,7 +160,7 @@ def test_an_engine_that_another_agent_has_is_told_of_once(
         headway.agent("a2", "e0")
         until(lambda: len(made) > 4, 30)
         assert gateway.post(gateway.chat()).status_code == 200
-        assert len(warned(caplog, "a2 has an engine e0, which gets no work: a1 has it, too. Start")) == 1
+        assert len(warned(caplog, "a2 has an engine e0, which gets no work: a1 runs it, too. Start")) == 1
         headway.kill("a1")
         until(lambda: headway.controllers["c1"].leader._agent_of.get("e0") == "a2", 30)  # type: ignore[union-attr]
 

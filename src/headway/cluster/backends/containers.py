@@ -1,8 +1,8 @@
-"""Containers for sandboxes, by the command `docker` (Docker's, or that of podman-docker).
+"""Sandboxes as containers, run by the `docker` command (Docker's, or podman-docker's).
 
 A container has no network, no capabilities, a read-only image and a /tmp in memory; it is removed with the
-sandbox. One whose gateway was killed ends by itself: at once if it had no code yet, else with its code, or by
-a timer inside it, which hostile code can turn off.
+sandbox. If its gateway is killed, it ends by itself: at once if it has no code yet, otherwise with its code or
+by a timer inside it, which hostile code can turn off.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headway.config import Backend as Settings
 from headway.errors import ConfigError
 
 log = logging.getLogger("headway.cluster.backends")
-PROCESSES = 64  # that the code of one sandbox may start
-_REMOVE_S = 20.0  # for the daemon to remove a container
+PROCESSES = 64  # limit for the code of one sandbox
+_REMOVE_S = 20.0  # limit for removing a container
 _NOBODY = 65534
-# What the command needs to find its daemon.
-_OURS = (
+# Variables by which `docker` finds its daemon.
+_DOCKER_VARIABLES = (
     "PATH",
     "HOME",
     "XDG_RUNTIME_DIR",
@@ -42,7 +42,7 @@ def check_docker(name: str, image: str) -> None:
     if why is not None:
         raise ConfigError(
             f"backends.{name} has no Docker for its sandboxes here: {why}.",
-            'Install Docker and start its daemon, or take isolation = "namespaces".',
+            'Install Docker and start its daemon, or set isolation = "namespaces".',
             param=f"backends.{name}.isolation",
         )
     if failure("docker", "image", "inspect", image) is not None:
@@ -54,21 +54,22 @@ def check_docker(name: str, image: str) -> None:
 
 
 def command_env(passed: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the command for a container that gets some variables of it."""
-    return {**{name: os.environ[name] for name in _OURS if name in os.environ}, **passed}
+    """Return the environment for `docker`: the variables that it needs, and those to pass on to the container."""
+    return {**{name: os.environ[name] for name in _DOCKER_VARIABLES if name in os.environ}, **passed}
 
 
 class Container:
-    """One container, which does not exist before its command is run."""
+    """One container, created when its command runs."""
 
     def __init__(self, backend: str, settings: Settings) -> None:
         self._backend, self._settings = backend, settings
         self._name = f"headway-sandbox-{secrets.token_hex(8)}"
 
     def argv(self, argument: str, env: Mapping[str, str], passed: Iterable[str]) -> list[str]:
-        """Return the command that runs the sandbox's own side in it.
+        """Return the command that runs `sandbox_main` in the container.
 
-        argument: of that side. env: variables that it gets. passed: those that it gets from the command.
+        argument: for `sandbox_main`. env: variables to set. passed: names of variables to copy from the command's
+            environment.
         """
         settings, memory = self._settings, f"{self._settings.memory_mib}m"
         bounds = [
@@ -105,7 +106,7 @@ class Container:
         ]
 
     async def remove(self, patience_s: float = _REMOVE_S) -> None:
-        """Kill and remove it, if it is still there; a daemon that hangs is not waited for."""
+        """Kill and remove the container if it still exists; give up on a daemon that hangs."""
         quiet = asyncio.subprocess.DEVNULL
         removing = await asyncio.create_subprocess_exec(
             "docker", "rm", "--force", self._name, stdin=quiet, stdout=quiet, stderr=quiet
@@ -115,4 +116,4 @@ class Container:
         except TimeoutError:
             removing.kill()
             await removing.wait()
-            log.warning("Docker does not remove the container %s; remove it by hand", self._name)
+            log.warning("Docker has not removed the container %s; remove it by hand", self._name)

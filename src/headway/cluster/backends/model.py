@@ -19,12 +19,12 @@ from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
 
 
-class _Loaded:
-    """One worker with the model, and the task that reads what it logs."""
+class _ModelWorker:
+    """A worker with the model loaded, and a task that discards its log."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._log = asyncio.create_task(_drop(worker.errors))
+        self._log = asyncio.create_task(_discard(worker.errors))
 
     @property
     def alive(self) -> bool:
@@ -36,7 +36,7 @@ class _Loaded:
 
 
 class Model(Backend):
-    """The backend `kind = "model"`. ConfigError without `load`. pool: of its workers."""
+    """The backend `kind = "model"`. ConfigError without `load`. pool: its worker processes."""
 
     def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is None or ":" not in settings.load:
@@ -56,7 +56,7 @@ class Model(Backend):
         return True
 
     async def warm(self) -> HeldWorker | None:
-        """Load the model ahead, or keep a worker that has it."""
+        """Load the model ahead of time, or keep a worker that has loaded it."""
         return await self.pool.warm()
 
     async def run(self, tenant: str, input: Any) -> UnitResult:
@@ -68,22 +68,22 @@ class Model(Backend):
     async def close(self) -> None:
         await self.pool.close()
 
-    async def _start(self) -> _Loaded:
+    async def _start(self) -> _ModelWorker:
         options = json.dumps(self._settings.options)
         argv = [sys.executable, "-m", "headway.cluster.backends.model_main", self._load, options, str(self._most)]
-        return _Loaded(
+        return _ModelWorker(
             await Worker.start(
                 self._name, argv, os.environ, limit=self._most + 1024, seconds=self._settings.start_timeout_s
             )
         )
 
     async def _call(self, worker: Worker, input: Any) -> Any:
-        """Send the input and wait for the answer; a worker that is not done in time is killed."""
+        """Send the input and return the answer; kill a worker that is cancelled or too slow."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await worker.write(json.dumps({"input": input}).encode() + b"\n")
                 line = await worker.output.readline()
-        except BaseException as error:  # cancelled too: its answer would be taken for the next unit's
+        except BaseException as error:  # also when cancelled: a late answer would be taken for the next unit's
             await asyncio.shield(worker.end())
             if isinstance(error, TimeoutError):
                 raise BackendError(
@@ -98,22 +98,22 @@ class Model(Backend):
             raise BackendError(f"The backend {self._name} ended during a unit.", "Try again.")
         return self._result(json.loads(line))
 
-    def _result(self, said: dict[str, Any]) -> Any:
-        if "refused" in said:
+    def _result(self, reply: dict[str, Any]) -> Any:
+        if "refused" in reply:
             raise RequestError(
-                f"The backend {self._name} refused the input: {said['refused']}.",
-                "Send what it can use.",
+                f"The backend {self._name} refused the input: {reply['refused']}.",
+                "Correct the input.",
                 param="input",
                 code="backend_refused",
             )
-        if "failed" in said:
+        if "failed" in reply:
             raise BackendError(
-                f"The backend {self._name} failed: {said['failed']}.", "Look at its code.", code="backend_failed"
+                f"The backend {self._name} failed: {reply['failed']}.", "Check its code.", code="backend_failed"
             )
-        return said["output"]
+        return reply["output"]
 
 
-async def _drop(pipe: asyncio.StreamReader) -> None:
-    """Read what a worker logs, so that it never waits for a full pipe."""
+async def _discard(pipe: asyncio.StreamReader) -> None:
+    """Discard a worker's log output, so that it never blocks on a full pipe."""
     while await pipe.read(65536):
         pass

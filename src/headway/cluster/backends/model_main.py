@@ -1,7 +1,7 @@
-"""The worker's side of a model backend: loads a model, then calls it for each line of JSON that comes.
+"""The worker process of a model backend: loads a model, then calls it for each line of JSON on its input.
 
-`python -m headway.cluster.backends.model_main module:function OPTIONS OUTPUT_BYTES`. What the model's code
-prints goes to the standard error, so that it cannot be taken for an answer.
+`python -m headway.cluster.backends.model_main module:function OPTIONS OUTPUT_BYTES`. Output that
+the model's code prints goes to standard error, so that it cannot be mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def answer(call: Callable[[Any], Any], line: bytes, most: int) -> bytes:
-    """Call the model and return its answer as a line; an error is an answer, too."""
+    """Call the model and return its answer, or its error, as a line of JSON."""
     try:
         output = call(json.loads(line)["input"])
     except (ValueError, TypeError, LookupError) as error:
@@ -37,14 +37,14 @@ def answer(call: Callable[[Any], Any], line: bytes, most: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays and their scalars as JSON has them."""
+    """Convert arrays and their scalars to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def main() -> None:
-    """Load, say so, and answer until the gateway closes the pipe."""
+    """Load the model, report ready, and answer until the gateway closes the pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     load, options, most = sys.argv[1:]
     with os.fdopen(os.dup(1), "wb") as out:

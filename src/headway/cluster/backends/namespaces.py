@@ -1,4 +1,4 @@
-"""Namespaces for sandboxes: of this machine, code sees Python and the system's libraries, read-only."""
+"""Sandboxes in Linux namespaces, where code sees only Python and the system's libraries, read-only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SYSTEM = (
 
 
 def argv(argument: str, disk_mib: int, memory_mib: int) -> list[str]:
-    """Return the command that runs the sandbox's own side in namespaces. argument: of that side."""
+    """Return the command that runs `sandbox_main` in namespaces. argument: for `sandbox_main`."""
     command = [sys.executable, "-I", "-c", Path(sandbox_main.__file__).read_text(), argument]
     shown = chain.from_iterable(_visible().items())
     limits = [str(disk_mib), str(memory_mib)]
@@ -36,21 +36,21 @@ def argv(argument: str, disk_mib: int, memory_mib: int) -> list[str]:
 
 
 def check_namespaces(name: str) -> None:
-    """Raise ConfigError if no sandbox can be confined here. May block for 20 s."""
+    """Raise ConfigError if sandboxes cannot be confined here. May block for 20 s."""
     why = failure(*argv(json.dumps({"limits": {}, "imports": []}), 1, 64))
     if why is not None:
         raise ConfigError(
             f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",
             "Run the gateway on Linux 5.12 or later, as root with CAP_SYS_ADMIN or as another user where "
             "unprivileged user namespaces are allowed (in a container also by its seccomp and AppArmor "
-            'profiles), or take isolation = "docker"; "process" only if you trust all code that is sent.',
+            'profiles), or set isolation = "docker"; "process" only if you trust all code that is sent.',
             param=f"backends.{name}.isolation",
         )
 
 
 @cache
 def _visible() -> dict[str, str]:
-    """Return what the interpreter needs: paths inside and, without links, outside; none is in another."""
+    """Return the paths that the interpreter needs, {inside: outside}: none nested, links resolved outside."""
     paths = sysconfig.get_paths()
     wanted = {
         *_SYSTEM,

@@ -1,8 +1,8 @@
-"""Confines a command by Linux namespaces, run as a file by a fresh interpreter.
+"""Confines a command with Linux namespaces; a fresh interpreter runs this file.
 
-Three processes: this one outside, which the gateway can kill; process 1 of the sandbox, which runs this file
-too and which nothing inside can end or read; and the command. If one of the first two ends, all inside end.
-It imports only what is fast to import: each execution waits for it.
+Three processes take part: this one outside, which the gateway can kill; process 1 of the sandbox, which also
+runs this file and which code inside can neither end nor read; and the command. When either of the first two
+ends, everything inside ends. Each execution waits for the imports, so only fast ones are here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_
 _CAPABILITIES_3, _CAP_SYS_ADMIN = 0x20080522, 21
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
-# What namespaces and limits do not bound: memory that belongs to no process, the gateway's keyrings, the
-# kernel's log, and interfaces with a history of faults. By architecture: its audit number, socket's number.
+# Calls to deny, as namespaces and limits do not cover them: memory that belongs to no process, the gateway's
+# keyrings, the kernel's log, interfaces with a history of faults. By architecture: its audit number, the number
+# of `socket`, the denied calls.
 _MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -70,7 +71,7 @@ _MACHINES = {
     ),
 }
 _FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others, such as VSOCK, have no network namespaces
-_X32 = 0x40000000  # from here on a second set of numbers for x86_64's calls
+_X32 = 0x40000000  # first number of x86_64's second set of calls (x32)
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _EPERM, _EAFNOSUPPORT = 1, 97
 _CHECK_S = 0.1  # between two checks of the memory in use
@@ -96,7 +97,7 @@ def own_user(uid: int, gid: int) -> None:
 
 def leave_root() -> None:
     """Drop root: become `nobody` outside the sandbox, too."""
-    call("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)  # to make a user namespace where only root may
+    call("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)  # for hosts where only root may create a user namespace
     call("setgroups", 0, None)
     call("setresgid", _NOBODY, _NOBODY, _NOBODY)
     call("setresuid", _NOBODY, _NOBODY, _NOBODY)
@@ -107,7 +108,7 @@ def leave_root() -> None:
 
 
 def private_root(visible: dict[str, str], disk_mib: int) -> None:
-    """Replace the root by a private /tmp and, read-only, the `visible` paths: {inside: outside}."""
+    """Replace the root with a private /tmp and the `visible` paths, read-only: {inside: outside}."""
     call("mount", "none", "/", None, _MS_REC | _MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -152,7 +153,7 @@ def _read_only(path: str, recursive: int) -> None:
 
 
 def forbid_calls() -> None:
-    """Deny system calls to this process and all that it starts."""
+    """Deny the calls in `_MACHINES` to this process and its children."""
     audit, socket, denied = _MACHINES[os.uname().machine]
     load, equal, at_least, done = 0x20, 0x15, 0x35, 0x06
     refuse, no_family = (done, 0, 0, _ERRNO | _EPERM), (done, 0, 0, _ERRNO | _EAFNOSUPPORT)
@@ -169,9 +170,9 @@ def forbid_calls() -> None:
 
 
 def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: list[str]) -> int:
-    """Run a command and return its exit status, 128 and more for a signal."""
+    """Confine and run a command; return its exit status, 128 + N for signal N."""
     os.umask(0o022)
-    _write("/proc/self/oom_score_adj", "1000")  # out of memory, the kernel ends it before a gateway or engine
+    _write("/proc/self/oom_score_adj", "1000")  # without memory, the kernel kills it before a gateway or engine
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     root = os.geteuid() == 0
     if not root:
@@ -180,13 +181,13 @@ def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: li
     confined, done = os.pipe()
     if first := os.fork():
         os.close(done)
-        if os.read(confined, 1):  # now /proc has the processes of the sandbox alone
+        if os.read(confined, 1):  # from now on /proc shows only the sandbox's processes
             return _status(_wait_bounded(first, memory_mib << 20))
-        return _status(os.waitpid(first, 0)[1])  # it could not be made
+        return _status(os.waitpid(first, 0)[1])  # the sandbox could not be set up
     private_root(visible, disk_mib)
     os.write(done, b"1")
     os.close(done)
-    if root:  # not before: it alone may reach what it has at home
+    if root:  # only now: the mounts may need paths that only root can read
         leave_root()
     _write("/proc/sys/user/max_user_namespaces", "0")
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -197,14 +198,14 @@ def confine(visible: dict[str, str], disk_mib: int, memory_mib: int, command: li
         call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         forbid_calls()
         os.execv(command[0], command)
-    while True:  # the orphans of the command are its children, too
+    while True:  # the command's orphans become children of this process, too
         ended, status = os.wait()
         if ended == code:
             return _status(status)
 
 
 def _wait_bounded(first: int, limit: int) -> int:
-    """Return the wait status of process 1, killed once all processes hold more than `limit` bytes of memory."""
+    """Wait for process 1 and return its status; kill it once all processes hold over `limit` bytes of memory."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         ended, status = os.waitpid(first, os.WNOHANG)
@@ -223,7 +224,7 @@ def _memory_of(process: str) -> int:
         try:
             with open(f"/proc/{process}/smaps_rollup") as file:
                 return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("Pss:", "SwapPss:")))
-        except PermissionError:  # all of it, then
+        except PermissionError:  # count shared pages in full, then
             with open(f"/proc/{process}/statm") as file:
                 return int(file.read().split()[1]) * _PAGE
     except OSError:  # it has ended
@@ -238,7 +239,7 @@ def _status(status: int) -> int:
 def main() -> None:
     """Confine a command. Arguments: MiB of files and of memory, pairs of paths (inside, outside), "--", the command."""
     if sys.platform != "linux" or os.uname().machine not in _MACHINES:
-        sys.exit(f"there are none for {sys.platform} on {os.uname().machine}")
+        sys.exit(f"not supported for {sys.platform} on {os.uname().machine}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would let the command interrupt process 1
     ends = sys.argv.index("--")
     disk_mib, memory_mib, pairs = int(sys.argv[1]), int(sys.argv[2]), iter(sys.argv[3:ends])

@@ -1,8 +1,8 @@
-"""Whose unit gets the next worker of a backend, and whose may wait for one.
+"""Decides which tenant's unit gets a backend's next worker, and which units may wait for one.
 
-Each tenant may have a share of what the others leave, as in the queue (`policy/core/shares.py`), so that a
-worker is left for the tenant that comes next. Of those that wait, the tenant with the fewest goes first, of
-equals the one whose last turn is longest ago.
+Each tenant may take a share of the workers that the others leave, as in the queue (`policy/core/shares.py`),
+so that one remains for the next tenant. Among waiting tenants the one with the fewest workers goes first; ties
+go to the one whose last turn is longest ago.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Ticket:
 
 
 class Places:
-    """Counts the workers of a backend that each tenant has, and keeps the units that wait.
+    """Counts each tenant's workers of a backend, and keeps the waiting units.
 
-    most: workers at a time. waiting: units that may wait. share: of either, for one tenant; 1 = no limit.
+    most: limit of workers. waiting: limit of waiting units. share: one tenant's share of either; 1 = no limit.
     """
 
     def __init__(self, name: str, most: int, waiting: int, share: float) -> None:
         self._name, self._most, self._limit, self._share = name, most, waiting, share
         self._waiting: dict[Ticket, None] = {}  # in the order of their arrival
         self._taken = Counter[str]()  # workers by tenant
-        self._turns, self._last = count(1), Counter[str]()  # number of the last turn of each tenant
+        self._turns, self._last = count(1), Counter[str]()  # number of each tenant's last turn
 
     def add(self, tenant: str, *, possible: bool) -> Ticket:
-        """Add a unit. RequestError (429) when it would have to wait and may not.
+        """Add a unit. RequestError (429) when it would have to wait and the limit is reached.
 
-        possible: a worker is free.
+        possible: a worker is spare, or can be started.
         """
         if not (possible and self._leaves_room(self._taken, tenant, self._most)):
             self._check(tenant)
@@ -49,7 +49,7 @@ class Places:
         del self._waiting[ticket]
 
     def next(self) -> Ticket | None:
-        """Return the unit that gets the next worker, None while all that wait have their share."""
+        """Return the unit that gets the next worker, None when no waiting tenant may have one."""
         able = (one for one in self._waiting if self._leaves_room(self._taken, one.tenant, self._most))
         return min(able, key=lambda one: (self._taken[one.tenant], self._last[one.tenant]), default=None)
 
@@ -67,8 +67,8 @@ class Places:
         if waiting.total() >= self._limit:
             raise _busy(f"{waiting.total()} units wait for the backend {self._name}.", "backend_busy")
         if not self._leaves_room(waiting, tenant, self._limit):
-            what = f"{waiting[tenant]} units of yours wait for the backend {self._name}, as many as may now"
-            raise _busy(f"{what} (server.tenant_share).", "tenant_queue_full")
+            problem = f"{waiting[tenant]} of your units wait for the backend {self._name}, the most allowed now"
+            raise _busy(f"{problem} (server.tenant_share).", "tenant_queue_full")
 
     def _leaves_room(self, counts: Counter[str], tenant: str, limit: int) -> bool:
         """Tell whether a tenant may have one more of `limit`."""
@@ -76,5 +76,5 @@ class Places:
         return self._share == 1.0 or mine < self._share * (limit - (counts.total() - mine))
 
 
-def _busy(what: str, code: str) -> RequestError:
-    return RequestError(what, "Try again later.", status=429, code=code, kind="rate_limit_error")
+def _busy(problem: str, code: str) -> RequestError:
+    return RequestError(problem, "Try again later.", status=429, code=code, kind="rate_limit_error")

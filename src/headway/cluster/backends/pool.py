@@ -1,7 +1,7 @@
-"""A bounded pool of worker processes: started for a unit, or ahead of it.
+"""A bounded pool of worker processes, started on demand or ahead of time.
 
-A worker is starting, spare (ready, or about to be) or busy. A unit takes a spare one, ready ones first; when
-there is none it starts one, or waits for its turn (`places`) while all are busy.
+A worker is spare (ready, or starting) or busy. A unit takes a spare one, ready ones first; without one it starts
+a worker, or waits for its turn (`places`) while all are busy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Generic, Protocol, TypeVar
 from headway.cluster.backends.places import Places, Ticket
 from headway.cluster.backends.port import BackendError, HeldWorker
 
-_CLOSE_S = 10.0  # within which all workers have ended
+_CLOSE_S = 10.0  # limit for all workers to end
 
 
 class Pooled(Protocol):
-    """What is in a pool."""
+    """A worker in a pool."""
 
     @property
     def alive(self) -> bool: ...
@@ -36,8 +36,8 @@ W = TypeVar("W", bound=Pooled)
 class _Spare(Generic[W]):
     """A worker that no unit has taken.
 
-    start: its start. seconds: that this took. holders: of warm-ups that keep it. keep_until: instant
-        (monotonic) to which it stays without one.
+    start: the start, pending or done. seconds: duration of the start. holders: one event per warm-up that keeps
+        the worker. keep_until: instant (monotonic) until which it stays without a holder.
     """
 
     start: asyncio.Future[W]
@@ -53,7 +53,7 @@ class _Spare(Generic[W]):
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[W]):
-    """A worker that a unit has for itself; `warm`, `waited`, `started` as in `Ran`."""
+    """A worker that one unit uses; `warm`, `waited`, `started` as in `UnitResult`."""
 
     worker: W
     warm: bool
@@ -62,10 +62,10 @@ class Taken(Generic[W]):
 
 
 class WorkerPool(Generic[W]):
-    """Workers of one kind.
+    """A pool of workers of one kind.
 
-    start: starts one. most: workers at a time, whatever they do. waiting: units that may wait for one.
-    share: what one tenant may have of either, of what the others leave; 1 = all.
+    start: starts a worker. most: limit of workers, starting ones included. waiting: limit of waiting units.
+    share: one tenant's share of either, out of what the others leave; 1 = all.
     keep_s: seconds that a worker stays ready after a unit; None = each serves a single unit.
     """
 
@@ -94,25 +94,25 @@ class WorkerPool(Generic[W]):
 
     @property
     def live(self) -> int:
-        """Workers that start, are ready or serve."""
+        """Return the number of workers, starting, spare or busy."""
         return self._live
 
     @property
     def busy(self) -> int:
-        """Workers that serve."""
+        """Return the number of busy workers."""
         return len(self._busy)
 
     async def warm(self) -> HeldWorker | None:
-        """Start a worker ahead, one at a time; where workers serve on, a spare one is kept instead.
+        """Start a worker ahead of time, one at a time; if workers are reused, keep a spare one instead.
 
-        None = there is no room. BackendError when it does not start.
+        None = the pool is full. BackendError when the worker does not start.
         """
         async with self._warming:
-            self._bury()
+            self._remove_dead()
             fresh = self._keep_s is None or not self._spares
             if fresh and (self._live >= self._most or self._closed):
                 return None
-            spare = self._begin() if fresh else max(self._spares, key=lambda one: one.ready)
+            spare = self._start_spare() if fresh else max(self._spares, key=lambda one: one.ready)
             used = asyncio.Event()
             spare.holders.add(used)
             try:
@@ -120,7 +120,7 @@ class WorkerPool(Generic[W]):
             except BaseException:
                 self._release(spare, used)
                 raise
-        return HeldWorker(used, partial(self._let_go, spare, used), fresh)
+        return HeldWorker(used, partial(self._release_held, spare, used), fresh)
 
     @asynccontextmanager
     async def worker(self, tenant: str) -> AsyncIterator[Taken[W]]:
@@ -133,7 +133,7 @@ class WorkerPool(Generic[W]):
             self._busy.add(worker)
             try:
                 if self._closed:
-                    raise self._stops()
+                    raise self._stopping()
                 yield Taken(worker, warm, time.monotonic() - asked, spare.seconds if cold else None)
             finally:
                 self._busy.discard(worker)
@@ -157,10 +157,10 @@ class WorkerPool(Generic[W]):
                     self._changed.clear()
                     await self._changed.wait()
 
-    # ---- workers that no unit has
+    # ---- spare workers
 
-    def _begin(self) -> _Spare[W]:
-        """Start a worker, which is spare from now on."""
+    def _start_spare(self) -> _Spare[W]:
+        """Start a worker and add it to the spare ones."""
         self._live += 1
         spare = _Spare[W](asyncio.ensure_future(self._make()))
         began = time.monotonic()
@@ -176,7 +176,7 @@ class WorkerPool(Generic[W]):
         return spare
 
     async def _take(self, tenant: str) -> tuple[_Spare[W], bool]:
-        """Take a spare worker in turn, or start one; return it, and whether it was started for this."""
+        """Wait for a turn; return a spare worker or a new one, and whether it is new."""
         ticket = self._places.add(tenant, possible=self._possible)
         try:
             self._turn = self._next()
@@ -184,10 +184,10 @@ class WorkerPool(Generic[W]):
                 self._changed.clear()
                 await self._changed.wait()
             if self._closed:
-                raise self._stops()
-            self._bury()
+                raise self._stopping()
+            self._remove_dead()
             cold = not self._spares
-            spare = self._begin() if cold else max(self._spares, key=lambda one: one.ready)
+            spare = self._start_spare() if cold else max(self._spares, key=lambda one: one.ready)
             self._spares.remove(spare)
             self._places.take(tenant)
         finally:
@@ -198,7 +198,7 @@ class WorkerPool(Generic[W]):
         return spare, cold
 
     async def _started(self, spare: _Spare[W]) -> W:
-        """Wait for the start of a worker that a unit has taken."""
+        """Wait until a worker that a unit has taken is ready."""
         self._awaited.add(spare)
         try:
             await asyncio.wait([spare.start])
@@ -208,11 +208,11 @@ class WorkerPool(Generic[W]):
         finally:
             self._awaited.discard(spare)
         if spare.start.cancelled():
-            raise self._stops()
+            raise self._stopping()
         return spare.start.result()
 
-    def _stops(self) -> BackendError:
-        return BackendError(f"The backend {self._name} stops.", "Try again later.", status=503)
+    def _stopping(self) -> BackendError:
+        return BackendError(f"The backend {self._name} is stopping.", "Try again later.", status=503)
 
     @property
     def _possible(self) -> bool:
@@ -222,17 +222,17 @@ class WorkerPool(Generic[W]):
         return self._places.next() if self._possible else None
 
     def _change(self) -> None:
-        """Wake what waits: a worker, a place or a turn may be another's now."""
+        """Wake waiting units: a worker, a place or a turn may have become free."""
         self._turn = self._next()
         self._changed.set()
 
-    def _bury(self) -> None:
-        """Let go of spare workers that have died."""
+    def _remove_dead(self) -> None:
+        """Remove spare workers that have died."""
         for spare in self._spares.copy():
             if spare.start.done() and not spare.ready:
                 self._stop(spare)
 
-    async def _let_go(self, spare: _Spare[W], used: asyncio.Event) -> None:
+    async def _release_held(self, spare: _Spare[W], used: asyncio.Event) -> None:
         self._release(spare, used)
 
     def _release(self, spare: _Spare[W], used: asyncio.Event) -> None:
@@ -245,21 +245,21 @@ class WorkerPool(Generic[W]):
             self._stop(spare)
 
     def _give_back(self, spare: _Spare[W]) -> None:
-        """Let a worker be spare again that was taken and not used."""
+        """Return an unused worker to the spare ones."""
         if not (spare.start.done() and not spare.ready):
             spare.holders.clear()
             self._spares.append(spare)
             self._keep(spare)
 
     def _keep(self, spare: _Spare[W]) -> None:
-        """Keep a worker ready after a unit, as long as the settings say."""
+        """Keep a spare worker ready for `keep_s`."""
         seconds = self._keep_s or 0.0
         spare.keep_until = time.monotonic() + seconds
         asyncio.get_running_loop().call_later(seconds + 0.001, self._expire, spare)
         self._change()
 
     def _stop(self, spare: _Spare[W]) -> None:
-        """End a spare worker beside everything else; one that starts is ended when it has."""
+        """End a spare worker in a background task; cancel its start if that is pending."""
         self._remove(spare)
 
         async def end() -> None:
@@ -282,7 +282,7 @@ class WorkerPool(Generic[W]):
         if spare in self._spares:
             self._spares.remove(spare)
 
-    # ---- workers that a unit had
+    # ---- workers after a unit
 
     async def _finish(self, worker: W) -> None:
         """Keep a worker for the next unit, or end it."""

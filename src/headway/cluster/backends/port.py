@@ -11,7 +11,7 @@ from headway.errors import HeadwayError
 
 
 class BackendError(HeadwayError):
-    """A backend that did not start, died or failed; the client's input is not to blame."""
+    """A backend did not start, died or failed; the client's input is not to blame."""
 
     status = 502
     kind = "server_error"
@@ -19,12 +19,12 @@ class BackendError(HeadwayError):
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
-    """What an execution gave.
+    """The result of executing a unit.
 
     output: a JSON value.
     warm: the backend was ready when it was asked for.
     waited: seconds until it was ready, waiting for a place included.
-    started: seconds that starting it took, None = it was not started for this execution.
+    started: seconds of its start, None = it was not started for this execution.
     """
 
     output: Any
@@ -35,11 +35,11 @@ class UnitResult:
 
 @dataclass(frozen=True, slots=True)
 class HeldWorker:
-    """Something that is kept warm until `release`.
+    """A worker that is kept warm until `release`.
 
-    used: is set when something has used it.
-    release: lets it go; it may be called when it was used, too.
-    fresh: it was cold, and was warmed now.
+    used: set once a unit has used the worker.
+    release: ends the hold; it may be called after use, too.
+    fresh: the worker was cold before.
     """
 
     used: asyncio.Event
@@ -50,10 +50,10 @@ class HeldWorker:
 class Backend(Protocol):
     """One entry of `[backends]` in the configuration.
 
-    A class that is named there as `module:Class` is called with the entry's name and settings
-    (`headway.config.Backend`). All methods run on the gateway's event loop and must not block it. One that
-    raises fails with it: ConfigError from the constructor for settings that cannot be used, RequestError for
-    an input that the client can correct, BackendError otherwise.
+    Headway calls a class named there as `module:Class` with the entry's name and settings
+    (`headway.config.Backend`). All methods run on the gateway's event loop and must not block it. They raise
+    RequestError for an input that the client can correct and BackendError otherwise; the constructor raises
+    ConfigError for settings that cannot be used.
     """
 
     @property
@@ -62,7 +62,7 @@ class Backend(Protocol):
         ...
 
     async def warm(self) -> HeldWorker | None:
-        """Make it ready before it is needed; None when the pool is full or there is nothing to warm."""
+        """Make a worker ready ahead of time; None when the pool is full or there is nothing to warm."""
         ...
 
     async def run(self, tenant: str, input: Any) -> UnitResult:
@@ -70,5 +70,5 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all its processes; the gateway stops."""
+        """End all its processes, when the gateway stops."""
         ...

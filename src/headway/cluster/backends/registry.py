@@ -1,4 +1,4 @@
-"""The backends that a configuration names, open as long as the gateway is."""
+"""Makes the backends that a configuration names, and closes them with the gateway."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from headway.policy.apps.graph import LLM
 def make(name: str, settings: Settings, share: float = 1.0) -> Backend:
     """Return a backend that has no process yet; ConfigError for settings that cannot be used.
 
-    share: of its workers that others leave, and of what may wait for them, for one tenant.
+    share: one tenant's share of the workers, and of the waiting places, that others leave.
     """
     if name == LLM:
-        raise ConfigError(f"backends.{name}: this name is that of the LLM.", "Take another.", param=f"backends.{name}")
+        raise ConfigError(f"backends.{name}: this name is the LLM's.", "Choose another.", param=f"backends.{name}")
     if settings.kind == "sandbox":
         return Sandboxes(name, settings, share)
     if settings.kind == "model":
@@ -36,7 +36,7 @@ def _plugin(name: str, settings: Settings) -> Backend:
         made = attribute(settings.kind)
     except ImportError as error:
         raise ConfigError(
-            f"backends.{name}.kind is {settings.kind!r}, which is not there: {error}.",
+            f"backends.{name}.kind is {settings.kind!r}, which cannot be imported: {error}.",
             'Use "sandbox", "model", or "module:Class" of a module on PYTHONPATH.',
             param=f"backends.{name}.kind",
         ) from error

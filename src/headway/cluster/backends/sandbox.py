@@ -1,9 +1,9 @@
 """A pool of sandboxes: each executes the Python code of one unit and ends with it.
 
 A sandbox is a fresh interpreter without the gateway's environment, with limits on memory, files and time.
-With `isolation = "namespaces"` it also has files, users and processes of its own and no network
+With `isolation = "namespaces"` it also has separate files, users and processes, and no network
 (`namespaces`); with "docker" it is a container (`containers`). With "process" it is an ordinary process of
-the gateway's user in a temporary directory, which can read and change what that user can.
+the gateway's user in a temporary directory, which can read and change all that this user can.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headway.errors import ConfigError, RequestError
 
 _MIB = 1 << 20
 _FILES = 256  # open at a time
-_LEFT_S = 5.0  # within which the output of a killed sandbox has ended
+_DRAIN_S = 5.0  # limit for the output of a killed sandbox to end
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -46,7 +46,7 @@ class Code(BaseModel):
 
 
 class _Sandbox:
-    """One sandbox: its process, and how what is left of it is removed."""
+    """One sandbox: its process, and the removal of its directory or container."""
 
     def __init__(self, worker: Worker, clean: Callable[[], Awaitable[None]]) -> None:
         self.worker, self._clean = worker, clean
@@ -62,7 +62,7 @@ class _Sandbox:
 
 
 class Sandboxes(Backend):
-    """The backend `kind = "sandbox"`. ConfigError for settings that it has no use for. pool: of its workers."""
+    """The backend `kind = "sandbox"`. ConfigError for settings of a model. pool: its worker processes."""
 
     def __init__(self, name: str, settings: Settings, share: float = 1.0) -> None:
         if settings.load is not None or settings.options:
@@ -81,7 +81,7 @@ class Sandboxes(Backend):
         return False
 
     async def warm(self) -> HeldWorker | None:
-        """Start a sandbox ahead; it serves one unit, of any tenant, as it has served none before."""
+        """Start a sandbox ahead of time. It is fresh, so it may serve a unit of any tenant."""
         return await self.pool.warm()
 
     async def run(self, tenant: str, input: Any) -> UnitResult:
@@ -102,18 +102,18 @@ class Sandboxes(Backend):
         await self.pool.close()
 
     async def _start(self) -> _Sandbox:
-        """Start one; it gets nothing of the gateway's environment but what the settings name."""
+        """Start a sandbox; of the gateway's environment it gets only the variables that the settings name."""
         passed = {name: os.environ[name] for name in self._settings.env if name in os.environ}
         if self._settings.isolation == "docker":
             container = Container(self._name, self._settings)
-            argv = container.argv(self._told(), _env("/tmp"), passed)
+            argv = container.argv(self._argument(), _env("/tmp"), passed)
             return await self._started(argv, command_env(passed), None, container.remove)
         if self._settings.isolation == "namespaces":
-            argv = namespaces.argv(self._told(), self._settings.disk_mib, self._settings.memory_mib)
+            argv = namespaces.argv(self._argument(), self._settings.disk_mib, self._settings.memory_mib)
             return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
         env = {"PATH": os.defpath} | _env(str(folder)) | passed
-        argv = [sys.executable, "-I", str(Path(sandbox_main.__file__)), self._told()]
+        argv = [sys.executable, "-I", str(Path(sandbox_main.__file__)), self._argument()]
         return await self._started(argv, env, folder, partial(_remove, folder))
 
     async def _started(
@@ -128,19 +128,19 @@ class Sandboxes(Backend):
             raise
         return _Sandbox(worker, clean)
 
-    def _told(self) -> str:
-        """Return the argument of the sandbox's own side."""
+    def _argument(self) -> str:
+        """Return the argument for `sandbox_main`."""
         settings = self._settings
         limits = {"AS": settings.memory_mib * _MIB, "FSIZE": settings.disk_mib * _MIB, "CORE": 0, "NOFILE": _FILES}
         task: dict[str, Any] = {"limits": limits, "imports": settings.imports}
         if settings.isolation == "namespaces":
             limits["NPROC"] = PROCESSES
-        if settings.isolation == "docker":  # it does not end with the gateway
-            task["seconds"] = settings.timeout_s + _LEFT_S
+        if settings.isolation == "docker":  # a container does not end with the gateway
+            task["seconds"] = settings.timeout_s + _DRAIN_S
         return json.dumps(task)
 
     async def _execute(self, worker: Worker, code: str) -> dict[str, Any]:
-        """Execute code to its end, or to the end of its time; it is killed then."""
+        """Execute code until it ends or times out, then kill the sandbox."""
         most = self._settings.output_kib * 1024
         began = time.monotonic()
         reading = [asyncio.create_task(_read(pipe, most)) for pipe in (worker.output, worker.errors)]
@@ -151,16 +151,16 @@ class Sandboxes(Backend):
                 await asyncio.wait_for(asyncio.shield(ending), self._settings.timeout_s)
             timed_out = not ending.done()
             worker.kill()
-            # Only without namespaces may something that it started hold its output open now.
-            await asyncio.wait([ending], timeout=_LEFT_S)
+            # Without namespaces, a process that the code started may still hold the output open.
+            await asyncio.wait([ending], timeout=_DRAIN_S)
         finally:
             ending.cancel()
-        (stdout, more), (stderr, still) = (_text(task) for task in reading)
+        (stdout, stdout_cut), (stderr, stderr_cut) = (_text(task) for task in reading)
         return {
             "exit_code": await worker.wait(),
             "stdout": stdout,
             "stderr": stderr,
-            "truncated": more or still,
+            "truncated": stdout_cut or stderr_cut,
             "timed_out": timed_out,
             "seconds": time.monotonic() - began,
         }

@@ -1,7 +1,7 @@
-"""The sandbox's own side, run as a file by a fresh interpreter: Python's standard library only.
+"""The program inside a sandbox, run by a fresh interpreter; it needs only Python's standard library.
 
-It limits itself, imports what is to be ready, says so, and executes the code of one unit. What the code
-writes is its standard output and error; the interpreter ends with the code.
+It limits its resources, imports the configured modules, reports ready, and executes the code of one unit. The
+code has the interpreter's standard output and error, and the interpreter ends with it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def limit(settings: dict[str, Any]) -> None:
-    """Bound what this process may use, and let it end with the gateway."""
+    """Limit the resources of this process, and let it end with the gateway."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for name, most in settings["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _wait_for(child: int, seconds: float) -> int:
-    """Wait for a child and return its exit status: 128 and more for a signal, 1 when the seconds are over.
+    """Wait for a child and return its exit status: 128 + N for signal N, 1 after a timeout.
 
     This is process 1 of a container: when it exits, the kernel kills all others.
     """
@@ -49,12 +49,12 @@ def main() -> None:
     """Get ready, and execute one unit: a line of JSON with its `code`."""
     settings = json.loads(sys.argv[1])
     limit(settings)
-    with contextlib.redirect_stdout(sys.stderr):  # what they print is not the first line
+    with contextlib.redirect_stdout(sys.stderr):  # `ready` must be the first line
         for name in settings["imports"]:
             importlib.import_module(name)
     print("ready", flush=True)
     line = sys.stdin.buffer.readline()
-    if not line:  # the gateway does not need it any more
+    if not line:  # the gateway no longer needs this sandbox
         return
     code = json.loads(line)["code"]
     if "seconds" in settings and (child := os.fork()):

@@ -1,4 +1,4 @@
-"""One child process that a backend talks to by pipes."""
+"""One child process that a backend talks to over pipes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.cluster.backends.port import BackendError
 
 READY = b"ready\n"  # the first line that a child writes
 _TAIL = 2000  # bytes of its standard error that an error message quotes
-_END_S = 5.0  # within which a killed process has ended
-_TRY_S = 20.0  # for a command that is tried
+_END_S = 5.0  # limit for a killed process to end
+_TRY_S = 20.0  # limit for a command that `failure` tries
 
 
 def failure(*argv: str) -> str | None:
-    """Run a command; return why it failed, None if it did not. It may block for 20 s."""
+    """Run a command; return why it failed, None = it succeeded. May block for 20 s."""
     try:
         tried = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -28,9 +28,9 @@ def failure(*argv: str) -> str | None:
 
 
 class Worker:
-    """A child in a session of its own; `kill` ends the whole session.
+    """A child process in a new session; `kill` ends the whole session.
 
-    It says that it is ready by the line `READY` on its standard output.
+    It reports ready with the line `READY` on its standard output.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -49,7 +49,7 @@ class Worker:
     ) -> Worker:
         """Start a child and wait until it is ready.
 
-        limit: bytes of a line that it may write. BackendError when it ends before it is ready, or is not
+        limit: bytes of the longest line that it may write. BackendError when it ends before it is ready, or is not
         ready within `seconds`.
         """
         pipe = asyncio.subprocess.PIPE
@@ -92,17 +92,17 @@ class Worker:
         return self._process.stderr
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Write to its standard input, and close that if this is the `last` of it."""
+        """Write to the child's standard input, and close it after the `last` write."""
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):  # that it has ended shows in its output
+        with suppress(BrokenPipeError, ConnectionResetError):  # its output will show that it has ended
             stdin.write(data)
             await stdin.drain()
             if last:
                 stdin.close()
 
     async def wait(self) -> int:
-        """Wait until it has ended and return its exit status, negative for a signal."""
+        """Wait until the child ends and return its exit status, negative for a signal."""
         return await self._process.wait()
 
     def kill(self) -> None:
@@ -111,21 +111,21 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill it and wait for its end, for seconds at most."""
+        """Kill the child and wait a few seconds for its end."""
         self.kill()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _END_S)
 
     async def failed(self, what: str) -> BackendError:
-        """End it and return the error that quotes the end of its standard error."""
+        """End the child and return an error that quotes the tail of its standard error."""
         tail = b""
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 while part := await self.errors.read(65536):
                     tail = (tail + part)[-_TAIL:]
         await self.end()
-        said = tail.decode(errors="replace").strip()
+        quoted = tail.decode(errors="replace").strip()
         return BackendError(
-            f"The backend {self.name} {what} (exit status {self._process.returncode}): {said}",
-            "Look at its settings in [backends] of the configuration.",
+            f"The backend {self.name} {what} (exit status {self._process.returncode}): {quoted}",
+            "Check its settings in [backends] of the configuration.",
         )

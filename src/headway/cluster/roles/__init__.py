@@ -1,1 +1,1 @@
-"""`headway gateway`, `controller` and `agent`: the parts of Headway as processes of their own."""
+"""`headway gateway`, `controller` and `agent`: Headway's parts as separate processes."""

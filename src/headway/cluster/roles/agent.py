@@ -20,9 +20,9 @@ Tell = Callable[[Event], None]
 
 
 class Agent:
-    """Engines of this process, for gateways and a controller elsewhere.
+    """The engines of this process, for gateways and a controller elsewhere.
 
-    make: makes the engines, given the listener for what happens to them.
+    make: creates the engines, given a listener for their events.
     """
 
     def __init__(self, link: WireLink, make: Callable[[Tell], Mapping[str, VllmEngine]]) -> None:
@@ -32,15 +32,15 @@ class Agent:
         self._epoch = 0
 
     def loops(self) -> list[Loop]:
-        """Return what runs as long as the engines do."""
+        """Return the loops that run as long as the engines do."""
         return [*self.agents.loops(follow_latency=True), self._report]
 
     def receive(self, message: Message) -> None:
-        """Take a message of a controller; those of one that leads no longer are ignored."""
-        if not message.epoch:  # another agent's
+        """Handle a message from a controller, unless its term is over."""
+        if not message.epoch:  # from another agent
             return
         if message.epoch < self._epoch:
-            log.debug("a message of %s, which leads no longer", message.sender)
+            log.debug("ignored a message from %s, which no longer leads", message.sender)
             return
         self._epoch = message.epoch
         for item in message.items:
@@ -48,23 +48,23 @@ class Agent:
                 case Rerank() | Swap() | Warm() if item.instance in self.agents.engines:
                     self.agents.execute(item)
                     if isinstance(item, Swap):
-                        self._say()
+                        self._send_states()
                 case Asked(instance, ids):
                     self.agents.inquire(instance, ids)
                 case Standing(known) if self._link.name not in known:
-                    self._say()
+                    self._send_states()
 
     def _tell(self, event: Event) -> None:
-        """Tell what has happened to an engine."""
+        """Report an event of an engine."""
         if isinstance(event, Learned):
             self._to_both(event)
             return
         self._note(event)
-        self._say()
+        self._send_states()
         self._link.send("controller", event)
 
     def _note(self, event: Event) -> None:
-        """Keep the instances that are up."""
+        """Keep track of the instances that are up."""
         match event:
             case InstanceDown(id):
                 self._instances.pop(id, None)
@@ -78,13 +78,13 @@ class Agent:
         """Report the state of all engines, until cancelled."""
         connections = self._link.connections
         while True:
-            if self._link.connections != connections:  # commands may have been lost: a controller begins anew
+            if self._link.connections != connections:  # commands may have been lost: the controller starts over
                 connections = self._link.connections
                 self._link.send("controller", Gone())
-            self._say()
+            self._send_states()
             await asyncio.sleep(EVERY_S)
 
-    def _say(self) -> None:
+    def _send_states(self) -> None:
         self._to_both(*(self._state(engine) for engine in self.agents.engines.values()))
 
     def _to_both(self, *items: Item) -> None:

@@ -1,4 +1,4 @@
-"""`headway controller`: one that leads, or stands by until the one that leads is gone."""
+"""`headway controller`: leads, or stands by until the leader is gone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("headway.gateway")
 
 
 class ControllerProcess:
-    """Leads whenever the wire lets it: each term begins with an empty picture and a new `Leader`.
+    """A controller that leads whenever the wire lets it; each term begins with a new, empty `Leader`.
 
-    leader: that of this term, None = it has not led yet.
+    leader: that of the current or last term, None = it has not led yet.
     """
 
     def __init__(self, config: Config, link: WireLink, lengths: LengthService, metrics: Metrics) -> None:
@@ -31,12 +31,12 @@ class ControllerProcess:
         self._term = 0
 
     def state(self) -> dict[str, int]:
-        """Return how many requests it knows of, as long as it leads."""
+        """Return the number of requests that it knows, 0 while it does not lead."""
         known = 0 if self.leader is None else len(self.leader.control.controller.requests)
         return {"requests": known if self._link.connected else 0}
 
     async def run(self) -> None:
-        """Take messages until the link is closed."""
+        """Handle messages until the link is closed."""
         async with AsyncExitStack() as stack:
             async for message in self._link.messages():
                 if self.leader is None or message.epoch != self._term:
@@ -50,11 +50,11 @@ class ControllerProcess:
                 self._receive(self.leader, message)
 
     def _receive(self, leader: Leader, message: Message) -> None:
-        """Take a message; of one that was not taken as a whole, the sender is asked for all that it has."""
+        """Handle a message; if that fails, ask the sender for a full report."""
         try:
             leader.receive(message)
         except Exception:
-            log.exception("a message of %s failed; it is asked for all that it has", message.sender)
+            log.exception("handling a message from %s failed; asking it for a full report", message.sender)
             self._metrics.loop_failed("receive")
             leader.distrust(message.sender)
 

@@ -1,8 +1,8 @@
-"""Run a controller in its own process for as long as it leads.
+"""Runs a controller in its own process for as long as it leads.
 
-Its picture of requests and engines comes from gateways and agents, and is theirs: what it holds of a gateway
-is corrected whenever that gateway reports (`Present`). So a controller keeps nothing on disk, and a standby
-that begins to lead has the whole queue as soon as all have reported.
+Gateways own the requests and agents the engines; the controller has only a copy, and corrects it whenever a
+gateway reports (`Present`). So it keeps nothing on disk, and a standby that begins to lead has the whole queue
+as soon as all have reported.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from headway.gateway.tasks import Loop
 from headway.stages import Prewarm
 from headway.types import Command, Plan, Reject, Request, Rerank, Send, Swap, Warm
 
-EVERY_S = 0.5  # between two `Standing`
-DOUBT_S = 2.0  # between two reports for a wrong number of requests
-SETTLE_S = 1.5  # from the beginning of a term, in which gateways and agents report
+EVERY_S = 0.5  # between two `Standing` messages
+DOUBT_S = 2.0  # between two reports asked for because of a wrong count
+SETTLE_S = 1.5  # at the start of a term, for gateways and agents to report
 EVENTS = get_args(Event)
 
 log = logging.getLogger("headway.gateway")
@@ -60,10 +60,10 @@ Make = Callable[[Execute, Inquire], Control]
 
 @dataclass(slots=True)
 class _Gateway:
-    """What is known of a gateway. heard: instant of its last message. ids: of its requests.
+    """A gateway. heard: instant of its last message. ids: its requests. waiting: as in `Alive`.
 
-    known: it has reported. reporting: ids in a report that goes on, None = none does. asked: instant when its
-    number of requests was another than known here.
+    known: it has reported. reporting: ids in an unfinished report, None = there is none. asked: instant of the
+    last report asked for because of a wrong count.
     """
 
     heard: float
@@ -76,9 +76,9 @@ class _Gateway:
 
 @dataclass(slots=True)
 class _Agent:
-    """An agent. heard: instant of its last message. engines: ids of those that have reported.
+    """An agent. heard: instant of its last message. engines: ids of its engines that have reported.
 
-    refused: ids of those that get no work, as the log has said.
+    refused: ids of engines that get no work, already logged.
     """
 
     heard: float
@@ -87,11 +87,11 @@ class _Agent:
 
 
 class Leader:
-    """Feeds a controller with messages, and sends its commands to those concerned.
+    """Feeds messages to a controller, and sends its commands to gateways and agents.
 
-    make: makes the controller's side, given what carries out its commands and its questions.
-    lease_s: seconds of silence after which gateways and agents are gone.
-    engines: ids of those that are configured.
+    make: creates the `Control`, given functions that send its commands and its questions.
+    lease_s: seconds of silence after which a gateway or agent counts as gone.
+    engines: ids of the configured engines.
     """
 
     def __init__(self, link: WireLink, make: Make, lease_s: float, engines: Collection[str]) -> None:
@@ -100,31 +100,31 @@ class Leader:
         self._gateways: dict[str, _Gateway] = {}
         self._agents: dict[str, _Agent] = {}
         self._owner: dict[str, str] = {}  # request -> gateway
-        self._since: dict[str, float] = {}  # request -> instant from which it has that
+        self._since: dict[str, float] = {}  # request -> instant since when that gateway has it
         self._agent_of: dict[str, str] = {}  # instance -> agent
         self._doubted: set[str] = set()  # instances that a gateway could not reach
-        self._settling: dict[str, InstanceUp | Swapped] | None = {}  # what came before `settle` has ended
-        self._numbers: dict[str, int] = {}  # of the last message, by sender
+        self._settling: dict[str, InstanceUp | Swapped] | None = {}  # instance -> its latest event before `settle` ends
+        self._numbers: dict[str, int] = {}  # number of the last message, by sender
         self._latest = ""  # the gateway that reported last
         self._outbox: defaultdict[str, list[Command]] = defaultdict(list)
 
     def loops(self) -> list[Loop]:
-        """Return what runs as long as it leads."""
-        return [*self.control.loops(), self._stand, self.settle]
+        """Return the loops that run while it leads."""
+        return [*self.control.loops(), self._announce, self.settle]
 
     # ---- messages received
 
     def receive(self, message: Message) -> None:
-        """Take a message of a gateway or an agent."""
+        """Handle a message from a gateway or an agent."""
         now, name = clock.now(), message.sender
         if message.number and self._numbers.get(name, message.number - 1) != message.number - 1:
-            log.warning("messages of %s were lost; it is asked for all that it has", name)
+            log.warning("messages from %s were lost; asking it for a full report", name)
             self.distrust(name)
         self._numbers[name] = message.number
         for one in (self._gateways.get(name), self._agents.get(name)):
             if one is not None:
                 one.heard = now
-        # In their order: what happened before a report is in it, what happened after it is not.
+        # In order: a report includes the events before it, but not those after it.
         for are_events, run in itertools.groupby(message.items, lambda item: isinstance(item, EVENTS)):
             if are_events:
                 self._receive_events(name, cast(list[Event], list(run)), message.apart)
@@ -132,7 +132,7 @@ class Leader:
                 self._receive_reports(name, run, message.apart)
 
     def _receive_reports(self, name: str, items: Iterable[Item], apart: float) -> None:
-        """Take what a gateway or an agent says beside events."""
+        """Handle items of a gateway or an agent that are not events."""
         now = clock.now()
         for item in items:
             match item:
@@ -148,14 +148,14 @@ class Leader:
                     self._forget(name, "has ended")
 
     def _receive_alive(self, gateway: _Gateway, name: str, waiting: tuple[Waiting, ...], count: int) -> None:
-        """Take note of what a gateway has; if its number is not what is known here, it is asked for all.
+        """Note a gateway's waiting requests; if its count differs from the one here, ask for a full report.
 
-        It may be so for a while: until it knows that another gateway has taken a request over.
+        Counts may differ for a while: until it knows that another gateway has taken a request over.
         """
         gateway.waiting = waiting
         now = clock.now()
         if gateway.known and count != len(gateway.ids) and now - gateway.asked > DOUBT_S:
-            log.warning("%s has %d requests, not %d; it is asked for them", name, count, len(gateway.ids))
+            log.warning("%s has %d requests, not %d; asking it for a full report", name, count, len(gateway.ids))
             gateway.asked = now
             self.distrust(name)
 
@@ -164,10 +164,10 @@ class Leader:
         if name in self._gateways:
             self._gateways[name].known = False
         if name in self._agents:
-            self._forget(name, "is asked anew")
+            self._forget(name, "must report again")
 
     def _receive_events(self, name: str, events: Sequence[Event], apart: float) -> None:
-        """Take note of events; those of a process that has not reported come with its report."""
+        """Handle events; skip those of a process that has not reported, as its report will include them."""
         gateway, agent = self._gateways.get(name), self._agents.get(name)
         if agent is not None and agent.engines:
             for event in events:
@@ -179,10 +179,10 @@ class Leader:
             self.control.notify_all(*itertools.chain.from_iterable(noted))
 
     def _noted(self, name: str, gateway: _Gateway, event: Event, apart: float = 0.0) -> list[Event]:
-        """Note the owner of an event's request; return the events that follow, by this clock.
+        """Update the owner of an event's request; return the resulting events, in this clock's time.
 
-        A background request is another gateway's as soon as that has taken it over, even while the previous
-        one still reports it.
+        A background request belongs to the gateway that took it over, even while the previous one still reports
+        it.
         """
         match event:
             case Arrived(request):
@@ -200,7 +200,7 @@ class Leader:
     def _arrived(
         self, name: str, gateway: _Gateway, request: Request, apart: float, since: float | None = None
     ) -> list[Event]:
-        """Return the events of a request that arrives, or begins anew: at this gateway, or from another.
+        """Return the events of a request that arrives, or starts over, at this gateway or coming from another.
 
         since: as in `InFlight`, by this clock; None = now.
         """
@@ -213,7 +213,7 @@ class Leader:
         return [arrived] if before is None else [Failed(request.id, "begun_anew"), arrived]
 
     def _receive_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
-        """Correct the requests known of a gateway by its report."""
+        """Correct the known requests of a gateway with its report."""
         cluster = self.control.controller.cluster
         gateway = self._gateways.setdefault(name, _Gateway(clock.now()))
         gateway.reporting = gateway.reporting or set()
@@ -235,7 +235,7 @@ class Leader:
         self.control.correct(events, placed)
 
     def _corrections(self, name: str, gateway: _Gateway, one: InFlight, apart: float) -> list[Event]:
-        """Return the events of a request that are missing here, except that it was sent."""
+        """Return the events that a request still misses here, except for its sending."""
         id, events = one.request.id, list[Event]()
         since, owner = one.since + apart, self._owner.get(id, name)
         if owner != name and self._since[id] > since:
@@ -257,7 +257,7 @@ class Leader:
     # ---- engines
 
     def _receive_engine(self, name: str, state: EngineState) -> None:
-        """Take note of an engine: its agent reports its events as they come, so it is new, or was doubted."""
+        """Take note of an engine that is new or was doubted; all other changes come as events."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         new = state.id not in agent.engines
         if new and (why := self._refusal(name, state.id)) is not None:
@@ -269,20 +269,20 @@ class Leader:
         agent.engines.add(state.id)
         self._agent_of[state.id] = name
         if new and state.loading is not None:
-            self._loads(agent, state, state.loading)
+            self._note_swap(agent, state, state.loading)
         elif (new or state.id in self._doubted) and state.instance is not None:
             self._doubted.discard(state.id)
-            self._come(InstanceUp(state.instance))
+            self._admit(InstanceUp(state.instance))
 
     def _refusal(self, name: str, engine: str) -> str | None:
-        """Return why an agent's engine gets no work, and how to mend that; None = it gets work."""
+        """Return why an agent's engine gets no work, and how to fix that; None = it gets work."""
         if engine not in self._configured:
             return UNKNOWN
         owner = self._agent_of.get(engine, name)
-        return None if owner == name else f"{owner} has it, too. Start each engine with one agent (--engine)."
+        return None if owner == name else f"{owner} runs it, too. Start each engine with one agent (--engine)."
 
-    def _loads(self, agent: _Agent, state: EngineState, model: str) -> None:
-        """Take note of a swap that the controller before has ordered, so that it is not ordered again."""
+    def _note_swap(self, agent: _Agent, state: EngineState, model: str) -> None:
+        """Take note of a swap that the previous leader ordered, so that it is not ordered again."""
         instance, controller, now = state.instance, self.control.controller, clock.now()
         if instance is None or not instance.can_load(model):
             agent.engines.discard(state.id)  # its agent reports when it serves again
@@ -295,28 +295,28 @@ class Leader:
         match event:
             case InstanceUp(instance) | Swapped(instance):
                 self._doubted.discard(instance.id)
-                self._come(event)
+                self._admit(event)
             case InstanceDown(id) if self._settling is not None and id in self._settling:
                 del self._settling[id]
             case _:
                 self.control.notify(event)
 
-    def _come(self, up: InstanceUp | Swapped) -> None:
-        """Let an instance take work, but not before gateways have had the time to report what is in it."""
+    def _admit(self, up: InstanceUp | Swapped) -> None:
+        """Let an instance take work once gateways have had time to report the requests in it."""
         if self._settling is None:
             self.control.notify(up)
         else:
             self._settling[up.instance.id] = up
 
     async def settle(self) -> None:
-        """Let instances take work as soon as gateways have had the time to report."""
+        """Let instances take work once gateways have had time to report."""
         await asyncio.sleep(SETTLE_S)
         ups, self._settling = self._settling or {}, None
         self.control.notify_all(*ups.values())
 
     # ---- leading
 
-    async def _stand(self) -> None:
+    async def _announce(self) -> None:
         """Announce that this controller leads, and forget silent gateways and agents, until cancelled."""
         while True:
             known = {name for name, one in self._gateways.items() if one.known}
@@ -328,7 +328,7 @@ class Leader:
                 self._forget(name, f"was silent for {self._lease_s:g} s")
 
     def _forget(self, name: str, why: str) -> None:
-        """Let go of a gateway with its requests, or of an agent with its engines."""
+        """Remove a gateway with its requests, or an agent with its engines."""
         gateway, agent = self._gateways.pop(name, None), self._agents.pop(name, None)
         if gateway is not None:
             log.warning("%s %s; its requests (%d) end", name, why, len(gateway.ids))
@@ -346,7 +346,7 @@ class Leader:
     # ---- commands
 
     def _execute(self, commands: Sequence[Command]) -> None:
-        """Send commands soon to those concerned; each gets its own in their order."""
+        """Send commands soon, each to its receivers and in order."""
         if commands and not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         for command in commands:

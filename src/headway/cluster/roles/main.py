@@ -1,4 +1,4 @@
-"""`headway gateway`, `controller` and `agent`: the sides of Headway as processes of their own."""
+"""`headway gateway`, `controller` and `agent`: the commands that run Headway's parts as processes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger("headway.gateway")
 
 
 def address_of(config: Config) -> RabbitAddress:
-    """Return where RabbitMQ is. ConfigError when neither the configuration nor the environment says."""
+    """Return RabbitMQ's address. ConfigError when neither the configuration nor the environment has it."""
     url = os.environ.get(VARIABLE) if config.wire.url is None else reveal(config.wire.url, "wire.url")
     if not url:
         raise ConfigError(
-            "Gateways, controllers and agents find each other by RabbitMQ, and no url of one is set.",
+            "Gateways, controllers and agents talk over RabbitMQ, but its URL is not set.",
             f'Set wire.url = "env:{VARIABLE}" and the variable, or run `headway serve`, which needs none.',
             param="wire.url",
         )
@@ -50,7 +50,7 @@ def address_of(config: Config) -> RabbitAddress:
 
 
 def new_name(role: str) -> str:
-    """Return a name that no other process has."""
+    """Return a unique name for this process."""
     return f"{role}-{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
@@ -77,7 +77,7 @@ def controller(config: Config, *, port: int | None = None) -> int:
             full = partial(collect, lambda: process.state()["requests"])
             async with _probed(port, config, state, metrics), tasks.running(process.run, full):
                 log.info("%s waits to lead", name)
-                await _signal()
+                await _stop_signal()
 
     asyncio.run(work())
     return 0
@@ -88,8 +88,8 @@ def agent(
 ) -> int:
     """Run engines until a signal; return the exit status.
 
-    name: of this agent, which keeps it over restarts; None = that of the machine. engines: their ids, none =
-    all of the configuration. port: for probes, None = none.
+    name: of this agent, the same after a restart; None = from the host name. engines: ids of the engines to run,
+    empty = all of the configuration. port: for probes, None = none.
     """
     configure(config.log, quiet=False)
     preflight(config)
@@ -108,7 +108,7 @@ def agent(
             loops: list[tasks.Loop] = [*one.loops(), listen]
             async with _probed(port, config, state, metrics), one.agents.running(), tasks.running(*loops):
                 try:
-                    await _signal()
+                    await _stop_signal()
                 finally:
                     one.end()
 
@@ -119,9 +119,9 @@ def agent(
 def _chosen(config: Config, engines: Sequence[str]) -> frozenset[str]:
     """Return the ids of the engines to run, all when none is named. ConfigError for an unknown one."""
     known = [f"e{i}" for i in range(len(config.engines))]
-    if strange := [id for id in engines if id not in known]:
+    if unknown := [id for id in engines if id not in known]:
         raise ConfigError(
-            f"The configuration has no engine {strange[0]!r}.", f"Name some of {', '.join(known)}.", param="engines"
+            f"The configuration has no engine {unknown[0]!r}.", f"Choose from {', '.join(known)}.", param="engines"
         )
     return frozenset(engines or known)
 
@@ -152,16 +152,16 @@ async def _probed(
 
 
 class _Probes(uvicorn.Server):
-    """A server that leaves signals to the part that it answers for."""
+    """An HTTP server that leaves signals to the process it runs in."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _signal() -> None:
+async def _stop_signal() -> None:
     """Wait for SIGTERM or SIGINT."""
-    loop, come = asyncio.get_running_loop(), asyncio.Event()
+    loop, received = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, come.set)
-    await come.wait()
+        loop.add_signal_handler(number, received.set)
+    await received.wait()

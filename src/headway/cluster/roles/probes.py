@@ -22,16 +22,16 @@ State = Callable[[], tuple[bool, dict[str, Any]]]
 def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
     """Return the application.
 
-    state: whether the process is ready, and more about it. access: decides which requests see that, and the metrics.
+    state: returns whether the process is ready, and details. access: decides which requests see these and metrics.
     """
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        good, more = state()
-        details = more if access.tells_status(request) else {}
-        return JSONResponse({"ready": good, **details}, 200 if good else 503)
+        is_ready, details = state()
+        details = details if access.tells_status(request) else {}
+        return JSONResponse({"ready": is_ready, **details}, 200 if is_ready else 503)
 
     async def page(request: Request) -> Response:
         access.check_status(request)

@@ -1,4 +1,4 @@
-"""Parts as actors of a Ray cluster: each on a node that has what it needs, on another when that is gone."""
+"""Runs parts as actors of a Ray cluster, each on a node with the resources it needs; Ray moves it if that is gone."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from headway.config import Config
 from headway.errors import ConfigError, EngineError
 
 OnChange = Callable[[str, PartState | None], None]
-_LOOK_S = 0.3
-_ASK_S = 10.0  # for an actor's answer; one without a node does not answer
-_SPARE_S = 120.0  # for a part to be ready, beyond the engines' own time
+_POLL_S = 0.3
+_ASK_S = 10.0  # limit for an actor's answer; without a node there is none
+_READY_S = 120.0  # limit for a part to be ready, beyond the engines' start timeout
 
 
 class Actors:
-    """The parts of one Headway on a Ray cluster. ray: the module."""
+    """The parts of one Headway installation on a Ray cluster. ray: the imported module."""
 
     def __init__(self, ray: Any, config: Config) -> None:
         self._ray, self._config, self._text = ray, config, template(config)
         self._env = _variables(self._text)
 
     def up(self, on_change: OnChange) -> dict[str, PartState]:
-        """Start what does not run, or not as configured; return how all parts are once they are ready.
+        """Start parts that do not run as configured; return the states of all parts once they are ready.
 
-        Agents and controllers begin together. Gateways follow one by one, so that others answer meanwhile.
-        on_change: called with each change. EngineError when a part is not ready in time.
+        Agents and controllers start together. Gateways follow one by one, so that the others keep serving.
+        on_change: called with each state seen. EngineError when a part is not ready in time.
         """
         parts = parts_of(self._config)
         self.down(on_change, keep={part.name for part in parts})
@@ -49,7 +49,7 @@ class Actors:
         return found
 
     def down(self, on_change: OnChange, keep: Sequence[str] | set[str] = ()) -> None:
-        """Stop parts, gateways first, but for those to keep."""
+        """Stop all parts but those to keep, gateways first."""
         names = [name for name in self._names() if name not in keep]
         for name in sorted(names, key=lambda name: not name.startswith("gateway")):
             self._stop(name)
@@ -61,11 +61,11 @@ class Actors:
         return list(self._ray.util.list_named_actors())
 
     def _ensure(self, part: Part) -> None:
-        """Have a part run as configured."""
+        """Start a part, unless it runs as configured or waits for a node."""
         if part.name in self._names():
             state = self.state(part.name)
             if state is None or state.digest == part.digest(self._text):
-                return  # it waits for a node, or runs
+                return
             self._stop(part.name)
         actor = self._ray.remote(_Located)
         actor.options(
@@ -79,7 +79,7 @@ class Actors:
         ).remote(part, self._text, self._env)
 
     def state(self, name: str) -> PartState | None:
-        """Return how a part is, None = it is on no node, or does not answer."""
+        """Return the state of a part, None = it has no node, or does not answer."""
         try:
             answer = self._ray.get_actor(name).state.remote()
             state: PartState = self._ray.get(answer, timeout=_ASK_S)
@@ -88,8 +88,8 @@ class Actors:
         return state
 
     def _ready(self, parts: Sequence[Part], on_change: OnChange) -> dict[str, PartState]:
-        """Wait until parts are ready, and return how they are."""
-        found, limit = dict[str, PartState](), _SPARE_S + max(one.start_timeout_s for one in self._config.engines)
+        """Wait until parts are ready, and return their states."""
+        found, limit = dict[str, PartState](), _READY_S + max(one.start_timeout_s for one in self._config.engines)
         deadline = time.monotonic() + limit
         while missing := [part for part in parts if part.name not in found]:
             for part in missing:
@@ -99,11 +99,11 @@ class Actors:
                     found[part.name] = state
                 elif time.monotonic() > deadline:
                     raise _late(part, state, limit)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return found
 
     def _stop(self, name: str) -> None:
-        """End a part: its process first, which may need some time."""
+        """End a part: first its process, which may take a while, then its actor."""
         grace = self._config.server.drain_s + 10.0
         with self._unless_gone():
             actor = self._ray.get_actor(name)
@@ -111,7 +111,7 @@ class Actors:
                 self._ray.get(actor.stop.remote(grace), timeout=grace + 30.0)
             self._ray.kill(actor)
         while name in self._names():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     @contextmanager
     def _unless_gone(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class _Located(Supervisor):
 
 @contextmanager
 def connected(config: Config) -> Iterator[Actors]:
-    """Connect to the Ray cluster. ConfigError without Ray, without a cluster, or without a wire."""
+    """Connect to the Ray cluster. ConfigError without Ray, without a cluster, or without wire.url."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -156,7 +156,7 @@ def connected(config: Config) -> Iterator[Actors]:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError when nothing listens at an address: Ray itself tries that for minutes."""
+    """Raise OSError when nothing listens at an address: Ray itself would retry for minutes."""
     place = urlsplit(f"//{address.rpartition('//')[2]}")
     if place.port:
         socket.create_connection((place.hostname, place.port), _ASK_S).close()

@@ -13,7 +13,7 @@ from headway.config import Config
 
 
 def up(config: Config) -> None:
-    """Run all parts on the cluster, and show where they are once all are ready."""
+    """Run all parts on the cluster, and show their states until all are ready."""
     states: dict[str, PartState | None] = dict.fromkeys(part.name for part in parts_of(config))
     with connected(config) as actors, Live(_table(states), console=Console()) as live:
 
@@ -39,6 +39,6 @@ def _table(states: dict[str, PartState | None]) -> Table:
         if state is None:
             table.add_row(name, "", "", "", "", "waits for a node")
         else:
-            what = "ready" if state.ready else "starts"
-            table.add_row(name, state.host, str(state.port), str(state.pid), str(state.restarts), what)
+            status = "ready" if state.ready else "starts"
+            table.add_row(name, state.host, str(state.port), str(state.pid), str(state.restarts), status)
     return table

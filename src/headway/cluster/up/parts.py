@@ -1,4 +1,4 @@
-"""The processes that a configuration asks for, and what each needs of its node."""
+"""The processes that a configuration asks for, and the resources that each needs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, field, replace
 
 from headway.config import Config, write
 
-CONFIG, PORT = "{config}", "{port}"  # in `argv`, known on the node only
-HOST = "{host}"  # likewise in the configuration
+CONFIG, PORT = "{config}", "{port}"  # placeholders in `argv`, filled in on the node
+HOST = "{host}"  # placeholder in the configuration
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CPU, _GPU, _MEMORY = "cpus", "gpus", "memory_gib"  # of engines.resources; other names are the cluster's own
+_CPU, _GPU, _MEMORY = "cpus", "gpus", "memory_gib"  # keys of engines.resources; others are Ray's custom resources
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process. argv: of `headway`. port: for HTTP, None = any that is free. memory: in bytes.
+    """A process. argv: arguments of `headway`. port: for HTTP, None = any free one. memory: bytes.
 
-    custom: further resources, by the names that Ray's nodes give them.
+    custom: amounts of Ray's custom resources, by name.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Part:
         return hashlib.sha256(f"{asdict(self)}{config}".encode()).hexdigest()[:16]
 
     def needs(self) -> str:
-        """Return what it needs of a node, in words."""
+        """Return the resources that it needs, in words."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "GiB": self.memory / _GIB, **self.custom}
         return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
 
 
 def template(config: Config) -> str:
-    """Return the file for the nodes: each part listens at its node's address, unless at all of them."""
+    """Return the configuration file for the nodes: the node's address takes the place of a loopback host."""
     server = config.server
     server = replace(server, host=HOST if server.host in _LOOPBACK else server.host)
     return write(replace(config, server=server, wire=replace(config.wire, host=HOST)))

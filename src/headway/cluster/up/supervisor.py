@@ -1,6 +1,6 @@
 """Runs one Headway process on a node, and starts it again whenever it ends.
 
-Ray keeps the supervisor alive (as an actor), on another node when its own is gone; the process ends with it.
+The supervisor is a Ray actor, which Ray restarts on another node if its node is gone; the process ends with it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from headway.addresses import netloc
 from headway.cluster.up.parts import CONFIG, HOST, PORT, Part
 from headway.engines.vllm.process.launch import Child, free_port
 
-_PAUSE_S, _LONGEST_S = 0.5, 10.0  # before a process that has ended is started again: doubled each time
-_LOOK_S = 0.1
-_GOOD_S = 60.0  # one that has run for so long begins with the shortest pause again
+_PAUSE_S, _LONGEST_S = 0.5, 10.0  # pause before a restart, doubled each time
+_POLL_S = 0.1
+_STABLE_S = 60.0  # a process that ran this long restarts after the shortest pause
 
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """How a part is. digest: of part and configuration. tail: the last lines of a process that has ended."""
+    """The state of a part.
+
+    digest: of part and configuration. pid: 0 = no process. tail: last lines of the log before the last restart.
+    """
 
     digest: str
     host: str
@@ -42,7 +45,8 @@ class PartState:
 class Supervisor:
     """Runs a part.
 
-    config: the file, with `HOST` for the node's address, which is `host`. env: more of the environment.
+    config: text of the configuration file, with `HOST` for the node's address. host: that address. env: variables
+        to add to the environment.
     """
 
     def __init__(self, part: Part, config: str, host: str, env: Mapping[str, str]) -> None:
@@ -55,12 +59,12 @@ class Supervisor:
         argv = [sys.executable, "-m", "headway.cli", *(known.get(word, word) for word in part.argv)]
         self._child = Child(argv, {**os.environ, **env}, folder / "log")
         self._restarts, self._tail, self._ends = 0, "", threading.Event()
-        # The process ends with the thread that starts it (launch.py), so one thread lives as long as this.
+        # The process ends with the thread that starts it (launch.py), so this thread lives as long as the supervisor.
         self._thread = threading.Thread(target=self._watch, name=part.name, daemon=True)
         self._thread.start()
 
     def state(self) -> PartState:
-        """Return how the part is now."""
+        """Return the current state of the part."""
         process = self._child.process
         pid = process.pid if process is not None and self._child.alive else 0
         ready = bool(pid) and self._answers()
@@ -78,11 +82,11 @@ class Supervisor:
             began = time.monotonic()
             self._child.start()
             while self._child.alive:
-                if self._ends.wait(_LOOK_S):
+                if self._ends.wait(_POLL_S):
                     return
-            self._child.signal(signal.SIGKILL)  # what it has left
+            self._child.signal(signal.SIGKILL)  # its remaining processes
             self._restarts, self._tail = self._restarts + 1, self._child.tail()
-            pause = _PAUSE_S if time.monotonic() - began > _GOOD_S else min(2 * pause, _LONGEST_S)
+            pause = _PAUSE_S if time.monotonic() - began > _STABLE_S else min(2 * pause, _LONGEST_S)
             if self._ends.wait(pause):
                 return
 

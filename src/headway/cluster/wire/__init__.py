@@ -1,1 +1,1 @@
-"""Control between processes: events to the controller, commands from it. Tokens never come this way."""
+"""Control messages between processes: events to the controller, commands from it, never tokens."""

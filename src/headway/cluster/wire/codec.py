@@ -18,12 +18,12 @@ from headway.errors import HeadwayError
 from headway.policy.forecast.latency.laws import LAWS, LatencyLaw
 from headway.policy.forecast.latency.profiles import FixedLatency
 
-VERSION = 4  # of what is in an envelope; `tests/wire/test_codec.py` fails when that changes and this does not
+VERSION = 4  # of an envelope's contents; `tests/wire/test_codec.py` fails when they change and this does not
 KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in get_args(Item)}
 
 
 class WireError(HeadwayError):
-    """A message that cannot be sent, or cannot be read."""
+    """A message cannot be sent, or cannot be read."""
 
     status = 503
     kind = "server_error"
@@ -31,12 +31,12 @@ class WireError(HeadwayError):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What one message holds.
+    """The contents of one message.
 
-    epoch: term of the leader that sent it, 0 = it came from another process.
+    epoch: term of the leader that sent it, 0 = the sender does not lead.
     sender: name of a gateway, an agent or a controller.
-    number: grows by one with each message of a sender.
-    sent: instant, by the sender's clock.
+    number: grows by one with each message from a sender to the same receiver.
+    sent: instant of sending, by the sender's clock.
     """
 
     epoch: int
@@ -86,12 +86,12 @@ def encode(envelope: Envelope) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         kinds = ", ".join(sorted({type(item).__name__ for item in envelope.items}))
         raise WireError(
-            f"{kinds or 'A message'} cannot be sent: {error}.", "Send fields of the types of docs/map.md."
+            f"{kinds or 'A message'} cannot be sent: {error}.", "Use the field types that docs/map.md lists."
         ) from error
 
 
 def decode(data: bytes) -> Envelope:
-    """Return what `encode` was given. WireError, which says what is wrong, for any other bytes."""
+    """Return the envelope that `encode` was given. WireError, with the reason, for any other bytes."""
     try:
         version = _HEAD.decode(data).version
         if version != VERSION:
@@ -102,9 +102,7 @@ def decode(data: bytes) -> Envelope:
         message = _MESSAGE.decode(data)
         items = tuple(_body(item) for item in message.items)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(
-            f"A message cannot be read: {error}.", "Let nothing but Headway write to its queues."
-        ) from error
+        raise WireError(f"A message cannot be read: {error}.", "Let only Headway write to its queues.") from error
     return Envelope(message.epoch, message.sender, message.number, message.sent, items)
 
 
@@ -118,7 +116,7 @@ def _body(item: _Item) -> Item:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return what msgpack knows for what it does not: numbers of numpy, arrays and latency forecasts."""
+    """Convert values that msgpack does not know: numpy numbers, arrays and latency forecasts."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):

@@ -1,7 +1,7 @@
-"""One connection to RabbitMQ with one channel, the queues that it needs, and what its errors mean.
+"""One connection to RabbitMQ with one channel: its queues, and the explanations of its errors.
 
 When the channel ends, so does the connection: a leader that has lost one of its queues must not go on with
-the others. Nothing is restored silently; the ends of the wire connect anew and know that they did.
+the others. Nothing is restored silently; each process on the wire reconnects and knows that it did.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from headway.errors import ConfigError
 
 VARIABLE = "HEADWAY_RABBITMQ_URL"
 MAX_BYTES = 4 << 20  # of a message; RabbitMQ 4 takes 16 MiB, earlier releases more
-# Queues (for the controller, the number of its term, what could not be read), then exchanges.
+# Queues (for the controller, for the number of its term, for unreadable messages), then exchanges.
 CONTROLLER, TERM, DEAD, DIRECT, ALL = "controller", "term", "dead", "direct", "all"
 _FIRST_S, _LONGEST_S = 0.1, 5.0  # between tries to connect
-_DEAD_LETTERS = 10_000  # kept, the latest
+_DEAD_LETTERS = 10_000  # the latest are kept
 # RabbitMQ 4 drops what was delivered 20 times. Each takeover delivers the whole backlog once more.
 _DELIVERIES = 2**31 - 1
-_STALE_MS = 60_000  # after which what is for the controller is dropped; its senders report when one leads
-_MOST = 100_000  # messages for the controller
+_STALE_MS = 60_000  # age at which messages for the controller are dropped; senders report when one leads
+_MOST = 100_000  # limit of messages for the controller
 Item = TypeVar("Item")
 log = logging.getLogger("headway.cluster.wire")
 
 
 class RabbitLost(Exception):
-    """The connection has ended; what was not confirmed may have arrived, or not."""
+    """The connection has ended; unconfirmed messages may or may not have arrived."""
 
 
 class Unroutable(Exception):
@@ -52,12 +52,12 @@ class Unroutable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RabbitAddress:
-    """Where RabbitMQ is, and the prefix of the names of this installation's queues there.
+    """RabbitMQ's address, and the prefix of this installation's queue names there.
 
-    url: of a server, or of the nodes of a cluster, separated by commas: any of them will do.
-    timeout_s: that the server may take to connect or to confirm.
-    heartbeat_s: after two of them without a sign of life the server ends a connection; `?heartbeat=` in the
-        URL goes before.
+    url: of a server, or of a cluster's nodes, separated by commas: any of them will do.
+    timeout_s: limit for the server to connect or to confirm.
+    heartbeat_s: the server ends a connection after two silent heartbeats; `?heartbeat=` in the URL takes
+        precedence.
     """
 
     url: str
@@ -78,7 +78,7 @@ class RabbitAddress:
 
     @property
     def place(self) -> str:
-        """Return the server's address as messages name it, without user and password."""
+        """Return the server's address for messages, without user and password."""
         try:
             urls = [URL(url) for url in self.urls]
             places = [netloc(url.host or "", url.port or _PORTS[url.scheme]) for url in urls]
@@ -92,29 +92,29 @@ class RabbitAddress:
         return tuple(re.split(r",\s*(?=amqps?://)", self.url))
 
     def name(self, queue: str) -> str:
-        """Return the whole name of a queue or exchange."""
+        """Return the full name of a queue or exchange."""
         return f"{self.prefix}.{queue}"
 
     def targets(self) -> list[URL]:
-        """Return the URLs to connect to, in any order. ConfigError when one is none."""
+        """Return the URLs to connect to, in random order. ConfigError when one is invalid."""
         with suppress(ValueError):
             urls = [URL(url) for url in self.urls]
             if all(is_url(url, *_PORTS) for url in self.urls):
                 beat = str(self.heartbeat_s)
                 targets = [url.update_query(heartbeat=url.query.get("heartbeat", beat)) for url in urls]
                 return random.sample(targets, len(targets))
-        raise ConfigError(f"{VARIABLE} is no URL of a RabbitMQ server.", _FORM, param=VARIABLE)
+        raise ConfigError(f"{VARIABLE} is not the URL of a RabbitMQ server.", _FORM, param=VARIABLE)
 
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
 _FORM = (
-    "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS; special characters as %XX; those of "
-    "several nodes of a cluster with commas between."
+    "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS, with special characters as %XX; separate "
+    "the URLs of a cluster's nodes by commas."
 )
 
 
 class RabbitConnection:
-    """A connection with its channel. `lost` is done, with the reason, when either has ended."""
+    """A connection with its channel. `lost` gets the reason as its result when either ends."""
 
     def __init__(self, address: RabbitAddress, connection: AbstractConnection, channel: AbstractChannel) -> None:
         self.address, self.channel, self._connection = address, channel, connection
@@ -126,9 +126,9 @@ class RabbitConnection:
 
     @classmethod
     async def connect(cls, address: RabbitAddress, name: str) -> RabbitConnection:
-        """Connect, and make the queues that are not there. ConfigError when that is not possible.
+        """Connect, and create missing queues. ConfigError when that is not possible.
 
-        name: as which RabbitMQ lists the connection. Of a cluster, the first node that lets it in is taken.
+        name: of the connection in RabbitMQ's list. In a cluster, the first node that accepts is used.
         """
         with explained(address):
             connection = await _first(address, name)
@@ -142,7 +142,7 @@ class RabbitConnection:
                 raise
 
     def fail(self, reason: str) -> None:
-        """Give the connection up."""
+        """Give up the connection."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
@@ -161,9 +161,9 @@ class RabbitConnection:
         id: str | None = None,
         **headers: Any,
     ) -> None:
-        """Return when the server has the message on disk. Lost, or Unroutable when no queue takes it.
+        """Return when the server has the message on disk. RabbitLost, or Unroutable when no queue takes it.
 
-        key: routing key; without an exchange the whole name of a queue. id: of the message.
+        key: routing key; without an exchange, the full name of a queue. id: of the message.
         """
         properties = Basic.Properties(delivery_mode=2, message_id=id, headers=headers or None)
         with self._losing():
@@ -175,14 +175,14 @@ class RabbitConnection:
                 raise Unroutable(key) from error
 
     async def ack(self, tag: int) -> None:
-        """Acknowledge a delivery. Lost when that is not possible any more."""
+        """Acknowledge a delivery. RabbitLost when that is no longer possible."""
         with self._losing():
             await self.channel.basic_ack(tag)
 
     async def consume(self, queue: str, take: Callable[[DeliveredMessage], None], *, prefetch: int = 0) -> None:
-        """Have `take` called with each message of a queue, in order.
+        """Call `take` with each message of a queue, in order.
 
-        prefetch: deliveries without an ack, 0 = none wants one.
+        prefetch: limit of unacknowledged deliveries, 0 = they need no acknowledgement.
         """
 
         async def callback(message: DeliveredMessage) -> None:
@@ -193,7 +193,7 @@ class RabbitConnection:
             await self.channel.basic_consume(queue, callback, no_ack=not prefetch)
 
     async def take_all(self, name: str, take: Callable[[DeliveredMessage], None], *bindings: tuple[str, str]) -> None:
-        """Have `take` called with what comes for a process, which has a queue while it is connected.
+        """Call `take` with each message to a process, whose queue exists while it is connected.
 
         bindings: (exchange, routing key). ConfigError when another process has this name.
         """
@@ -211,9 +211,9 @@ class RabbitConnection:
         return not found.message_count and not found.consumer_count
 
     async def next_of(self, queue: asyncio.Queue[Item]) -> Item:
-        """Return the next item of a queue in this process. Lost when the connection ends before."""
+        """Return the next item of a queue in this process. RabbitLost when the connection ends first."""
         if not queue.empty() and not self.lost.done():
-            await asyncio.sleep(0)  # let others run, however many there are
+            await asyncio.sleep(0)  # let other tasks run, however many items there are
             return queue.get_nowait()
         get = asyncio.ensure_future(queue.get())
         try:
@@ -227,7 +227,7 @@ class RabbitConnection:
         return get.result()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside; when it fails, the connection is given up."""
+        """Run work in the background; if it fails, give up the connection."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -238,8 +238,8 @@ class RabbitConnection:
             self.fail(str(error))
 
     async def bury(self, message: DeliveredMessage, reason: str, *, acknowledges: bool) -> None:
-        """Put a message that cannot be read among the dead letters, with the reason."""
-        log.error("a message of %s is put into %s: %s", message.routing_key, DEAD, reason)
+        """Move an unreadable message to the dead letters, with the reason."""
+        log.error("a message of %s goes to %s: %s", message.routing_key, DEAD, reason)
         await self.publish(message.body, self.address.name(DEAD), reason=reason, queue=message.routing_key)
         if acknowledges:
             await self.ack(tag_of(message))
@@ -248,7 +248,7 @@ class RabbitConnection:
     def _losing(self) -> Iterator[None]:
         try:
             yield
-        except DeliveryError as error:  # the server has refused it, such as while a queue has no leader
+        except DeliveryError as error:  # the server refused it, for example while a queue has no leader
             self.fail(str(error))
             raise RabbitLost(str(error)) from error
         except (AMQPError, ChannelInvalidStateError, OSError) as error:
@@ -258,7 +258,7 @@ class RabbitConnection:
             task = asyncio.current_task()
             if task is None or task.cancelling() or not self.channel.is_closed:
                 raise
-            self.fail("the channel was closed")  # aiormq cancels what waits for it
+            self.fail("the channel was closed")  # aiormq cancels the tasks that wait for it
             raise RabbitLost("the channel was closed") from None
 
     def _on_closed(self, closing: asyncio.Future[Any]) -> None:
@@ -267,7 +267,7 @@ class RabbitConnection:
 
 
 async def _first(address: RabbitAddress, name: str) -> AbstractConnection:
-    """Return a connection to the first node that gives one; without any, raise the last one's error."""
+    """Return a connection to the first node that accepts; if none does, raise the last one's error."""
     targets = address.targets()
     while True:
         target = targets.pop()
@@ -280,25 +280,25 @@ async def _first(address: RabbitAddress, name: str) -> AbstractConnection:
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, Item]) -> Item:
-    """Return what some work returns. TimeoutError when it takes longer, even if it cannot be cancelled.
+    """Return the result of some work. TimeoutError when it takes longer, even if it cannot be cancelled.
 
-    ConnectionResetError when the connection ends in aiormq's hands: it cancels what waits for the connection,
-    which a caller must not take for its own cancelling, or lets the end of its stream of frames out.
+    ConnectionResetError when the connection ends inside aiormq: it then cancels the tasks that wait for it, which
+    a caller must not take for its own cancellation, or raises StopAsyncIteration.
     """
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
-        task.cancel()  # changes nothing where it is done
+        task.cancel()  # no effect on a finished task
     if not done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     if task.cancelled() or isinstance(task.exception(), StopAsyncIteration):
-        raise ConnectionResetError("the connection has ended while it was made")
+        raise ConnectionResetError("the connection ended while it was being made")
     return task.result()
 
 
 async def declare(channel: AbstractChannel, address: RabbitAddress) -> None:
-    """Make the queues and the exchange that every end of the wire relies on."""
+    """Declare the queues and exchanges that every process on the wire relies on."""
     quorum: dict[str, FieldValue] = {"x-queue-type": "quorum", "x-delivery-limit": _DELIVERIES}
     alone: dict[str, FieldValue] = {**quorum, "x-single-active-consumer": True}
     bounded: dict[str, FieldValue] = {**alone, "x-max-length": _MOST, "x-message-ttl": _STALE_MS}
@@ -316,10 +316,10 @@ def explained(address: RabbitAddress) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        fix = "See whether it is overloaded, or correct the address."
+        fix = "Check whether it is overloaded, or correct the address."
         raise ConfigError(f"RabbitMQ ({place}) does not answer.", fix, param=VARIABLE) from None
     except (aiormq.exceptions.AuthenticationError, aiormq.exceptions.ProbableAuthenticationError):
-        fix = f"Correct user and password in {VARIABLE}, or make the user with rabbitmqctl add_user."
+        fix = f"Correct user and password in {VARIABLE}, or create the user with rabbitmqctl add_user."
         raise ConfigError(f"RabbitMQ ({place}) refuses the user or the password.", fix, param=VARIABLE) from None
     except aiormq.exceptions.ChannelPreconditionFailed as error:
         fix = "Delete that queue or exchange, or give this installation another prefix."
@@ -328,7 +328,7 @@ def explained(address: RabbitAddress) -> Iterator[None]:
         fix = "Make the vhost (rabbitmqctl add_vhost) and let the user configure, write and read there."
         raise ConfigError(f"RabbitMQ ({place}) does not open this vhost.", fix, param=VARIABLE) from None
     except aiormq.exceptions.ChannelLockedResource:
-        fix = "Give each agent a name of its own, or wait until the last process of this name has ended."
+        fix = "Give each agent a unique name, or wait until the last process of this name has ended."
         raise ConfigError(f"RabbitMQ ({place}) knows another process of this name.", fix) from None
     except (aiormq.exceptions.ConnectionNotAllowed, aiormq.exceptions.ChannelAccessRefused) as error:
         fix = "Make the vhost (rabbitmqctl add_vhost) and let the user configure, write and read there."
@@ -343,7 +343,7 @@ def _text(error: Exception) -> str:
 
 
 async def _close(connection: AbstractConnection, timeout_s: float) -> None:
-    with suppress(Exception):  # it is over in any case
+    with suppress(Exception):  # the connection is over in any case
         await _within(timeout_s, connection.close())
 
 
@@ -354,17 +354,17 @@ def tag_of(message: DeliveredMessage) -> int:
 
 
 def sized(data: bytes, what: str) -> bytes:
-    """Return bytes that may be sent. WireError when they are too many."""
+    """Return `data` unchanged. WireError when it is too large for a message."""
     if len(data) > MAX_BYTES:
         raise WireError(
-            f"{what} of {len(data):,} bytes cannot be sent: a message may have {MAX_BYTES:,} bytes.",
+            f"{what} of {len(data):,} bytes cannot be sent: a message may have at most {MAX_BYTES:,} bytes.",
             "Send less at once.",
         )
     return data
 
 
 def pauses() -> Iterator[float]:
-    """Return seconds to wait between tries to connect: ever longer, and not the same in all processes."""
+    """Yield seconds to wait between attempts to connect: exponential backoff with jitter."""
     for power in itertools.count():
         yield min(_FIRST_S * 2 ** min(power, 16), _LONGEST_S) * random.uniform(0.5, 1.0)
 
@@ -372,9 +372,9 @@ def pauses() -> Iterator[float]:
 async def reconnected(
     connect: Callable[[], Coroutine[Any, Any, RabbitConnection]], why: str, seconds: float
 ) -> RabbitConnection:
-    """Return a new link, however long that takes.
+    """Return a new connection, however long that takes.
 
-    why: the reason why the last one has ended, for the log. seconds: that one attempt may take as a whole.
+    why: reason for the end of the last one, for the log. seconds: limit of one attempt as a whole.
     """
     log.warning("the connection to RabbitMQ has ended (%s); connecting again", why)
     last = ""
@@ -382,7 +382,7 @@ async def reconnected(
         await asyncio.sleep(pause)
         try:
             link = await _within(seconds, connect())
-        except Exception as error:  # whatever it is: without a link, this process serves nothing
+        except Exception as error:  # any error: without a connection, this process is useless
             if str(error) != last:
                 known = isinstance(error, (ConfigError, RabbitLost, OSError))
                 log.warning("%s", error, exc_info=None if known else error)

@@ -1,8 +1,8 @@
-"""Messages of gateways, controllers and agents besides events and commands.
+"""Messages between gateways, controllers and agents other than events and commands.
 
-They keep views of each other complete though
-any of them, or the connection between them, may end at any moment: a controller says whom it knows
-(`Standing`), and one that does not find itself there reports all that it has (`Present`, `EngineState`).
+They keep each process's view of the others complete although any process or connection may end at any moment: a
+controller lists the processes that it knows (`Standing`), and a process that is not listed reports all that it
+has (`Present`, `EngineState`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headway.types import Command, Instance, Progress, Request
 class InFlight:
     """A request of a gateway.
 
-    instance: the one that it was sent to, None = it is queued. started: it has its first token.
-    since: instant from which the gateway has it. Of two that think so, it is the later one's.
+    instance: where it was sent, None = it is queued. started: it has its first token.
+    since: instant from which the gateway has it; of two gateways that claim a request, the later one has it.
     """
 
     request: Request
@@ -30,7 +30,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """Requests that a gateway has, in the order of their arrival. last: it has no others."""
+    """Requests that a gateway has, in the order of their arrival. last: it has no more."""
 
     requests: tuple[InFlight, ...]
     last: bool
@@ -40,9 +40,9 @@ class Present:
 class EngineState:
     """An engine as its agent sees it; from agents, every second and when it changes.
 
-    url, key: where it listens, and what it asks for. instance: None = it is down.
+    url, key: its address and API key. instance: None = it is down.
     current: the model that it serves, or is to serve. given_up: models that it cannot load, and why.
-    failure: why it is down, None = it is not, or begins to run. fatal: request fields that crash it.
+    failure: why it is down, None = it is up or starting. fatal: request fields that crash it.
     """
 
     id: str
@@ -60,12 +60,12 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A gateway or an agent ends in order, and has nothing any more."""
+    """A gateway or an agent has ended or starts over: it has no requests or engines now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """An engine's answer to `Asked`: how far it is. asked: an instant before that of the answer."""
+    """An engine's answer to `Asked`. progress: by request. asked: an instant before that of the answer."""
 
     instance: str
     progress: Mapping[str, Progress]
@@ -74,7 +74,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The controller asks how far an instance is with requests."""
+    """The controller asks for the progress of requests at an instance."""
 
     instance: str
     ids: tuple[str, ...]
@@ -82,7 +82,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Requests of a class of a tenant that wait outside the engines, by their places."""
+    """Requests of one tenant and class that wait outside the engines. count: their places."""
 
     tenant: str
     tier: str
@@ -91,7 +91,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A gateway lives; twice a second. waiting: its requests outside engines. count: all of its requests."""
+    """A gateway's heartbeat, twice a second. waiting: its requests outside engines. count: all its requests."""
 
     waiting: tuple[Waiting, ...]
     count: int
@@ -99,9 +99,9 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A controller leads; to all gateways and agents, twice a second.
+    """A leading controller's heartbeat, twice a second, to all gateways and agents.
 
-    known: gateways and agents whose requests or engines it knows. waiting: by gateway.
+    known: gateways and agents whose requests or engines it knows. waiting: as in `Alive`, by gateway.
     """
 
     known: frozenset[str]

@@ -1,4 +1,4 @@
-"""The port to the wire: messages between processes, in order, from each to each."""
+"""The interface of the wire: ordered messages between any two processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ To = str | Literal["controller", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as it came, with one or several things that were sent together.
+    """A received message, with one or several items that were sent together.
 
-    sender: the name of its process.
-    epoch: the term of the controller that sent it, 0 from others; of what a controller gets, its own term.
-    apart: seconds by which this process's clock is ahead of the sender's, the way of the message included.
-    number: grows by one with each message of a sender for the same receiver; one that is left out was lost.
+    sender: name of the process that sent it.
+    epoch: term of the controller that sent it, 0 from others; in messages to a controller, its own term.
+    apart: seconds by which this process's clock is ahead of the sender's, transit time included.
+    number: grows by one with each message from a sender to the same receiver; a gap means a lost message.
     """
 
     sender: str
@@ -31,16 +31,16 @@ class Message:
 
 
 class WireLink(Protocol):
-    """One process on the wire.
+    """A process's link to the wire.
 
-    What one process sends to another comes in this order, or not at all when a connection breaks in between:
-    the receiver sees a gap in the numbers, and a process whose own connection broke sees that in
-    `connections`. A controller gets messages as long as it leads, and no other does at that time.
+    Messages from one process to another arrive in order, or are lost when a connection breaks in between: the
+    receiver sees a gap in the numbers, and a process whose own connection broke sees that in `connections`. A
+    controller gets messages only while it leads, and at most one leads.
     """
 
     @property
     def name(self) -> str:
-        """The name of this process; no other has it."""
+        """Return the unique name of this process."""
         ...
 
     @property
@@ -58,5 +58,5 @@ class WireLink(Protocol):
         ...
 
     def messages(self) -> AsyncIterator[Message]:
-        """Yield what comes, until the link is closed."""
+        """Yield messages until the link is closed."""
         ...

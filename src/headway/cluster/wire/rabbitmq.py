@@ -1,8 +1,8 @@
 """The wire in RabbitMQ: one queue for the controller that leads, one for each gateway and agent.
 
-It carries only passing state. The truth about requests is with gateways (and, of background work, in
-their common PostgreSQL), the truth about engines with agents; a process that missed any gets all again
-(`port.Link`). So nothing has to wait in RabbitMQ for a request to end, and its queues are short.
+It carries only transient state. Gateways own the requests (and their shared PostgreSQL the background work),
+agents own the engines; a process that missed a message gets everything again (`port.WireLink`). So no message
+waits in RabbitMQ for a request to end, and its queues are short.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from headway.cluster.wire.messages import Item, Present
 from headway.cluster.wire.port import Message
 from headway.cluster.wire.term import Term
 
-_PREFETCH = 1000  # messages that a controller has not taken note of yet
+_PREFETCH = 1000  # messages that a controller has not acknowledged yet
 _BATCH = 500  # items in one message
-_MOST = 200_000  # items that wait to be sent; beyond them the connection is given up, and everything is sent again
+_MOST = 200_000  # items that wait to be sent; with more, the connection is given up and everything is sent again
 _HOLD_ON_S = 300.0  # well below RabbitMQ's `consumer_timeout`
-_DRIFT_S = 0.001  # by which the estimate of how far clocks are apart may grow with each message
+_DRIFT_S = 0.001  # limit by which the estimated clock offset may grow per message
 log = logging.getLogger("headway.cluster.wire")
 
 
@@ -50,7 +50,7 @@ class _Delivery(NamedTuple):
 
 
 class RabbitLink:
-    """A `port.Link`; `opened` makes it. name: of this process. controls: it may lead."""
+    """A `port.WireLink` over RabbitMQ, made by `opened`. name: of this process. controls: it may lead."""
 
     def __init__(self, address: RabbitAddress, name: str, *, controls: bool) -> None:
         self.name, self._address, self._controls = name, address, controls
@@ -66,9 +66,9 @@ class RabbitLink:
     @classmethod
     @asynccontextmanager
     async def opened(cls, address: RabbitAddress, name: str, *, controls: bool = False) -> AsyncIterator[RabbitLink]:
-        """Yield a link that connects again whenever it must; at the end what waits is sent, if it can be.
+        """Yield a link that reconnects by itself; at the end, waiting items are sent if possible.
 
-        ConfigError when there is no connection to be had at first. A controller may wait to lead.
+        ConfigError when the first connection fails. A controller may still have to wait to lead.
         """
         link = cls(address, name, controls=controls)
         link._current = await link._connect()
@@ -80,21 +80,21 @@ class RabbitLink:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    # ---- port.Link
+    # ---- port.WireLink
 
     def send(self, to: str, *items: Item) -> None:
-        """Send items soon, together with others for the same; without a connection they are lost."""
+        """Send items soon, together with others to the same receiver; without a connection they are lost."""
         if not self.connected:
             return
         self._outbox.extend((to, item) for item in items)
         self._filled.set()
         if len(self._outbox) > _MOST:
-            log.error("RabbitMQ takes messages too slowly; what waits is given up and sent again")
+            log.error("RabbitMQ takes messages too slowly; connecting again to send everything anew")
             self._outbox.clear()
-            self._current.fail("too much waited to be sent")
+            self._current.fail("too many items waited to be sent")
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yield what comes."""
+        """Yield messages until the link is closed."""
         while True:
             connection, tag, message = await self._inbox.get()
             if not self._controls or message.epoch == self.term:
@@ -106,20 +106,20 @@ class RabbitLink:
     # ---- connections
 
     async def _run(self) -> None:
-        """Keep a connection until cancelled."""
+        """Stay connected until cancelled."""
         try:
             while True:
                 why = await self._live(self._current)
                 self.connected, self.term = False, 0
                 self._outbox.clear()
-                self._let_go(self._current)
+                self._close_later(self._current)
                 self._current = await reconnected(self._connect, why, self._address.timeout_s)
         finally:
             self.connected = False
             await self._current.close()
 
-    def _let_go(self, connection: RabbitConnection) -> None:
-        """Close a connection that has ended, beside: where nothing passes any more, that may take long."""
+    def _close_later(self, connection: RabbitConnection) -> None:
+        """Close an ended connection in the background: on a dead network that may take long."""
         task = asyncio.create_task(connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -134,7 +134,7 @@ class RabbitLink:
                     (self._address.name(DIRECT), self.name),
                     (self._address.name(ALL), ""),
                 )
-                self._is_connected()
+                self._set_connected()
         except BaseException:
             await connection.close()
             raise
@@ -158,22 +158,22 @@ class RabbitLink:
         return connection.lost.result() if connection.lost.done() else "it was given up"
 
     async def _publish(self, connection: RabbitConnection) -> None:
-        """Send what there is until the connection ends."""
+        """Send waiting items until the connection ends."""
         while True:
             await self._filled.wait()
             while self._outbox:
                 await self._send_next(connection)
             self._filled.clear()
 
-    def _is_connected(self) -> None:
+    def _set_connected(self) -> None:
         self.connected, self.connections = True, self.connections + 1
 
     async def _lead(self, connection: RabbitConnection) -> None:
-        """Wait until this controller leads, and hold on to that."""
+        """Wait until this controller leads, then keep its term."""
         term = Term(connection)
         await term.begin()
         self.term = term.epoch
-        self._is_connected()
+        self._set_connected()
         queue = self._address.name(CONTROLLER)
         await connection.consume(queue, partial(self._take, connection), prefetch=_PREFETCH)
         while True:
@@ -192,7 +192,7 @@ class RabbitLink:
     def _messages(self, to: str, items: Sequence[Item]) -> Iterator[bytes]:
         """Yield items as one message, or as several where one would be too large.
 
-        One that cannot be sent is left out, with its number: its receiver sees that it was lost.
+        A message that cannot be sent is left out, with its number, so that its receiver sees the loss.
         """
         self._numbers[to] += 1
         envelope = Envelope(self.term, self.name, self._numbers[to], clock.now(), tuple(items))
@@ -219,7 +219,7 @@ class RabbitLink:
             await connection.publish(body, to, exchange=self._address.name(DIRECT), mandatory=False)
 
     async def _drain(self) -> None:
-        """Give what waits to be sent a moment."""
+        """Give waiting items a moment to be sent."""
         for _ in range(100):
             if not (self.connected and self._filled.is_set()):
                 return
@@ -240,7 +240,7 @@ class RabbitLink:
         self._inbox.put_nowait(_Delivery(connection, tag_of(message) if self._controls else None, received))
 
     def _estimate(self, envelope: Envelope) -> float:
-        """Return how far this clock is ahead of the sender's: the least that was seen of late."""
+        """Return how far this clock is ahead of the sender's: the least offset seen lately."""
         seen = clock.now() - envelope.sent
         least = self._apart.get(envelope.sender, seen)
         self._apart[envelope.sender] = min(seen, least + _DRIFT_S)

@@ -1,10 +1,10 @@
-"""How a controller comes to lead, and how its term gets its number.
+"""Elects the controller that leads, and numbers its term.
 
 The queue `term` holds one message, the number of the term. Its single active consumer leads: it replaces the
-message by one with the next number, and holds that until its connection ends. A term ends with the connection
-to its queues, so a leader that was paused cannot read on; what it has sent before is known by its epoch.
-RabbitMQ closes channels that hold a message for more than 30 minutes (`consumer_timeout`), so a leader
-replaces the message of its own term, too, long before.
+message with the next number, and holds that until its connection ends. A term ends with the connection to its
+queues, so a leader that was paused cannot read on; its earlier messages are recognized by their epoch. RabbitMQ
+closes channels that hold a message for more than 30 minutes (`consumer_timeout`), so a leader renews the
+message of its term well before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("headway.cluster.wire")
 
 
 class Term:
-    """The message that says which term it is. Whoever holds it leads."""
+    """The message with the number of the term; its holder leads."""
 
     def __init__(self, link: RabbitConnection) -> None:
         self._link, self._queue = link, link.address.name(TERM)
@@ -32,9 +32,9 @@ class Term:
         self._messages: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
 
     async def begin(self) -> None:
-        """Wait until this controller leads. Lost when the connection ends before."""
-        # A consumer has seen a message there, and it is replaced before it is acknowledged. So a queue
-        # without consumers and messages has never had one, and a second one would do no harm.
+        """Wait until this controller leads. RabbitLost when the connection ends first."""
+        # A message is replaced before it is acknowledged, so a queue without consumers and messages has never
+        # had one. A second message would do no harm.
         if await self._link.is_unused(self._queue):
             await self._link.publish(b"0", self._queue)
         await self._link.consume(self._queue, self._messages.put_nowait, prefetch=1)
@@ -42,15 +42,15 @@ class Term:
             pass
 
     async def hold_on(self) -> None:
-        """Replace the message by one that is not old."""
+        """Replace the message with a fresh one."""
         await self._put(self.epoch)
         while not await self._advance():
             pass
 
     async def _advance(self) -> bool:
-        """Take the next message; return whether it is the claim that this controller has made last.
+        """Take the next message; return whether it is the latest claim of this controller.
 
-        Claims are higher than all that was seen before; whatever else there is in the queue is taken first.
+        A claim is higher than all numbers seen before; all other messages in the queue are taken first.
         """
         if self._tag is not None:
             await self._link.ack(self._tag)

@@ -1,4 +1,4 @@
-"""Files and batches in a directory: the files themselves, and one SQLite file with all else.
+"""Files and batches in a directory: the files themselves, and one SQLite file for everything else.
 
 A line ends once: its end, its answer and the batch's counts change in one transaction. So a gateway that was
 killed goes on with the lines that have no end, and no answer is in two files.
@@ -50,10 +50,10 @@ _FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches 
 
 
 class DirectoryStore(SqliteFile):
-    """A `BatchStore` in a directory; max_log_bytes as of `SqliteFile`. Raises ConfigError when it cannot be used.
+    """A `BatchStore` in a directory; max_log_bytes as in `SqliteFile`. Raises ConfigError when it cannot be used.
 
-    Of the gateways that share the directory the one holds that has a lock on the file `runner.lock`. The
-    kernel drops the lock when the process dies, so that the calls of the gateway that holds need no check.
+    Of the gateways that share the directory, the one with a lock on the file `runner.lock` runs batches. The
+    kernel drops the lock when the process dies, so calls of that gateway need no check.
     """
 
     def __init__(self, folder: Path, max_log_bytes: int = MAX_LOG_BYTES) -> None:
@@ -71,9 +71,9 @@ class DirectoryStore(SqliteFile):
         self._runner: int | None = None  # the handle of the lock, while it is held
 
     async def close(self) -> None:
-        """Finish the calls that were made and let another gateway hold."""
+        """Finish pending calls and let another gateway run batches."""
         await asyncio.to_thread(self.close_file)
-        self._let_go()
+        self._unlock()
 
     # ---- files
 
@@ -87,7 +87,7 @@ class DirectoryStore(SqliteFile):
     def add_file(self, file: StoredFile, most: int) -> None:
         """List a file whose content is complete. RequestError (413) if the tenant would have more bytes."""
         self.check_log()
-        _settle(self.path(file.id))
+        _flush(self.path(file.id))
         with self.transaction() as db:
             (used,) = db.execute(_USED, [file.tenant]).fetchone()
             if used + max(file.size, LEAST_BYTES) > most:
@@ -104,7 +104,7 @@ class DirectoryStore(SqliteFile):
     def files(
         self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
     ) -> list[StoredFile]:
-        """Return up to `limit` files of a tenant that come after one of them, in the order of their making.
+        """Return up to `limit` files of a tenant that come after the file `after`, in order of creation.
 
         newest: the newest first.
         """
@@ -130,7 +130,7 @@ class DirectoryStore(SqliteFile):
         return bool(gone)
 
     def path(self, id: str) -> Path:
-        """Return where the content of a file is."""
+        """Return the path of a file's content."""
         return self.folder / "files" / id
 
     @in_thread
@@ -147,7 +147,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def discard(self, id: str) -> None:
-        """Delete a file that was begun and not added; `sweep` does it if the disk is out."""
+        """Delete a file that was begun and not added; if the disk fails, `sweep` does it later."""
         with suppress(OSError):
             self.path(id).unlink(missing_ok=True)
 
@@ -165,7 +165,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
-        """Add a batch; False when there is one of its id. The outcome is known here, so `keyed` is unused.
+        """Add a batch; False when its id exists. The outcome is known here, so `keyed` is unused.
 
         RequestError: 404 when its file is gone, 429 when `most` of its tenant are open.
         """
@@ -193,7 +193,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
-        """Return up to `limit` batches of a tenant that were made before one of them, the newest first."""
+        """Return up to `limit` batches of a tenant created before the batch `after`, the newest first."""
         sql = f"""SELECT {_BATCH} FROM batches WHERE tenant = ?1
             AND (?3 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?3 AND tenant = ?1))
             ORDER BY seq DESC LIMIT ?2"""
@@ -208,7 +208,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def cancel(self, tenant: str, id: str, now: float) -> bool:
-        """Ask for the end of a batch; False when it ends or has ended already."""
+        """Request the cancellation of a batch; False when it is ending or has ended."""
         sql = """UPDATE batches SET state = 'cancelling', cancelling = ? WHERE tenant = ? AND id = ?
             AND state IN ('validating', 'in_progress')"""
         with self.transaction() as db:
@@ -233,17 +233,17 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def release(self) -> None:
-        """Let go of the lock."""
-        self._let_go()
+        """Release the lock."""
+        self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._runner is not None:
             os.close(self._runner)
             self._runner = None
 
     @in_thread
     def sweep(self) -> None:
-        """Delete files that nothing knows and that do not grow."""
+        """Delete unlisted files that no longer grow."""
         known, now = {str(id) for (id,) in self.rows("SELECT id FROM files")}, time.time()
         for path in (self.folder / "files").iterdir():
             if path.name not in known and now - path.stat().st_mtime > STALE_S:
@@ -253,13 +253,13 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def clear_lines(self, id: str) -> None:
-        """Forget lines of a batch whose check was cut short."""
+        """Delete the lines of a batch whose check was interrupted."""
         with self.transaction() as db:
             _forget_lines(db, id)
 
     @in_thread
     def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
-        """End a batch whose lines are wrong; it is cancelled if that was asked for meanwhile."""
+        """End a batch with invalid lines; it is cancelled if that was requested meanwhile."""
         with self.transaction() as db:
             sql = """UPDATE batches SET
                 state = CASE state WHEN 'validating' THEN 'failed' ELSE 'cancelled' END,
@@ -269,7 +269,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def add_lines(self, id: str, lines: Sequence[Line]) -> None:
-        """Add lines that are valid."""
+        """Add valid lines."""
         rows = [(id, *astuple(line)) for line in lines]
         sql = "INSERT INTO lines (batch, number, start, size, custom_id, checksum) VALUES (?, ?, ?, ?, ?, ?)"
         with self.transaction(durable=False) as db:
@@ -277,7 +277,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def begin(self, id: str, now: float) -> int:
-        """Begin to run a batch whose lines are all there; return how many they are."""
+        """Begin to run a batch whose lines are complete; return their number."""
         sql = """UPDATE batches SET began = ?1, total = (SELECT COUNT(*) FROM lines WHERE batch = ?2),
             state = CASE state WHEN 'validating' THEN 'in_progress' ELSE state END WHERE id = ?2
             RETURNING total"""
@@ -287,7 +287,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
-        """Return up to `limit` lines behind that number which have no end, in order."""
+        """Return up to `limit` open lines after the number `after`, in order."""
         sql = """SELECT number, start, size, custom_id, checksum FROM lines
             WHERE batch = ? AND number > ? AND ended = 0 ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self.rows(sql, id, after, limit)]
@@ -296,7 +296,7 @@ class DirectoryStore(SqliteFile):
     def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
         """End a line with its line of the output (`good`) or error file; False when it has ended already.
 
-        After a loss of power it may be open again; the broker has the answer then.
+        After a power loss it may be open again; the broker then has the answer.
         """
         end, column = (GOOD, "completed") if good else (BAD, "failed")
         with self.transaction(durable=False) as db:
@@ -310,7 +310,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def close_lines(self, id: str, end: int) -> int:
-        """End all lines that have no end yet, without an answer; return how many."""
+        """End all open lines without an answer; return how many."""
         with self.transaction() as db:
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND ended = 0"
             closed = db.execute(sql, [end, id]).rowcount
@@ -319,7 +319,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
-        """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""
+        """Return up to `limit` ended lines after the number `after`, in order, within `PIECE`."""
         sql = """SELECT number, custom_id, ended, (SELECT content FROM answers
                 WHERE answers.batch = ?1 AND answers.number = some.number), (SELECT checksum FROM answers
                 WHERE answers.batch = ?1 AND answers.number = some.number) FROM (
@@ -340,7 +340,7 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def finalize(self, id: str, now: float) -> str:
-        """Take note that a batch's files are being written; return the state that it will have then."""
+        """Note that a batch's files are being written; return the state in which it will end."""
         with self.transaction() as db:
             db.execute(
                 """UPDATE batches SET finalizing = COALESCE(finalizing, ?),
@@ -357,10 +357,10 @@ class DirectoryStore(SqliteFile):
     def end(
         self, id: str, state: str, now: float, *, output: StoredFile | None = None, error: StoredFile | None = None
     ) -> None:
-        """End a batch: its files, whose content is complete, are listed and its lines forgotten."""
+        """End a batch: list its files, whose content is complete, and delete its lines."""
         for file in (output, error):
             if file is not None:
-                _settle(self.path(file.id))
+                _flush(self.path(file.id))
         with self.transaction() as db:
             for file in (output, error):
                 if file is not None:
@@ -371,8 +371,8 @@ class DirectoryStore(SqliteFile):
             _forget_lines(db, id)
 
 
-def _settle(path: Path) -> None:
-    """Make a file and its place in its directory durable."""
+def _flush(path: Path) -> None:
+    """Flush a file and its directory entry to disk."""
     for place in (path, path.parent):
         handle = os.open(place, os.O_RDONLY)
         try:

@@ -13,7 +13,7 @@ from headway.store.batches.port import BatchStore
 
 @asynccontextmanager
 async def opened(config: Config) -> AsyncIterator[BatchStore | None]:
-    """Open the place of files and batches until the block ends; None = there are no batches."""
+    """Open the store of files and batches until the block ends; None = batches are off."""
     store = await asyncio.to_thread(_open, config)
     try:
         yield store

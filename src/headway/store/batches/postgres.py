@@ -1,9 +1,9 @@
-"""Files and batches in a PostgreSQL database, beside the queue: any gateway answers for all of them.
+"""Files and batches in a PostgreSQL database, beside the queue: any gateway can serve all of them.
 
-One gateway at a time runs batches, under a lease by the server's clock. Each time that another one begins to,
-the number of the term grows. What changes lines, or ends batches, locks the lease's row and does nothing
-unless the term is its own. So a gateway that was paused or cut off, and goes on later, changes nothing of
-what another one runs by then.
+One gateway at a time runs batches, under a lease by the server's clock. Each time that another one takes over,
+the number of the term grows. A call that changes lines or ends batches locks the lease's row, and does nothing
+unless the term is the caller's. So a gateway that was paused or cut off cannot change the batches that another
+one runs by then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headway.store.batches.records import (
 from headway.store.postgres.link import Address
 from headway.store.postgres.schema import stored
 
-_LINES = 1000  # changed or deleted per transaction, so that no statement exceeds `timeout_s`
+_LINES = 1000  # lines changed or deleted per transaction, so that no statement exceeds `timeout_s`
 _BATCH = ", ".join(f'"{field.name}"' for field in fields(Batch))
 
 _COUNT = "SELECT count(*) FROM {s}.batches WHERE ended IS NULL AND tenant = $1"
@@ -75,7 +75,7 @@ _BEGIN = """UPDATE {s}.batches SET began = $2, total = (SELECT count(*) FROM {s}
     WHERE id = $1 RETURNING total"""
 _OPEN_LINES = """SELECT number, start, size, custom_id FROM {s}.lines
     WHERE batch = $1 AND number > $2 AND ended = 0 ORDER BY number LIMIT $3"""
-# The end of a line waits for no disk: the queue has the answer, whose commit came before and did.
+# Ending a line does not wait for the disk: the queue has the answer, and its earlier commit did wait.
 _RECORD = """WITH quick AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true) AS word),
     held AS MATERIALIZED (SELECT term FROM {s}.batch_runner WHERE term = $1 FOR SHARE),
     line AS (UPDATE {s}.lines SET ended = CASE WHEN $4 THEN 1 ELSE 2 END, content = $5
@@ -108,12 +108,12 @@ _END = """UPDATE {s}.batches SET state = $2, ended = $3, output_file = $4, error
 class PostgresStore(PostgresFiles):
     """A `BatchStore` in one schema of a PostgreSQL database. Raises ConfigError when it cannot be used.
 
-    lease_s: seconds of silence after which the gateway that holds is taken as gone.
+    lease_s: seconds of silence after which the gateway that runs batches counts as gone.
     """
 
     def __init__(self, address: Address, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._term: int | None = None  # while this gateway holds, as far as it knows
+        self._term: int | None = None  # while this gateway runs batches, as far as it knows
         self.changed = asyncio.Event()
         super().__init__(address)
 
@@ -122,7 +122,7 @@ class PostgresStore(PostgresFiles):
         return None
 
     async def close(self) -> None:
-        """Finish the calls that were made and let another gateway hold."""
+        """Finish pending calls and let another gateway run batches."""
         with suppress(HeadwayError):
             await self.release()
         await super().close()
@@ -130,7 +130,7 @@ class PostgresStore(PostgresFiles):
     # ---- batches
 
     async def add_batch(self, batch: Batch, most: int, *, keyed: bool = False) -> bool:
-        """Add a batch. If its outcome is not known, and it was added, it is cancelled unless it has a key."""
+        """Add a batch. If the outcome is unknown and it was added, it is cancelled later, unless it has a key."""
         cancel = self.statement(_CANCEL, stored(batch.tenant), batch.id, batch.created)
         return await self.change(partial(self._add, batch, most), undo=None if keyed else cancel)
 
@@ -154,7 +154,7 @@ class PostgresStore(PostgresFiles):
         return found[0] if found else None
 
     async def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
-        """Return up to `limit` batches of a tenant that were made before one of them, the newest first."""
+        """Return up to `limit` batches of a tenant created before the batch `after`, the newest first."""
         return await self.records(Batch, _SOME, stored(tenant), limit, stored(after))
 
     async def open_batches(self) -> list[Batch]:
@@ -162,7 +162,7 @@ class PostgresStore(PostgresFiles):
         return await self.records(Batch, _OPEN)
 
     async def cancel(self, tenant: str, id: str, now: float) -> bool:
-        """Ask for the end of a batch; False when it ends or has ended already."""
+        """Request the cancellation of a batch; False when it is ending or has ended."""
         return bool(await self.value(_CANCEL, stored(tenant), stored(id), now))
 
     # ---- the gateway that runs batches
@@ -177,19 +177,19 @@ class PostgresStore(PostgresFiles):
         return self._term is not None
 
     async def release(self) -> None:
-        """Let another gateway hold."""
+        """Let another gateway run batches."""
         term, self._term = self._term, None
         if term is not None:
             await self.rows(_RELEASE, term)
 
     async def sweep(self) -> None:
-        """Delete what is left of files, and lines of batches that have ended."""
+        """Delete the remains of files, and lines of ended batches."""
         await self.sweep_files()
         for row in await self.rows(_LEFT):
             await self._clear(row["id"])
 
     async def _as_holder(self, work: Work[Any]) -> Any:
-        """Return what work makes of a transaction in which no other gateway can begin to hold."""
+        """Return the result of work in a transaction during which no other gateway can take the lease."""
         term = self._term
 
         async def checked(connection: Connection) -> Any:
@@ -200,7 +200,7 @@ class PostgresStore(PostgresFiles):
         return await self.change(checked)
 
     async def _value_as_holder(self, sql: str, *values: Any) -> Any:
-        """Return the first value of a statement that is carried out as `_as_holder` does."""
+        """Run a statement as `_as_holder` does; return its first value."""
 
         async def work(connection: Connection) -> Any:
             return await connection.fetchval(self.sql(sql), *values)
@@ -213,26 +213,26 @@ class PostgresStore(PostgresFiles):
     # ---- lines
 
     async def clear_lines(self, id: str) -> None:
-        """Forget lines of a batch whose check was cut short."""
+        """Delete the lines of a batch whose check was interrupted."""
         await self._in_parts(_FORGET, id)
 
     async def add_lines(self, id: str, lines: Sequence[Line]) -> None:
-        """Add lines that are valid."""
+        """Add valid lines."""
         rows = [(line.number, line.start, line.size, stored(line.custom_id)) for line in lines]
         if rows:
             await self._add_rows(id, rows)
 
     async def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
-        """End a batch whose lines are wrong; it is cancelled if that was asked for meanwhile."""
+        """End a batch with invalid lines; it is cancelled if that was requested meanwhile."""
         await self._value_as_holder(_REFUSE, id, now, json.dumps(problems))
         await self._clear(id)
 
     async def begin(self, id: str, now: float) -> int:
-        """Begin to run a batch whose lines are all there; return how many they are."""
+        """Begin to run a batch whose lines are complete; return their number."""
         return int(await self._value_as_holder(_BEGIN, id, now))
 
     async def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
-        """Return up to `limit` lines behind that number which have no end, in order."""
+        """Return up to `limit` open lines after the number `after`, in order."""
         return await self.records(Line, _OPEN_LINES, id, after, limit)
 
     async def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
@@ -243,13 +243,13 @@ class PostgresStore(PostgresFiles):
         return bool(ended)
 
     async def close_lines(self, id: str, end: int) -> int:
-        """End all lines that have no end yet, some at a time; return how many."""
+        """End all open lines, some at a time; return how many."""
         return await self._in_parts(_CLOSE, id, end)
 
     async def _in_parts(self, sql: str, *values: Any) -> int:
         """Run a statement on some lines at a time until it finds none; return the total.
 
-        Its last parameter is how many; it is halved after each timeout.
+        Its last parameter is the number of lines, which is halved after each timeout.
         """
         done, most = 0, _LINES
         while True:
@@ -276,13 +276,13 @@ class PostgresStore(PostgresFiles):
             await self._add_rows(id, rows[len(rows) // 2 :])
 
     async def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
-        """Return up to `limit` lines behind that number which have an end, in order, within `PIECE`."""
+        """Return up to `limit` ended lines after the number `after`, in order, within `PIECE`."""
         return await self.records(EndedLine, _ENDED_LINES, id, after, limit, PIECE)
 
     # ---- ends of batches
 
     async def finalize(self, id: str, now: float) -> str:
-        """Take note that a batch's files are being written; return the state that it will have then."""
+        """Note that a batch's files are being written; return the state in which it will end."""
 
         async def work(connection: Connection) -> str:
             if await connection.fetchval(self.sql(_FINALIZE), id, now) == "cancelling":
@@ -309,7 +309,7 @@ class PostgresStore(PostgresFiles):
         await self._clear(id)
 
     async def _clear(self, id: str) -> None:
-        """Delete the lines of a batch that has ended; `sweep` does it if the server is out."""
+        """Delete the lines of an ended batch; if the server fails, `sweep` does it later."""
         with suppress(HeadwayError):
             await self.clear_lines(id)
             await self.rows(_CLEARED, id)

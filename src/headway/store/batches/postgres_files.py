@@ -18,7 +18,7 @@ from headway.store.batches.records import LEAST_BYTES, StoredFile, in_use, input
 from headway.store.postgres.link import Address
 from headway.store.postgres.schema import loaded, lock_of, stored
 
-_CHUNKS = 32  # deleted per transaction, so that it ends in time whatever the size of the file
+_CHUNKS = 32  # chunks deleted per transaction, so that it ends in time for a file of any size
 _FILE = ", ".join(field.name for field in fields(StoredFile))
 
 _SIZES = f"coalesce(sum(greatest(size, {LEAST_BYTES})), 0)::bigint"
@@ -26,7 +26,7 @@ _USED = f"""SELECT {_SIZES} FROM {{s}}.files
     WHERE tenant = $1 AND (state = 'stored' OR state = 'upload' AND writer <> $2)"""
 _BEGIN = f"""INSERT INTO {{s}}.files ({_FILE}, state, writer, grown)
     VALUES ($1, $2, $3, $4, 0, $5, 'upload', $6, clock_timestamp())"""
-# These commits wait for no disk: that of the complete file waits for all of them.
+# These commits do not wait for the disk: the commit of the complete file waits for all of them.
 _APPEND = """WITH quick AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)),
     grown AS (UPDATE {s}.files SET size = $2 + $4, grown = clock_timestamp()
         WHERE id = $1 AND state = 'upload' AND size = $2 RETURNING id)
@@ -55,7 +55,7 @@ _LEFT = """SELECT id FROM {s}.files WHERE state <> 'stored'
 
 
 class PostgresFiles(BatchSession):
-    """The part of the store that keeps files; see `BatchStore` for what its methods do."""
+    """The part of the store that keeps files; `BatchStore` documents the methods."""
 
     def __init__(self, address: Address) -> None:
         self._me = secrets.token_hex(8)
@@ -66,7 +66,7 @@ class PostgresFiles(BatchSession):
         return int(await self.value(_USED, stored(tenant), self._me))
 
     async def begin_file(self, file: StoredFile) -> None:
-        """Make an upload's row."""
+        """Insert the row of an upload."""
         row = [stored(text) for text in (file.id, file.tenant, file.name, file.purpose)]
         await self.ask(self.statement(_BEGIN, *row, file.created, self._me), undo=self._drop(file.id))
 
@@ -78,7 +78,7 @@ class PostgresFiles(BatchSession):
                 raise self.down("the upload has been given up")
 
     async def discard(self, id: str) -> None:
-        """Delete an upload. If its outcome is not known it may be listed: then it is not any more."""
+        """Delete an upload, also if a call with an unknown outcome has listed it."""
         try:
             await self.ask(self._drop(id))
         except HeadwayError:
@@ -98,7 +98,7 @@ class PostgresFiles(BatchSession):
         await self.list_file(connection, file)
 
     async def list_file(self, connection: Connection, file: StoredFile) -> None:
-        """Turn an upload into a file. HeadwayError (503) unless all of it has come."""
+        """Turn an upload into a file. HeadwayError (503) unless it is complete."""
         row = stored(file.id), file.size, stored(file.name), file.created
         if not await connection.fetchval(self.sql(_LIST), *row):
             raise self.down("the upload is not complete")
@@ -147,28 +147,28 @@ class PostgresFiles(BatchSession):
             raise no_file(id)
 
     async def sweep_files(self) -> None:
-        """Delete what is left of uploads that were given up, and of files that are gone."""
+        """Delete the remains of uploads that were given up, and of deleted files."""
         for row in await self.rows(_LEFT, STALE_S):
             id = loaded(row["id"])
             await self.ask(self._drop(id))
             await self._purge(id)
 
     async def _purge(self, id: str) -> None:
-        """Delete the chunks of a file that is gone; `sweep` does it if the server is out."""
+        """Delete the chunks of a deleted file; if the server fails, `sweep` does it later."""
         with suppress(HeadwayError):
             while await self.rows(_PURGE, stored(id), _CHUNKS):
                 pass
             await self.rows(_PURGED, stored(id))
 
     async def lock_tenant(self, connection: Connection, tenant: str) -> None:
-        """Let one gateway at a time count what a tenant has, until the transaction ends."""
+        """Let one gateway at a time count a tenant's files and batches, until the transaction ends."""
         await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._schema} {tenant}"))
 
     def _drop(self, id: str) -> Work[None]:
         return self.statement(_GONE, stored(id))
 
     def statement(self, sql: str, *values: Any) -> Work[None]:
-        """Return work that is one statement."""
+        """Return work that executes one statement."""
 
         async def work(connection: Connection) -> None:
             await connection.execute(self.sql(sql), *values)

@@ -28,28 +28,28 @@ class StatementTimeout(HeadwayError):
 
 @dataclass(slots=True, eq=False)
 class _Call(session.SessionCall, Generic[T]):
-    """Work, and what is done before all later work if the end of the connection has hidden its outcome."""
+    """A call's work. undo: runs before all later work if the connection ended before the outcome was known."""
 
     work: Work[T]
     undo: Work[None] | None
 
 
 class BatchSession(session.Session):
-    """One connection to the tables of files and batches, which are made where they are missing."""
+    """One connection to the tables of files and batches, which are created if missing."""
 
     def __init__(self, address: Address) -> None:
         self._undo = deque[Work[None]]()
         super().__init__(address, "The store of files and batches", "try again")
 
     async def ask(self, work: Work[T], *, undo: Work[None] | None = None) -> T:
-        """Return what `work` makes of the connection; errors as `call`, `StatementTimeout` when it is slow.
+        """Return the result of `work` on the connection; errors as `call`, `StatementTimeout` when it is slow.
 
-        undo: is carried out before all later work if the end of the connection has hidden the outcome.
+        undo: runs before all later work if the connection ended before the outcome was known.
         """
         return cast(T, await self.call(self._works, _Call(work, undo)))
 
     async def change(self, work: Work[T], *, undo: Work[None] | None = None) -> T:
-        """Do as `ask` does, in a transaction: all of the work or nothing."""
+        """Run `work` as `ask` does, but in a transaction."""
 
         async def whole(connection: Connection) -> T:
             async with connection.transaction():
@@ -58,7 +58,7 @@ class BatchSession(session.Session):
         return await self.ask(whole, undo=undo)
 
     def later(self, work: Work[None]) -> None:
-        """Let work be done before all that comes later."""
+        """Run work before all later work."""
         self._undo.append(work)
 
     async def rows(self, sql: str, *values: Any) -> list[Any]:
@@ -91,7 +91,7 @@ class BatchSession(session.Session):
             self._undo.popleft()
         return await work(connection)
 
-    def _doubt(self, group: Sequence[_Call[Any]]) -> None:
+    def _note_unknown(self, group: Sequence[_Call[Any]]) -> None:
         self._undo += [call.undo for call in group if call.undo is not None]
 
     def _unfit(self, error: asyncpg.PostgresError) -> HeadwayError:
@@ -101,15 +101,15 @@ class BatchSession(session.Session):
     def _refused(self, error: asyncpg.PostgresError) -> HeadwayError:
         if error.sqlstate != _CANCELED:
             return super()._refused(error)
-        session.log.warning("PostgreSQL is slow: a statement of batches was not done in time")
-        fix = "Look at the PostgreSQL server's load, or raise timeout_s in [queue.postgres]."
+        session.log.warning("PostgreSQL is slow: a statement of the batch store timed out")
+        fix = "Check the PostgreSQL server's load, or raise timeout_s in [queue.postgres]."
         why = "The store of files and batches is slow: a statement took longer than its timeout_s."
         return StatementTimeout(why, fix, status=503, kind="server_error")
 
 
-# A file is first an "upload", which `writer` writes and which grew at an instant; then "stored", or "gone",
-# while its chunks are deleted. Chunks and answers are not compressed, so that a part of one is read without
-# the rest. Lines of an ended batch are deleted; then it is `cleared`.
+# A file is first an "upload", written by `writer` and last extended at `grown`; then "stored", or "gone" while
+# its chunks are deleted. Chunks and answers are not compressed, so that a part can be read without the rest. An
+# ended batch is `cleared` once its lines are deleted.
 _SCHEMA = """
 CREATE TABLE {s}.batches_meta (version integer NOT NULL);
 CREATE TABLE {s}.batch_runner (

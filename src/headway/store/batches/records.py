@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from headway.errors import RequestError
 
-LEAST_BYTES = 4096  # that a file counts for in its tenant's quota: its row and its block of the disk
-# Ended batches of a tenant are kept: the newest ones, and all that ended not long ago. By default (broker.keep_hours)
+LEAST_BYTES = 4096  # least size of a file in its tenant's quota: its row and its disk block
+# Ended batches of a tenant are kept: the newest ones, and all that ended recently. By default (broker.keep_hours)
 # that is longer than the queue keeps the requests of their lines, whose ids follow from the batch's.
 MOST_ENDED, ENDED_KEPT_S = 10_000, 30 * 86400.0
-FORGOTTEN = 1000  # at a time
+FORGOTTEN = 1000  # batches deleted at a time
 GOOD, BAD, EXPIRED, CANCELLED = range(1, 5)  # ends of a line; 0 = it has none
 
 
@@ -34,11 +34,11 @@ class Batch:
         input_file, output_file, error_file: ids of files
         window: as the client wrote it; due: the instant at which it ends
         metadata: the client's, as JSON
-        claims: what the key may that made it (`Key` without its secret), as JSON; None = there are no keys
+        claims: rights of the key that made it (`Key` without its secret), as JSON; None = there are no keys
         state: "validating", "in_progress", "finalizing" or "cancelling", then how it ended: "completed",
             "failed", "expired" or "cancelled"
         began, finalizing, cancelling, ended: instants at which the state changed
-        errors: what is wrong with its lines, as JSON
+        errors: problems of its lines, as JSON
         total, completed, failed: numbers of lines
     """
 
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a batch's input: its number from 1 on, where it is in the file, and its `custom_id`.
+    """A line of a batch's input: its number from 1 on, its place in the file, and its `custom_id`.
 
     checksum: CRC-32 of its text when it was checked, None = not known.
     """
@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class EndedLine:
-    """A line and how it ended. content: its line in the output or error file, None = it was not answered."""
+    """A line that has ended. content: its line in the output or error file, None = it was not answered."""
 
     number: int
     custom_id: str
@@ -105,7 +105,7 @@ def no_file(id: str) -> RequestError:
 
 
 def input_gone() -> RequestError:
-    """Return the error of a file whose content is not where it was (404)."""
+    """Return the error of a file whose content is gone (404)."""
     return RequestError(
         "The content of the file is gone.", "Upload it again, for a new batch.", status=404, code="input_file_gone"
     )
@@ -129,10 +129,10 @@ def in_use(batch: str) -> RequestError:
 
 
 def too_many_open(count: int, most: int) -> RequestError:
-    """Return the error of a batch more than a tenant may have open (429)."""
+    """Return the error of a tenant with too many open batches (429)."""
     return RequestError(
-        f"{count} batches of yours have not ended; at most {most} may be open.",
-        "Wait for the end of one (batches.max_open).",
+        f"{count} of your batches are open; at most {most} may be.",
+        "Wait until one ends (batches.max_open).",
         status=429,
         kind="rate_limit_error",
         code="too_many_batches",

@@ -63,15 +63,15 @@ log = logging.getLogger("headway.gateway")
 
 
 def recover_batches(folder: Path) -> Recovered | None:
-    """Recover files and batches of a damaged directory. counts: batches, and open ones. As `recover`."""
+    """Recover files and batches of a damaged directory, as `recover`. counts: of batches, and of open ones."""
     count = "SELECT COUNT(*), COUNT(*) FILTER (WHERE ended IS NULL) FROM batches"
     return recover(str(folder / NAME), _open, _merge, count)
 
 
 class SqliteFile:
-    """One connection to the file, which threads take in turn. Raises sqlite3.Error when it cannot be used.
+    """One connection to the file, which threads use in turn. Raises sqlite3.Error when it cannot be used.
 
-    Once the file is found damaged nothing is written any more; what it has is saved beside it. ConfigError
+    Once the file is found damaged, nothing more is written and its contents are saved beside it. ConfigError
     for one that was damaged before. max_log_bytes: of its write-ahead log, beyond which no file or batch is added.
     """
 
@@ -86,7 +86,7 @@ class SqliteFile:
         self._damage: str | None = None
         self._saving = threading.Lock()
         self._saved = False
-        # Batches in memory, where damage does not reach them: the last that were added, and those that run.
+        # Batches in memory, safe from damage: the latest ones added, and those that run.
         self.added, self.unended = deque[Batch](maxlen=1000), list[Batch]()
         self._watch = Watch(str(path), self.found_damaged, max_log_bytes)
 
@@ -97,10 +97,10 @@ class SqliteFile:
     def check_log(self) -> None:
         """Raise HeadwayError (503) while the write-ahead log is too long for new work."""
         if (problem := self._watch.log_problem()) is not None:
-            raise out("The directory of batches", problem, "Try again once that is mended.", retry_s=RETRY_S)
+            raise out("The directory of batches", problem, "Try again once that is fixed.", retry_s=RETRY_S)
 
     def found_damaged(self, what: str) -> None:
-        """Write nothing any more, and save what can be read."""
+        """Write nothing more, and save all that can be read."""
         with self._saving:
             if self._damage is None:
                 self._damage = f"{NAME} is damaged ({what}): {RECOVER}"
@@ -112,13 +112,13 @@ class SqliteFile:
             with self._lock:
                 file, unreadable = rescue(str(self._path), _open, self._fill)
         except (sqlite3.Error, OSError) as error:
-            log.error("the batches are not saved yet: %s", error)
+            log.error("the batches could not be saved yet: %s", error)
             return
         self._saved = True
         log.error("the batches are saved in %s; %d rows could not be read", file, unreadable)
 
     def _fill(self, target: sqlite3.Connection) -> int:
-        """Copy what can be read, then batches in memory that are missing, with their input files."""
+        """Copy all that can be read, then missing batches from memory, with their input files."""
         unreadable = _merge(self._db, target)
         for batch in (*self.added, *self.unended):
             file = self._path.parent / "files" / batch.input_file
@@ -131,7 +131,7 @@ class SqliteFile:
         return unreadable
 
     def close_file(self) -> None:
-        """Wait for calls that were made and close the file."""
+        """Wait for pending calls and close the file."""
         self._watch.close()
         if self._damage is not None and not self._saved:
             self._save()
@@ -140,11 +140,11 @@ class SqliteFile:
             if self._damage is None:
                 self._db.close()
             else:
-                leave_open(self._db)  # to close it would write to the damaged file
+                leave_open(self._db)  # closing it would write to the damaged file
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Change all or nothing. durable: it survives loss of power, not only the death of the process."""
+        """Yield the connection in a transaction. durable: it survives a power loss, not only a dead process."""
         with self._lock:
             if self._damage is not None:
                 raise sqlite3.DatabaseError(self._damage)
@@ -156,13 +156,13 @@ class SqliteFile:
                 yield self._db
 
     def rows(self, sql: str, *values: object) -> list[Any]:
-        """Return what a query finds."""
+        """Return the rows of a query."""
         with self._lock:
             return self._db.execute(sql, values).fetchall()
 
 
 def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Turn a method that blocks into one that is awaited. HeadwayError (503) when the directory fails."""
+    """Turn a blocking method into a coroutine method. HeadwayError (503) when the directory fails."""
 
     @wraps(method)
     async def call(self: S, /, *args: P.args, **named: P.kwargs) -> T:
@@ -173,7 +173,7 @@ def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
             if (what := damage(error)) is not None:
                 await loop.run_in_executor(None, self.found_damaged, what)
             why = self.problem() or error
-            raise out("The directory of batches", why, "Look at its disk, then try again.") from error
+            raise out("The directory of batches", why, "Check its disk, then try again.") from error
 
     return call
 
@@ -183,7 +183,7 @@ def _open(path: str) -> sqlite3.Connection:
 
 
 def add(db: sqlite3.Connection, table: str, row: StoredFile | Batch, conflict: str = "") -> None:
-    """Insert a file or batch. conflict: what is done when it is there, in SQL."""
+    """Insert a file or batch. conflict: SQL clause for a row that exists."""
     values = [getattr(row, field.name) for field in fields(row)]
     marks = ", ".join("?" * len(values))
     db.execute(f"INSERT INTO {table} ({COLUMNS[type(row)]}) VALUES ({marks}) {conflict}", values)

@@ -1,4 +1,4 @@
-"""Reads a journal: of a gateway that runs, of one that was killed, or a copy in a folder of its own."""
+"""Reads a journal: of a running gateway, of one that was killed, or a copy in another folder."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from headway.store.journal.rows import (
 from headway.store.journal.writer import PATTERN
 from headway.types import Floats
 
-_WAIT_S = 10.0  # for a gateway that is writing
+_WAIT_S = 10.0  # limit for waiting while a gateway writes
 
 
 @dataclass(slots=True)
 class JournalReader:
     """The rows of a journal, requests by arrival.
 
-    engines: the newest description of each. refused: at the door, without a row of their own.
+    engines: the newest description of each. refusals: at the door, without a `RequestRow`.
     iterations: instance -> array of `ITERATION` columns by start.
     damaged: files that could not be read, and why.
-    ended: the first and the last end of a request in its files, of that time or not; None = they have none.
+    ended: the first and last end of a request in all its files; None = there is none.
     """
 
     requests: list[RequestRow] = field(default_factory=list)
@@ -53,11 +53,11 @@ class JournalReader:
     def nothing(self) -> ConfigError:
         """Return the error for a time in which it has no requests."""
         if self.ended is None:
-            hint = "One is in it a second or so after it has ended: send some through this gateway."
+            hint = "A request is in it about a second after it ends: send some through this gateway."
             return ConfigError("The journal has no requests yet.", hint)
         low, high = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in self.ended)
         return ConfigError(
-            "The journal has no requests of that time.", f'It has some from {low} to {high}: --since "{low}".'
+            "The journal has no requests from that time.", f'It has some from {low} to {high}: --since "{low}".'
         )
 
 
@@ -68,7 +68,7 @@ def read(folder: Path, *, since: float | None = None, until: float | None = None
     """
     files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     if not files:
-        raise _none(folder)
+        raise _missing(folder)
     found, packs = JournalReader(), list[IterationsRow]()
     for path in files:
         try:
@@ -91,8 +91,8 @@ def read(folder: Path, *, since: float | None = None, until: float | None = None
     return found
 
 
-def _none(folder: Path) -> ConfigError:
-    """Return the error for a path that is no journal, with the journal that was meant if one is near."""
+def _missing(folder: Path) -> ConfigError:
+    """Return the error for a path without a journal; it names journals nearby."""
     where = folder.parent if folder.is_file() else folder
     near = sorted({file.parent for depth in ("", "*/") for file in where.glob(depth + PATTERN)})
     hint = "Give the folder of journal.dir (headway config show), of a gateway that has served requests."
@@ -108,11 +108,11 @@ def _add(
     low, high = -1e300 if since is None else since, 1e300 if until is None else until
     with closing(_open(path)) as db:
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            return  # its gateway ended as it began the file
+            return  # its gateway ended while creating the file
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION:
-            raise ValueError("it is no file of a journal")
+            raise ValueError("it is not a journal file")
         if version != VERSION:
             raise ValueError(f"another Headway wrote it: its version is {version}, this one reads {VERSION}")
         rows = {kind: list(_rows(db, kind, low, high)) for kind in TABLES}
@@ -144,7 +144,7 @@ def _rows(db: sqlite3.Connection, kind: type[Any], low: float, high: float) -> I
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open a file to read; one whose writer was killed is recovered by SQLite, if the folder allows it."""
+    """Open a file for reading; if its writer was killed, SQLite recovers it, provided that the folder is writable."""
     if not path.exists():
         raise FileNotFoundError(path)
     address = path.resolve().as_uri()
@@ -157,7 +157,7 @@ def _open(path: Path) -> sqlite3.Connection:
             db.close()
             raise
         return db
-    # In a folder that may not be written to there can be no shared memory of the write-ahead log.
+    # In a read-only folder the write-ahead log has no shared memory.
     return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
 
 

@@ -1,8 +1,8 @@
 """The rows of a journal and their tables.
 
-All instants are seconds since the epoch by the machine's clock. Nothing holds text of prompts or answers: ids
-and names that the operator or the client chose (tenant, class, model, application, run, unit) are the only
-texts.
+All instants are seconds since the epoch by the machine's clock. No row holds text of prompts or answers: the
+only texts are ids and names that the operator or the client chose (tenant, class, model, application, run,
+unit).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One request that has ended, as the gateway saw it. Instants and counts that there were not are None.
+    """One request that has ended, as the gateway saw it. Missing instants and counts are None.
 
     kind: the endpoint. background: its client polls for the answer.
     arrival, queued, ended: instants; queued = stored, and in line for an engine.
-    sent, resent: to an engine, for the first and the last time. first: its first token.
-    prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: as expected when it
-        was last sent.
+    sent, resent: instants of the first and last sending to an engine. first: of its first token.
+    prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: of output tokens,
+        when it was last sent.
     ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
     line: 1 = its tpot counts from when the first token is due (`Slo.line`).
     priority: lower is more urgent.
@@ -83,7 +83,7 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class RefusalRow:
-    """Requests that were refused at the door and have no row of their own, counted over a second or so."""
+    """Requests refused at the door, which have no `RequestRow`, counted over about a second."""
 
     at: float
     tenant: str
@@ -95,11 +95,11 @@ class RefusalRow:
 
 @dataclass(frozen=True, slots=True)
 class StayRow:
-    """One request inside an engine, by the engine's own log.
+    """A request's stay inside an engine, from the engine's log.
 
-    entered, admitted, first, ended: instants; admitted = some of it was computed.
-    stops: "from,to,kind;..." seconds after `entered` in which it computed nothing after that: kind p = paused
-        with its KV, e = it had lost its KV.
+    entered, admitted, first, ended: instants; admitted = its first computation.
+    stops: "from,to,kind;...", later spans without computation in seconds after `entered`: kind p = paused with
+        its KV, e = evicted, without its KV.
     """
 
     id: str
@@ -119,7 +119,7 @@ class StayRow:
 
 @dataclass(frozen=True, slots=True)
 class IterationsRow:
-    """Iterations of one engine, packed; `packed` makes it and `unpacked` reads it."""
+    """Iterations of one engine, packed by `packed` and read by `unpacked`."""
 
     instance: str
     start: float
@@ -130,7 +130,7 @@ class IterationsRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """What an engine is, from `at` on. blocks, block_size, token_budget: None without Headway's scheduler."""
+    """An engine's description, valid from `at`. blocks, block_size, token_budget: None without Headway's scheduler."""
 
     instance: str
     at: float

@@ -1,6 +1,6 @@
-"""Writes a journal: SQLite files in a folder, the oldest of which go when all are too large or too old.
+"""Writes a journal: SQLite files in a folder, of which the oldest are deleted by total size and age.
 
-A file is never changed once the next one is begun, so the end of the journal costs a deletion and no vacuum.
+A file never changes once the next one is begun, so removing old rows takes a deletion and no vacuum.
 A write is a transaction: when the process dies in the middle of one, the file has all of it or nothing.
 Several gateways may share a folder; each has its own newest file.
 """
@@ -21,23 +21,23 @@ from headway.store.sqlite.connection import connect, make
 
 PATTERN = "journal-*.sqlite"
 MIB = 2**20
-_FILES = 8  # of which a full journal is made
+_FILES = 8  # number of files in a full journal
 _PAGE = 4096
-_SWEEP_S = 600.0  # between two looks for files that are too old
+_SWEEP_S = 600.0  # between two deletions of old files
 
 
 class Writer:
     """Writes rows of one gateway; not thread-safe, but it may move between threads.
 
-    max_bytes: of all files of the folder together, which never exceeds it. seconds: after which rows go, a
-    file at a time.
+    max_bytes: limit of all files of the folder together. seconds: age at which rows are deleted, a file at a
+    time.
     most: bytes by which one transaction may enlarge a file; the caller keeps to it.
     """
 
     def __init__(self, folder: Path, max_bytes: int, seconds: float, *, most: int = MIB) -> None:
         self._folder, self._max, self._seconds = folder, max_bytes, seconds
-        # Beside the other files there are the newest one and its write-ahead log, which holds what is not in
-        # the file yet: up to a checkpoint's pages and one transaction.
+        # Besides the other files there are the newest one and its write-ahead log, which holds up to a checkpoint's
+        # pages and one transaction that are not in the file yet.
         self._log_pages = max(most // (2 * _PAGE), 1)
         self._spare = 2 * most + self._log_pages * _PAGE + 64 * 1024
         self._file_bytes = max((max_bytes - self._spare) // _FILES, 1)
@@ -47,7 +47,7 @@ class Writer:
         self._swept = 0.0
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Store all rows, or none: then sqlite3.Error or OSError (a full disk), and they may be given again.
+        """Store all rows, or none and raise sqlite3.Error or OSError (a full disk); the caller may retry.
 
         An EngineRow is repeated in every file, so that each can be read alone.
         """
@@ -116,7 +116,7 @@ class Writer:
 
 
 def delete(path: Path) -> None:
-    """Delete a file of a journal with all that belongs to it."""
+    """Delete a file of a journal with its write-ahead log."""
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 

@@ -18,25 +18,25 @@ from headway.addresses import netloc
 from headway.errors import ConfigError, HeadwayError
 from headway.store.postgres.schema import URL, Tables, prepare
 
-_FIRST_S, _LONGEST_S = 0.1, 2.0  # between tries to connect
-_CLOSE_S = 2.0  # for the server's part in the end of a connection
+_FIRST_S, _LONGEST_S = 0.1, 2.0  # between attempts to connect
+_CLOSE_S = 2.0  # limit for the server to close a connection
 log = logging.getLogger("headway.store.postgres")
 
-# PostgreSQL's errors that end a connection: class 08, and of operator intervention all but 57014, which is a
-# statement that took too long.
+# PostgreSQL's errors that end a connection: class 08, and operator intervention except 57014, a statement
+# timeout.
 _GONE = ("08", "57P")
 
 # Every statement finds its rows by an index. A plan made while a table was small must not scan it when it is
-# large. Of the isolation levels only this one shows a statement what was committed before it.
+# large. Only this isolation level shows each statement all earlier commits.
 _SETTINGS = {
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "jit": "off",
     "default_transaction_isolation": "read committed",
 }
-# A database may have it off to be faster; what was accepted would be lost with the server.
+# A database may have it off for speed; accepted requests would be lost with the server.
 _DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
-# A session that this gateway has lost may still commit, even what is on its way there. It is ended before
+# A session that this gateway has lost may still commit, even statements in transit. It is ended before
 # another one begins.
 _FENCE = """SELECT pg_terminate_backend(pid, $2) FROM pg_stat_activity
     WHERE application_name = $1 AND pid <> pg_backend_pid() AND usename = current_user"""
@@ -52,7 +52,7 @@ class Out(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's URL, Headway's schema there, and the seconds that the server may take for anything."""
+    """A server's URL, Headway's schema there, and the timeout of every call in seconds."""
 
     url: str
     schema: str
@@ -63,7 +63,7 @@ class Address:
 
     @property
     def place(self) -> str:
-        """Return the server's address as messages name it, without user and password."""
+        """Return the server's address for messages, without user and password."""
         try:
             parts = urlsplit(self.url)
             host, port = parts.hostname, parts.port
@@ -73,17 +73,17 @@ class Address:
         return (netloc(host, port) if port else host) + parts.path
 
     async def connect(self, name: str) -> Connection:
-        """Return a new connection under an application's name. ConfigError when there is none to be had."""
+        """Return a new connection with an application name. ConfigError when that is not possible."""
         limit = str(round(self.timeout_s * 1000))
         settings = {
             "application_name": name,
             "statement_timeout": limit,
-            # Of a gateway that is paused or cut off within a transaction others would wait for its locks.
+            # Others would wait for the locks of a gateway that is paused or cut off within a transaction.
             "idle_in_transaction_session_timeout": limit,
             **_SETTINGS,
         }
         with explained(self.place):
-            # Longer than the server's own limit, so that it is the server that gives up first, and undoes.
+            # Longer than the server's own limit, so that the server gives up first, and rolls back.
             connection: Connection = await asyncpg.connect(
                 self.url,
                 timeout=self.timeout_s,
@@ -119,14 +119,14 @@ class Address:
             )
 
     async def connect_writer(self, name: str, tables: Sequence[Tables], *, make: bool) -> Connection:
-        """Return a connection that changes these tables, when no other session of that name is left."""
+        """Return a connection that changes these tables, after the end of older sessions of that name."""
         connection = await self.connect(name)
         try:
             with explained(self.place):
                 ended = await connection.fetch(_FENCE, name, round(self.timeout_s * 1000))
                 if not all(row[0] for row in ended):
-                    fix = "Look into pg_stat_activity."
-                    raise ConfigError("An earlier session goes on.", fix, param=URL)
+                    fix = "Check pg_stat_activity."
+                    raise ConfigError("An earlier session is still active.", fix, param=URL)
                 await prepare(connection, self.schema, tables, make=make)
         except BaseException:
             connection.terminate()
@@ -140,14 +140,14 @@ def explained(place: str) -> Iterator[None]:
     try:
         yield
     except asyncpg.PostgresError as error:
-        raise ConfigError(f"PostgreSQL ({place}): {error.args[0]}.", _mend(error), param=URL) from None
+        raise ConfigError(f"PostgreSQL ({place}): {error.args[0]}.", _fix_of(error), param=URL) from None
     except asyncpg.TargetServerAttributeNotMatched:
-        fix = "Name the primary, or all hosts with commas between them."
+        fix = "Name the primary, or all hosts, separated by commas."
         raise ConfigError(f"PostgreSQL ({place}) takes no writes.", fix, param=URL) from None
     except (asyncpg.ClientConfigurationError, ValueError) as error:
         if isinstance(error, OSError):  # a certificate's
             raise _unreachable(place, error) from None
-        problem = "broker.postgres.url is no URL of a PostgreSQL server."  # error's words may quote it
+        problem = "broker.postgres.url is not the URL of a PostgreSQL server."  # error's words may quote it
         fix = "Write postgresql://USER:PASSWORD@HOST:PORT/DATABASE; special characters as %XX."
         raise ConfigError(problem, fix, param=URL) from None
     except (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError) as error:  # a TimeoutError, too
@@ -160,11 +160,11 @@ def _unreachable(place: str, error: Exception) -> ConfigError:
     return ConfigError(f"PostgreSQL ({place}) cannot be reached: {why}.", fix, param=URL)
 
 
-_MENDS = {
+_FIXES = {
     "28P01": "Correct the password in broker.postgres.url, or in PGPASSWORD or ~/.pgpass without one there.",
-    "28": "Correct the user in broker.postgres.url, or let it in (pg_hba.conf of the server).",
+    "28": "Correct the user in broker.postgres.url, or admit it in the server's pg_hba.conf.",
     "3D000": "Create it with `createdb`, or correct the name at the end of broker.postgres.url.",
-    "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make the schema its own.",
+    "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make it the schema's owner.",
     "53300": "Raise max_connections of the server: each gateway takes three.",
     "57P03": "Wait until the server has started.",
     "42939": "Name another schema in broker.postgres.schema.",
@@ -172,24 +172,24 @@ _MENDS = {
 }
 
 
-def _mend(error: asyncpg.PostgresError) -> str:
+def _fix_of(error: asyncpg.PostgresError) -> str:
     state = error.sqlstate or ""
-    return _MENDS.get(state) or _MENDS.get(state[:2]) or "Look into the log of the server."
+    return _FIXES.get(state) or _FIXES.get(state[:2]) or "Check the server's log."
 
 
 def gone(error: BaseException) -> bool:
-    """Tell whether an error means that the connection is of no use any more."""
+    """Tell whether an error means that the connection can no longer be used."""
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(_GONE)
-    if isinstance(error, asyncpg.DataError):  # an InterfaceError, too: a value that has no place in a message
+    if isinstance(error, asyncpg.DataError):  # an InterfaceError, too: a value that cannot be encoded
         return False
     return isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
 
 
 class Link:
-    """One connection, made anew with growing pauses whenever it has ended, until `close`.
+    """One connection, opened again with growing pauses whenever it ends, until `close`.
 
-    open: makes it. problem: why there is none, as clients may read it.
+    open: opens it. problem: why there is none, in words for clients.
     """
 
     def __init__(self, first: Connection, open: Callable[[], Awaitable[Connection]]) -> None:
@@ -197,14 +197,14 @@ class Link:
         self._lost = asyncio.Event()
         self._connection: Connection | None = None
         self.problem: str | None = None
-        self._said = ""
+        self._logged = ""
         self._adopt(first)
         self._keeping = asyncio.create_task(self._keep())
 
     async def ask(self, work: Callable[[Connection], Awaitable[Any]]) -> Any:
-        """Return what `work` makes of the connection.
+        """Return the result of `work` on the connection.
 
-        Raises Out when there is none; Lost when it has ended meanwhile; other errors as they are.
+        Raises Out when there is none; Lost when it ended meanwhile; other errors unchanged.
         """
         connection = self._connection
         if connection is None:
@@ -219,7 +219,7 @@ class Link:
             raise Lost(self.problem) from error
 
     def drop(self, why: str) -> None:
-        """Give the connection up; another one is made at once."""
+        """Give up the connection; another one is opened at once."""
         if self._connection is not None:
             self._connection.terminate()
         self._connection, self.problem = None, why
@@ -245,10 +245,10 @@ class Link:
     async def _reconnected(self) -> bool:
         try:
             connection = await self._open()
-        except Exception as error:  # whatever it is, the next try may succeed
-            if (why := str(error) or repr(error)) != self._said:  # once, not every two seconds
+        except Exception as error:  # any error: the next attempt may succeed
+            if (why := str(error) or repr(error)) != self._logged:  # once, not every two seconds
                 log.warning("no connection to PostgreSQL: %s", why, exc_info=not isinstance(error, HeadwayError))
-            self.problem, self._said = "its server cannot be used", why
+            self.problem, self._logged = "its server cannot be used", why
             return False
         log.info("connected to PostgreSQL again")
         self._adopt(connection)
@@ -256,7 +256,7 @@ class Link:
 
     def _adopt(self, connection: Connection) -> None:
         self._connection = connection
-        self.problem, self._said = None, ""
+        self.problem, self._logged = None, ""
         self._lost.clear()
         connection.add_termination_listener(self._ended)
 

@@ -1,4 +1,4 @@
-"""A schema of a PostgreSQL database: it is checked, and its tables are made where they are missing.
+"""Checks a schema of a PostgreSQL database, and creates missing tables.
 
 All statements name the schema, so that a session's `search_path` does not matter.
 """
@@ -17,8 +17,8 @@ from headway.errors import ConfigError
 OLDEST = 140000  # PostgreSQL 14: pg_terminate_backend that waits
 PARAM, URL = "broker.postgres.schema", "broker.postgres.url"
 
-# PostgreSQL's text holds every character but this one. A noncharacter, which Unicode leaves to programs' own
-# use, stands for it, and for itself.
+# PostgreSQL's text cannot hold NUL. A noncharacter, which Unicode leaves to programs' internal use, escapes it
+# and itself.
 _NUL, _ESCAPE = "\0", "\ufdd0"
 _SERVER = """SELECT current_setting('server_version_num')::integer AS version,
     current_setting('server_encoding') AS encoding"""
@@ -31,10 +31,10 @@ _RIGHTS = """SELECT bool_and(has_table_privilege(format('%I.%I', $1::text, name)
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables that are made together.
+    """Tables that are created together.
 
     meta: the table that holds their version. names: of the tables that are changed later.
-    script: makes all of them; {s} in it is the schema.
+    script: SQL that creates all of them; {s} in it is the schema.
     """
 
     meta: str
@@ -50,10 +50,10 @@ def lock_of(schema: str) -> int:
 
 
 async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], *, make: bool) -> None:
-    """Check the database and the tables in a schema; with `make` they are made where there are none.
+    """Check the database and the tables in a schema; with `make`, create missing ones.
 
-    The first part is in every schema of Headway's. Raises ConfigError when the database or the schema cannot
-    be used. The lock lets gateways that start together make one schema.
+    Every Headway schema has the first part. Raises ConfigError when the database or the schema cannot
+    be used. The lock keeps gateways that start together from creating the schema twice.
     """
     _check_server(await connection.fetchrow(_SERVER))
     async with connection.transaction():
@@ -98,29 +98,29 @@ async def _make(connection: Connection, schema: str, part: Tables) -> None:
 
 
 def _foreign(schema: str, found: set[str]) -> ConfigError:
-    """Return the error of a schema whose tables are gone, or another program's."""
+    """Return the error of a schema whose tables are gone, or belong to another program."""
     if not found:
         return ConfigError(
             f"The schema {schema} has no tables any more.",
-            "Restore the database, or start the gateways anew with an empty queue.",
+            "Restore the database, or restart the gateways with an empty queue.",
             param=PARAM,
         )
     return ConfigError(
         f"The schema {schema} has another program's tables, such as {min(found)}.",
-        "Give the broker a schema of its own.",
+        "Give the broker a separate schema.",
         param=PARAM,
     )
 
 
 def stored(text: str | None) -> str | None:
-    """Return a text as PostgreSQL can hold it."""
+    """Escape a text so that PostgreSQL can hold it."""
     if text is None or not (_NUL in text or _ESCAPE in text):
         return text
     return text.replace(_ESCAPE, _ESCAPE + "1").replace(_NUL, _ESCAPE + "0")
 
 
 def loaded(text: Any) -> Any:
-    """Return what `stored` was given; values that are no text as they are."""
+    """Undo `stored`; return values other than text unchanged."""
     if not isinstance(text, str) or _ESCAPE not in text:
         return text
     return text.replace(_ESCAPE + "0", _NUL).replace(_ESCAPE + "1", _ESCAPE)

@@ -24,9 +24,9 @@ from headway.store.postgres.schema import Tables
 from headway.store.settling import deliver
 
 UNFIT = ("22", "23", "54")  # classes of errors that are one call's fault: data, constraint, limit
-AGAIN = ("40P01", "40001")  # ended in favour of another gateway's transaction, nothing is done
-STALE = ("25006", "0A000")  # another connection would do better: a server that takes no writes, an old plan
-_TRIES = 5  # of calls that PostgreSQL ends in favour of another gateway's
+AGAIN = ("40P01", "40001")  # rolled back in favour of another gateway's transaction
+STALE = ("25006", "0A000")  # a new connection may help: a read-only server, an old plan
+_TRIES = 5  # attempts at a call that fails with `AGAIN`
 log = logging.getLogger("headway.store.postgres")
 
 
@@ -48,7 +48,7 @@ class Lane(Generic[C]):
     """Calls on their way to one connection, in the order in which they were made.
 
     together: takes the first calls that share a round trip.
-    work: carries them out and returns the outcome of each; its second argument counts earlier tries.
+    work: carries them out and returns the outcome of each; its second argument counts earlier attempts.
     """
 
     def __init__(
@@ -60,38 +60,38 @@ class Lane(Generic[C]):
         self.link, self.work, self._together = link, work, together
         self._loop = asyncio.get_running_loop()
         self._calls: deque[C] = deque()
-        self._some, self._told, self._closed = asyncio.Event(), False, False
+        self._filled, self._notified, self._closed = asyncio.Event(), False, False
 
     def add(self, call: C) -> None:
         """Add a call, from any thread."""
         self._calls.append(call)
-        if not self._told:  # else the lane is about to look
-            self._told = True
-            self._loop.call_soon_threadsafe(self._some.set)
+        if not self._notified:  # else the lane is about to look
+            self._notified = True
+            self._loop.call_soon_threadsafe(self._filled.set)
 
     def close(self) -> None:
         """Let `groups` end when all calls are carried out."""
         self._closed = True
-        self._some.set()
+        self._filled.set()
 
     async def groups(self) -> AsyncIterator[list[C]]:
-        """Yield calls that go together until the lane is closed and empty."""
+        """Yield groups of calls until the lane is closed and empty."""
         while True:
-            self._told = False
-            self._some.clear()
+            self._notified = False
+            self._filled.clear()
             while self._calls:
                 yield self._together(self._calls)
             if self._closed:
                 return
-            await self._some.wait()
+            await self._filled.wait()
 
 
 class Session(ABC):
-    """A thread with connections to a server; each is made anew when it has ended.
+    """A thread with connections to a server; each is opened again when it ends.
 
     Raises ConfigError when the server or the schema cannot be used.
 
-    what: the service that errors say is out. again: the step that they name for later.
+    what: the service that errors name. again: the step that they advise for later.
     """
 
     def __init__(self, address: Address, what: str, again: str) -> None:
@@ -121,11 +121,11 @@ class Session(ABC):
 
     def down(self, why: object) -> HeadwayError:
         """Return the error of a call that the server did not carry out (503)."""
-        fix = f"Look at the PostgreSQL server, then {self._again}."
+        fix = f"Check the PostgreSQL server, then {self._again}."
         return HeadwayError(f"{self._what} is out: {why}.", fix, status=503, kind="server_error")
 
     async def close(self) -> None:
-        """Carry out the calls that were made, then release the thread and the connections."""
+        """Finish pending calls, then release the thread and the connections."""
         if not self._closed:
             self._closed = True
             with suppress(RuntimeError):  # the thread has ended by itself
@@ -140,11 +140,11 @@ class Session(ABC):
         """Connect and make the lanes."""
 
     async def _leave(self) -> None:
-        """Do what is left to do when all calls are carried out."""
+        """Clean up after all calls."""
         return
 
-    def _doubt(self, group: Sequence[Any]) -> None:
-        """Note calls whose outcome the end of the connection has hidden."""
+    def _note_unknown(self, group: Sequence[Any]) -> None:
+        """Note calls whose outcome is unknown because the connection ended."""
         return
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Session(ABC):
         return self.down(f"its server refuses ({type(error).__name__})")
 
     async def _link(self, held: AsyncExitStack, name: str, tables: Sequence[Tables] | None = None) -> Link:
-        """Return a connection; with `tables` it changes these, which are made where they are missing."""
+        """Return a connection; with `tables`, one that changes these, created if missing."""
         name = f"headway-{name}-{secrets.token_hex(8)}"
         if tables is None:
             connect = partial(self._address.connect, name)
@@ -189,7 +189,7 @@ class Session(ABC):
         async for group in lane.groups():
             try:
                 outcomes = await self._outcomes(lane, group)
-            except Exception as error:  # whatever it is, the callers get it and the lane goes on
+            except Exception as error:  # any error: the callers get it and the lane goes on
                 log.exception("calls have failed")
                 outcomes = [self.down(type(error).__name__)] * len(group)
             deliver(zip([call.future for call in group], outcomes, strict=True))
@@ -204,13 +204,13 @@ class Session(ABC):
         except Out as error:
             return [self.down(error)] * len(group)
         except Lost as error:
-            self._doubt(group)
+            self._note_unknown(group)
             return [self.down(error)] * len(group)
-        except asyncpg.PostgresError as error:  # nothing is done
+        except asyncpg.PostgresError as error:  # nothing was changed
             refusal, state = error, error.sqlstate or ""
         if state in AGAIN and tries + 1 < _TRIES:
             return await self._outcomes(lane, group, tries + 1)
-        if state.startswith(UNFIT) and len(group) > 1:  # each by itself, so that only its own caller is hurt
+        if state.startswith(UNFIT) and len(group) > 1:  # one by one, so that only the faulty call fails
             return [(await self._outcomes(lane, [call]))[0] for call in group]
         if state in STALE:
             lane.link.drop("its server takes no writes")

@@ -17,7 +17,7 @@ __all__ = ["MemoryBroker", "SqliteBroker", "open_broker"]
 def open_broker(config: BrokerConfig, owner: str | None = None) -> Broker:
     """Open the broker of the configured kind for the gateway `owner`.
 
-    Without `owner` the gateway gets a name that no other process has, nor this one after a restart.
+    Without `owner` the gateway gets a unique name, another one after each restart.
     Raises ConfigError when the broker cannot be opened.
     """
     owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"

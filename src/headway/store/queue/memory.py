@@ -21,7 +21,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """What brokers of one process share: all jobs in the order of their puts, and leases by owner."""
+    """The state that brokers of one process share: all jobs in the order of their puts, and leases by owner."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, _Lease] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class MemoryBroker:
         self._jobs = self._store.jobs
 
     def problem(self) -> str | None:
-        """Return None: memory is there as long as the process."""
+        """Return None: memory lasts as long as the process."""
         return None
 
     async def renew(self, until: float) -> bool:
@@ -92,7 +92,7 @@ class MemoryBroker:
         return True
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         known = {id: self._jobs[id] for id in ids if id in self._jobs}
         return {id: job.state != "open" for id, job in known.items() if self._held(id) is None}
 

@@ -1,4 +1,4 @@
-"""The broker's interface: what every kind of broker stores and guarantees.
+"""The interface of brokers: the data and guarantees of every kind.
 
 A `Broker` is one gateway's connection to a store that several gateways may share. The gateway has one
 lease, and holds every job that it put or took under this lease, so that a heartbeat costs one write however
@@ -6,7 +6,7 @@ many jobs are open. When a gateway dies its lease runs out, and the others take 
 
 Guarantees, for any number of gateways:
   - A job whose `put` has returned is kept until it is done or failed, and afterwards until it is forgotten.
-  - A job ends once. Only the gateway that holds it can end it, but for `cancel`.
+  - A job ends once. Only the gateway that holds it can end it, except by `cancel`.
   - A job is held by at most one gateway.
 
 Instants are arguments: a broker reads no clock. The gateways' clocks must agree to within a fraction of the
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from headway.errors import HeadwayError
 
-RETRY_S = 10  # seconds until what a broker did not take may be sent again
+RETRY_S = 10  # seconds until a refused request may be sent again
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Job:
 
     Attributes:
         id: unique among all jobs that are not forgotten
-        tenant: on whose behalf the request came
+        tenant: owner of the request's API key
         path: the engine's HTTP path
         body: the request for the engine; empty once the job has ended
         request: the `Request` of the decision core, as JSON
@@ -59,7 +59,7 @@ class Job:
     owner: str | None = None
 
 
-CANCELLED = "cancelled"  # why a job failed that its client does not want any more
+CANCELLED = "cancelled"  # reason of a job that its client cancelled
 
 
 class Broker(Protocol):
@@ -67,21 +67,21 @@ class Broker(Protocol):
 
     @property
     def owner(self) -> str:
-        """The gateway's name, different for every gateway that uses the store and for every start of one."""
+        """Return the gateway's name, unique among the gateways of the store and all their starts."""
 
     @property
     def on_disk(self) -> bool:
-        """Whether jobs take no memory while they wait."""
+        """Tell whether waiting jobs take no memory."""
 
     def problem(self) -> str | None:
-        """Return why nothing that is put now would be kept, None = it would. Cheap enough for every look."""
+        """Return why the broker can keep no new job now, None = it can. Cheap enough to call often."""
 
     async def renew(self, until: float) -> bool:
         """Extend the lease to that instant; the first call begins it.
 
         True when the lease was in force all the time since the last call. False when it has begun with this
-        call: it is the first one, or another gateway's `take` found the lease at its end and may have taken
-        jobs. `gone` has which; all others are held again.
+        call: it is the first one, or another gateway's `take` found the lease expired and may have taken jobs.
+        `gone` tells which; all others are held again.
         """
 
     async def put(self, job: Job) -> None:
@@ -110,11 +110,11 @@ class Broker(Protocol):
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as failed ("cancelled"), whichever gateway holds it. False when it is not open.
 
-        A gateway that holds it learns of that by `gone`.
+        The gateway that holds it learns of this from `gone`.
         """
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return which of these jobs this gateway does not hold: whether they have ended, by id.
+        """Return those of these jobs that this gateway does not hold: whether they have ended, by id.
 
         False for an open job that another gateway holds or has given back; a forgotten job is not among them.
         """
@@ -143,19 +143,19 @@ class Broker(Protocol):
 
 def known_id(id: str) -> HeadwayError:
     """Return the error of a put whose id exists (status 409)."""
-    return HeadwayError(f"A job {id!r} is stored already.", "Give every job an id of its own.", status=409)
+    return HeadwayError(f"A job {id!r} is stored already.", "Give every job a unique id.", status=409)
 
 
 def unknown_id(id: str) -> HeadwayError:
     """Return the error of an attempt at a job that was never put, or is forgotten (status 404)."""
-    return HeadwayError(f"There is no job {id!r}.", "Put the job before it is tried.", status=404)
+    return HeadwayError(f"There is no job {id!r}.", "Put the job before counting attempts.", status=404)
 
 
 def queue_unavailable(problem: str, what: str = "nothing") -> HeadwayError:
-    """Return the error of what is refused because of a broker's `problem` (status 503)."""
+    """Return the error of a request refused because of a broker's `problem` (status 503)."""
     return HeadwayError(
         f"The queue takes {what}: {problem}.",
-        "Send the request again once that is mended.",
+        "Send the request again once that is fixed.",
         status=503,
         kind="server_error",
         code="queue_unavailable",

@@ -28,8 +28,8 @@ from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
 from headway.store.queue.postgres_schema import JOBS
 
-GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
-READS = 16  # that share one round trip: each answer may be megabytes
+GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
+READS = 16  # limit of reads that share one round trip: each answer may be megabytes
 SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
 
 FIELDS = tuple(field.name for field in fields(Job))
@@ -40,34 +40,34 @@ CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, bo
     WHERE id = $3 AND state = 'open' RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
-# Calls whose outcome the end of a connection has hidden: puts are taken back, taken jobs are given back.
+# For calls whose outcome is unknown as the connection ended: puts are deleted, taken jobs are given back.
 UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 
-ALONE = ("take", "forget")  # what looks at other gateways' leases
+ALONE = ("take", "forget")  # calls that look at other gateways' leases
 
 
 class PostgresBroker(Session):
     """A `Broker` in one schema of a PostgreSQL database, for any number of gateways on any machines.
 
     Raises ConfigError when the server or the schema cannot be used, or when the clocks of the server and this
-    machine are more than `most_apart_s` apart. The schema is made where it is missing.
+    machine are more than `most_apart_s` apart. The schema is created if missing.
 
     Every method raises HeadwayError (503) when the server cannot be reached, refuses or is too slow, or after
     `close`; the broker connects again by itself, and the next call may succeed. Such a call, or one that is
-    cancelled, may or may not have been carried out. A put or take that failed so is undone once there is a
+    cancelled, may or may not have been carried out. A put or take that failed this way is undone once there is a
     connection, unless another gateway has the job by then. Calls of one broker take effect in the order in
-    which they were made. `renew` may return False without need, after one that failed.
+    which they were made. After a failed `renew`, the next one may return False needlessly.
     """
 
     on_disk = True
 
     def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
         self.owner, self._lock = owner, lock_of(address.schema)
-        self._numbers = count(secrets.randbits(62))  # another connection under this name has others
-        self._doubtful: dict[str, list[int]] = {"put": [], "take": []}
+        self._numbers = count(secrets.randbits(62))  # differ from those of other connections under this name
+        self._unknown: dict[str, list[int]] = {"put": [], "take": []}
         self._most_apart_s = most_apart_s
-        self._unsure = False  # whether the last renewal's outcome is known
+        self._renewal_unknown = False  # the outcome of the last renewal is unknown
         super().__init__(address, "The broker", "send the request again")
 
     async def renew(self, until: float) -> bool:
@@ -111,7 +111,7 @@ class PostgresBroker(Session):
         return bool(await self._write("cancel", id=id, instant=now))
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         found: dict[str, bool] = await self._ask(self._reads, "gone", ids=ids)
         return found
 
@@ -158,18 +158,18 @@ class PostgresBroker(Session):
             await self._address.check_clock(self._most_apart_s)
         self._writer, self._reader = await self._link(held, "write", [JOBS]), await self._link(held, "read")
         self._writes = Lane(self._writer, partial(together, limit=GROUP), self._change)
-        self._reads = Lane(self._reader, partial(together, limit=READS), self._look)
+        self._reads = Lane(self._reader, partial(together, limit=READS), self._answer)
         self._lanes += self._writes, self._reads
 
     async def _leave(self) -> None:
         await self._outcomes(self._writes, [QueueCall("leave", 0)])  # else the lease runs out
 
     def _unfit(self, error: asyncpg.PostgresError) -> HeadwayError:
-        # What asyncpg itself refuses is said to be of class 22, too; its words quote the whole value.
+        # asyncpg's own refusals have class 22, too, and quote the whole value.
         return unfit(error.__cause__ or error.args[0])
 
-    async def _look(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
-        """Return the jobs that calls of `get` ask for, or what one of `gone` does."""
+    async def _answer(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
+        """Answer calls of `get`, or one call of `gone`."""
         first = group[0]
         if first.verb == "gone":
             ids = list({stored(id) for id in first.ids})
@@ -198,30 +198,30 @@ class PostgresBroker(Session):
             if call.verb == "take":
                 outcomes[i] = None if outcomes[i] < 0 else await self._bodies(connection, rows[i]["taken"])
             elif call.verb == "renew":
-                outcomes[i], self._unsure = outcomes[i] and not self._unsure, False
+                outcomes[i], self._renewal_unknown = outcomes[i] and not self._renewal_unknown, False
         return outcomes
 
     async def _cancel(self, call: QueueCall, connection: Connection) -> bool:
         return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
-        """Return jobs that were taken, in a statement of its own: large answers hold up no commit."""
+        """Read taken jobs in a separate statement, so that large answers delay no commit."""
         try:
             found = await connection.fetch(self.sql(TAKEN), taken, self.owner)
-        except asyncpg.PostgresError as error:  # the take is committed, so that it has to be undone
+        except asyncpg.PostgresError as error:  # the take is committed, so it must be undone
             raise Lost("taken jobs cannot be read") from error
         rows = {row["seq"]: row for row in found}
         return [job for seq in taken if (job := _job(rows.get(seq))) is not None]
 
-    def _doubt(self, group: Sequence[QueueCall]) -> None:
+    def _note_unknown(self, group: Sequence[QueueCall]) -> None:
         for call in group:
-            if call.verb in self._doubtful:
-                self._doubtful[call.verb].append(call.number)
-            self._unsure |= call.verb == "renew"
+            if call.verb in self._unknown:
+                self._unknown[call.verb].append(call.number)
+            self._renewal_unknown |= call.verb == "renew"
 
     async def _undo(self, connection: Connection) -> None:
         for verb, sql in (("put", UNDO_PUTS), ("take", UNDO_TAKES)):
-            if numbers := self._doubtful[verb]:
+            if numbers := self._unknown[verb]:
                 await connection.execute(self.sql(sql), self.owner, numbers)
                 numbers.clear()
 

@@ -13,14 +13,14 @@ from headway.store.postgres import session
 from headway.store.postgres.schema import stored
 from headway.store.queue.port import Job
 
-GROUP_BYTES = 8 * 2**20  # of the bodies of a group's calls; one call may have more
-LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which messages have, too
-SINGLE = ("cancel", "gone")  # calls that are statements of their own
+GROUP_BYTES = 8 * 2**20  # limit of the bodies in a group; a single call may have more
+LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which also holds for messages
+SINGLE = ("cancel", "gone")  # calls with a separate statement
 
 
 @dataclass(slots=True, eq=False)
 class QueueCall(session.SessionCall):
-    """One call as the function `apply` in the database takes it."""
+    """One call for the function `apply` in the database."""
 
     verb: str
     number: int
@@ -58,7 +58,7 @@ def together(calls: deque[QueueCall], limit: int) -> list[QueueCall]:
             break
         group.append(calls.popleft())
         size += len(group[-1].body or b"")
-        if group[-1].verb == "take":  # its jobs are read after the commit, as no later call has left them
+        if group[-1].verb == "take":  # its jobs are read after the commit, before a later call changes them
             break
     return group
 
@@ -69,7 +69,7 @@ def unfit(why: object) -> HeadwayError:
 
 
 def check(call: QueueCall) -> None:
-    """Refuse what would be understood otherwise (NaN comes after all instants), or cannot be sent."""
+    """Refuse values that PostgreSQL would misread (NaN sorts after all instants) or cannot take."""
     if call.instant is not None and math.isnan(call.instant):
         raise unfit("an instant is NaN")
     if max(len(call.body or b""), len(call.text or "") * 4) > LARGEST:

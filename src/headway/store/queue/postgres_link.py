@@ -24,5 +24,5 @@ def address_of(settings: Postgres) -> Address:
 
 
 def most_apart_s(config: Broker) -> float:
-    """Return how far clocks may be apart, in seconds: farther, and gateways would take each other's work."""
+    """Return the seconds that clocks may be apart before gateways would take each other's work."""
     return config.lease_seconds / 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headway.store.postgres.schema import Tables
 
-# `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job: by it one
-# is undone whose outcome the connection's end has hidden. Bodies are not compressed: a put would wait for it.
+# `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job:
+# it finds jobs to undo after a call with an unknown outcome. Bodies are not compressed, as a put would wait for it.
 _TABLES = """
 CREATE TABLE {s}.headway_meta (version integer NOT NULL);
 CREATE TABLE {s}.leases (
@@ -24,9 +24,9 @@ CREATE INDEX closed ON {s}.jobs (finished) WHERE finished IS NOT NULL;
 """
 
 # Carries out calls in their order and returns a row for each, in one statement: one round trip, one commit.
-# Calls of several gateways run beside each other under the shared lock. What looks at other gateways' leases
-# (`take`, `forget`) is alone, so that no put or renewal is under way meanwhile. Every statement inside has a
-# snapshot of its own, taken after the lock. Rows are small: a client that reads no more holds up no commit.
+# Calls of several gateways run concurrently under the shared lock. Calls that look at other gateways' leases
+# (`take`, `forget`) run alone, so that no put or renewal is under way meanwhile. Every statement inside takes
+# its snapshot after the lock. Rows are small, so a client that stops reading delays no commit.
 _APPLY = """
 CREATE FUNCTION {s}.apply(
     me text, alone boolean, lock bigint, verbs text[], calls bigint[], ids text[],
@@ -97,7 +97,7 @@ END $apply$;
 """
 
 # The first jobs that were given back and the first of each ended lease, then the first of these: held jobs
-# are never scanned. (`owner` in the first order is what lets PostgreSQL see that the index has it.)
+# are never scanned. (With `owner` in the first order PostgreSQL sees that the index has it.)
 FREE = """
     SELECT seq FROM (
         (SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND owner IS NULL

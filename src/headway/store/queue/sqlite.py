@@ -33,8 +33,8 @@ from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
 
-GROUP = 256  # calls that share one commit at most, so that none waits for a long transaction
-TICK_S = 1.0  # between two looks of an idle writer whether the file was found damaged
+GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
+TICK_S = 1.0  # between two checks of an idle writer for a damaged file
 SWEEP = 500  # jobs deleted per transaction, so that forgetting does not hold up puts
 
 LEASE = "SELECT ended FROM leases WHERE owner = ?"
@@ -42,7 +42,7 @@ RENEW = """INSERT INTO leases (owner, until, ended) VALUES (?, ?, 0)
     ON CONFLICT (owner) DO UPDATE SET until = excluded.until, ended = 0"""
 EXPIRE = "UPDATE leases SET ended = 1 WHERE until <= ? AND NOT ended AND owner <> ?"
 LEAVE = "UPDATE leases SET ended = 1 WHERE owner = ?"
-# One statement, and the lease is looked up by its key: a put costs what it would without leases.
+# One statement, and the lease is looked up by its key: a put costs the same as without leases.
 PUT = f"{KEEP} WHERE EXISTS (SELECT 1 FROM leases WHERE owner = ?) ON CONFLICT (id) DO NOTHING"
 # The first jobs of each ended lease, then the first of these: held jobs are never scanned.
 FREE = f"""WITH free (owner) AS (
@@ -93,15 +93,15 @@ class SqliteBroker:
     moments before a loss of power may be missing. Raises ConfigError when the file cannot be used.
 
     Every method raises HeadwayError (503) when the file cannot be written or read (a full disk), when it was
-    deleted or replaced, or after `close`; the broker lives on and the next call may succeed. Such a call, or
+    deleted or replaced, or after `close`; the broker keeps working and the next call may succeed. Such a call, or
     one that is cancelled, may or may not have been carried out. Calls of one broker take effect in the order
     in which they were made.
 
-    When the file is found damaged nothing is accepted any more. The broker moves to a new file beside it with
-    the jobs that it can still read and those that are in memory; their ends are stored there.
+    When the file is found damaged, the broker accepts nothing more. It moves to a new file beside it with the
+    jobs that it can still read and those in memory; their ends are stored there.
 
     max_log_bytes: bytes of the write-ahead log, which grows while another program has a transaction open. Beyond it
-    background jobs are refused, beyond twice as much all new ones; ends are stored.
+    background jobs are refused, beyond twice that all new ones; ends are stored.
     """
 
     on_disk = True
@@ -115,7 +115,7 @@ class SqliteBroker:
             self._turns = held.enter_context(closing(WriteTurns(self.path)))
             self._held = held.pop_all()
         self._file = Identity(self.path)
-        self._coming: dict[asyncio.AbstractEventLoop, list[_QueueCall]] = {}
+        self._pending: dict[asyncio.AbstractEventLoop, list[_QueueCall]] = {}
         self._calls: SimpleQueue[_QueueCall | None] = SimpleQueue()
         self._closed = self._moved = False
         self._damage: str | None = None
@@ -176,7 +176,7 @@ class SqliteBroker:
         return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return which of these jobs this gateway does not hold: whether they have ended, by id."""
+        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         rows = await self._read(partial(_rows, GONE, [json.dumps(ids), self.owner]))
         for id, _ in rows:
             self._kept.drop(id)
@@ -206,7 +206,7 @@ class SqliteBroker:
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
     def problem(self) -> str | None:
-        """Return why nothing is taken now: the file was deleted, replaced or damaged, or its log is too long."""
+        """Return why no job is accepted now: the file was deleted, replaced or damaged, or its log is too long."""
         if self._closed:
             return None
         return self._file_problem() or self._watch.log_problem(2)
@@ -216,12 +216,12 @@ class SqliteBroker:
             return self._damage
         if self._file.intact():
             return None
-        return "its file was deleted, moved or replaced, so start the gateway anew unless it comes back"
+        return "its file was deleted, moved or replaced, so restart the gateway unless it comes back"
 
     async def close(self) -> None:
         """Carry out the calls made so far, end the lease, then release the threads and the file."""
         self._closed = True
-        for loop in [*self._coming]:
+        for loop in [*self._pending]:
             self._hand_over(loop)
         self._calls.put(None)
         await asyncio.to_thread(self._watch.close)
@@ -233,15 +233,15 @@ class SqliteBroker:
         self._check()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        if loop not in self._coming:
-            self._coming[loop] = []
+        if loop not in self._pending:
+            self._pending[loop] = []
             loop.call_soon(self._hand_over, loop)
-        self._coming[loop].append(_QueueCall(apply, future))
+        self._pending[loop].append(_QueueCall(apply, future))
         return await future
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give the writer at once what one iteration of the event loop has brought: it shares a commit."""
-        for call in self._coming.pop(loop, ()):
+        """Give the writer all calls of one iteration of the event loop at once: they share a commit."""
+        for call in self._pending.pop(loop, ()):
             self._calls.put(call)
 
     async def _read(self, look: Callable[[sqlite3.Connection], T]) -> T:
@@ -260,7 +260,7 @@ class SqliteBroker:
     def _down(self, why: str) -> HeadwayError:
         if self._damage is not None:
             return queue_unavailable(self._damage)
-        fix = "Look at the disk and at other programs that use its file, then send the request again."
+        fix = "Check the disk and other programs that use its file, then send the request again."
         return HeadwayError(f"The broker is out: {why}.", fix, status=503, kind="server_error")
 
     # ---- on the writer's thread
@@ -285,7 +285,7 @@ class SqliteBroker:
             self._db.execute(LEAVE, [self.owner])
 
     def _next_group(self) -> list[_QueueCall] | None:
-        """Wait up to `TICK_S` for a call; return it with all that wait behind it, None = closed."""
+        """Wait up to `TICK_S` for a call; return it with all that follow it, None = closed."""
         group: list[_QueueCall] = []
         with suppress(Empty):
             call = self._calls.get(timeout=TICK_S)
@@ -306,7 +306,7 @@ class SqliteBroker:
             self._check_file()
             outcomes = self._apply_all(group)
             self._db.execute("COMMIT")
-        except Exception as error:  # whatever it is, the callers get it and the thread goes on
+        except Exception as error:  # any error: the callers get it and the thread goes on
             self._note(error)
             with suppress(sqlite3.Error):
                 self._db.rollback()
@@ -314,7 +314,7 @@ class SqliteBroker:
         return outcomes
 
     def _check_file(self) -> None:
-        """Refuse to write what no gateway would find again; a transaction has begun, so the log exists."""
+        """Refuse to write where no gateway would look again; a transaction has begun, so the log exists."""
         if not self._moved and (problem := self._file_problem()) is not None:
             raise OSError(problem)
 
@@ -326,22 +326,22 @@ class SqliteBroker:
             self._found_damaged(what)
 
     def _found_damaged(self, what: str) -> None:
-        """Accept nothing any more; the writer's thread moves to another file. Called in any thread."""
+        """Accept nothing more; the writer's thread moves to another file. Called in any thread."""
         if self._damage is None:
             self._damage = f"its file is damaged ({what}): {RECOVER}"
             log.error("nothing is accepted any more by the queue %s: %s", self.path, self._damage)
 
     def _leave_damaged(self) -> None:
-        """Go on in a new file when this one is damaged; if the disk does not allow it, a later call does."""
+        """Move to a new file if this one is damaged; if the disk does not allow it, a later call tries again."""
         if self._moved or self._damage is None:
             return
         try:
             file, unreadable = rescue_jobs(self.path, self._db, self._kept.jobs(), self.owner)
             writing, reading = open_file(file, self._synchronous)
         except (sqlite3.Error, OSError, HeadwayError) as error:
-            log.error("the open requests of the damaged queue are not saved yet: %s", error)
+            log.error("the open requests of the damaged queue could not be saved yet: %s", error)
             return
-        leave_open(self._db, self._view)  # to close them would write to the damaged file
+        leave_open(self._db, self._view)  # closing them would write to the damaged file
         self._held.pop_all()
         self._db = self._held.enter_context(closing(writing))
         self._view = self._held.enter_context(closing(reading))
@@ -361,7 +361,7 @@ class SqliteBroker:
         return outcomes
 
     def _end(self, calls: list[_QueueCall]) -> list[Any]:
-        """Store ends together; in turn when one of them is unfit."""
+        """Store ends together, or one by one when one of them is unfit."""
         try:
             return end_together([cast(Done, call.apply) for call in calls], self._db)
         except UNFIT:

@@ -1,8 +1,8 @@
 """Ends of jobs without a result, stored together.
 
-Each statement on the writer's thread gives up the interpreter's lock and waits to have it again, for
-milliseconds behind a busy event loop. When one step of an engine ends two hundred streams, as many
-statements would hold up the puts behind them; two for all do not.
+Each statement on the writer's thread releases the interpreter's lock and waits to get it back, for
+milliseconds behind a busy event loop. When one step of an engine ends two hundred streams, a statement for
+each would delay the puts behind them; two for all do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.store.sqlite.health import checksum
 
-FEW = 4  # ends that take less in turn than together
+FEW = 4  # up to so few ends, storing them one by one is faster
 _END = """UPDATE jobs SET state = ?, result = ?, result_sum = ?, reason = ?, finished = ?, body = x''
     WHERE id = ? AND state = 'open' AND owner = ?"""
 _OPEN = """SELECT json_group_array(jobs.id) FROM json_each(?) AS ended CROSS JOIN jobs
@@ -51,11 +51,11 @@ def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:
     """Store ends by one owner inside a transaction; return for each what storing them in turn would."""
     wanted = {end.id: end.now for end in reversed(ends)}  # the first of two ends of a job counts
     (found,) = db.execute(_OPEN, [json.dumps([*wanted]), ends[0].owner]).fetchone()
-    owed = set(json.loads(found))
-    if owed:
-        db.execute(_END_ALL, [json.dumps({id: wanted[id] for id in owed}, allow_nan=False)])
+    open_ids = set(json.loads(found))
+    if open_ids:
+        db.execute(_END_ALL, [json.dumps({id: wanted[id] for id in open_ids}, allow_nan=False)])
     stored = list[bool]()
     for end in ends:
-        stored.append(end.id in owed)
-        owed.discard(end.id)
+        stored.append(end.id in open_ids)
+        open_ids.discard(end.id)
     return stored

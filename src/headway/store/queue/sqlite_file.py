@@ -1,4 +1,4 @@
-"""The SQLite broker's file: its schema, the migration of older ones, and the refusal of others' files."""
+"""The SQLite broker's file: its schema, the migration of older ones, and the refusal of foreign files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
 CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
 CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
 """
-# Version 1 had no owners: one gateway held the whole file. What it left open is free to take.
+# Version 1 had no owners: one gateway held the whole file. Jobs that it left open are free to take.
 FROM_VERSION_1 = f"""
 ALTER TABLE jobs RENAME TO version_1;
 DROP INDEX owed;
@@ -83,10 +83,10 @@ def _sum(job: Job) -> int:
 def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
     """Return a connection that writes and one that reads.
 
-    Makes the file or brings it to this version's schema. Raises ConfigError when it cannot be used.
+    Creates the file or migrates it to this version's schema. Raises ConfigError when it cannot be used.
     """
     with _errors_explained(path), locked(path) as lock:
-        # First: SQLite deletes the log of an empty file. The lock has the boot in which the queue was opened last.
+        # First: SQLite deletes the log of an empty file. The lock holds the boot of the last opening.
         private.database(path, used=os.fstat(lock).st_size > 0)
     check_sound(path, "The broker", PARAM)
     with _errors_explained(path), locked(path) as lock:
@@ -106,7 +106,7 @@ def new_file(path: str) -> sqlite3.Connection:
 
 @contextmanager
 def _errors_explained(path: str) -> Iterator[None]:
-    """Turn what SQLite or the system says of a bad file into a ConfigError."""
+    """Turn errors of SQLite or the system about a bad file into a ConfigError."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -204,7 +204,7 @@ class WriteTurns:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _wait(self) -> None:
-        # Not longer than this: a stopped process may hold the turn, and it is for fairness alone.
+        # No longer than this: a stopped process may hold the turn, which is only for fairness.
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             with suppress(BlockingIOError):
@@ -232,7 +232,7 @@ def _prepare(db: sqlite3.Connection, path: str) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
-        fix = "Give the broker a file of its own."
+        fix = "Give the broker a separate file."
         raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
     if version in _MIGRATIONS:
         make(db, _MIGRATIONS[version], APPLICATION, VERSION)
@@ -246,7 +246,7 @@ def _end_leases_of_other_boots(db: sqlite3.Connection, lock: int) -> None:
     """End all leases when the machine has booted since the file was last opened: their gateways are gone.
 
     By then the clock may have been corrected, and leases that were far from their end would seem to go on.
-    The file of the lock says which boot it was.
+    The lock's file names that boot.
     """
     boot, noted = (clock.boot() or "").encode(), os.pread(lock, 100, 0)
     if noted and boot and noted != boot:

@@ -1,4 +1,4 @@
-"""Jobs of a damaged queue: those in memory, those that can still be read."""
+"""Saves the jobs of a damaged queue: those in memory, and those that can still be read."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Kept:
             self._bytes += len(job.body)
 
     def drop(self, id: str) -> None:
-        """Let go of a job."""
+        """Remove a job, if it is kept."""
         if (job := self._jobs.pop(id, None)) is not None:
             self._bytes -= len(job.body)
 
     def jobs(self) -> list[Job]:
-        """Return what is kept."""
+        """Return the jobs that are kept."""
         return [*self._jobs.values()]
 
 
 def rescue_jobs(path: str, db: sqlite3.Connection, kept: Iterable[Job], owner: str) -> tuple[str, int]:
-    """Write jobs that are kept, held by `owner`, and what `db` still reads of a damaged queue to a new file.
+    """Write kept jobs, held by `owner`, and those that `db` still reads of a damaged queue to a new file.
 
     Returns its name and how many rows could not be read; errors as `rescue`.
     """
@@ -81,7 +81,7 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
 
 
 def _repaired(row: list[Any]) -> list[Any]:
-    """Return a row as it is, or, if its content is not what was stored, the row of a failed job."""
+    """Return a sound row unchanged, or the row of a failed job in place of an altered one."""
     if len(row) == len(FIELDS):
         return row
     try:

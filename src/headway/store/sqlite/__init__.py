@@ -1,1 +1,1 @@
-"""What the SQLite files of queue, batches and journals share: connections, damage, write-ahead logs."""
+"""Shared parts of the SQLite files of queue, batches and journals: connections, damage, write-ahead logs."""

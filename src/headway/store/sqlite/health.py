@@ -4,7 +4,7 @@ An open connection does not notice damage: it reads pages from its cache and fro
 reads the disk. SQLite finds what breaks its structure; a changed byte within a value is found by a checksum that
 is stored beside the value.
 
-Nothing here opens the file but through SQLite: POSIX drops a process's locks on a file, SQLite's among them,
+Only SQLite opens the file here: POSIX drops a process's locks on a file, SQLite's among them,
 when the process closes any handle of it.
 """
 
@@ -21,11 +21,11 @@ from threading import Event, Thread
 from urllib.parse import quote
 from zlib import crc32
 
-LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it begins it anew
-LOG_BOUND = 2**24  # bytes of the log from which on it is truncated
-MAX_LOG_BYTES = 2**30  # bytes of the log from which on new work is refused, unless configured
-_PAUSE_S = 2.0  # between two looks
-_SHARE = 50  # of the time, one part at most goes into thorough looks, however large the file is
+LOG_LIMIT = 2**22  # bytes that SQLite leaves of the log when it restarts it
+LOG_BOUND = 2**24  # bytes of the log beyond which it is truncated
+MAX_LOG_BYTES = 2**30  # bytes of the log beyond which new work is refused, unless configured
+_PAUSE_S = 2.0  # between two examinations
+_SHARE = 50  # thorough examinations take at most 1/50 of the time, however large the file
 _READS = range(123, 128)  # bytes of the log's index, one of which a read transaction locks (SQLite's format)
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 log = logging.getLogger("headway.store.queue")
@@ -44,7 +44,7 @@ def checksum(content: object, *of: object) -> int:
 
 
 def damage(error: BaseException) -> str | None:
-    """Return the damage that an error reports, None = none: the file is locked, say, or the disk is full."""
+    """Return the damage that an error reports, None = none, as when the file is locked or the disk is full."""
     if str(error).startswith("Could not decode to UTF-8"):
         return "a text is not UTF-8 any more"  # SQLite's message would quote it
     return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED else None
@@ -53,7 +53,7 @@ def damage(error: BaseException) -> str | None:
 def examine(path: str, *, thorough: bool = True, stop: Callable[[], bool] | None = None) -> str | None:
     """Return the damage of a file, as read from disk by a new connection; None = it is sound.
 
-    thorough: read all of it, not only its header and schema. stop: the look ends early once it is true.
+    thorough: read all of it, not only its header and schema. stop: ends the examination once it returns true.
     """
     try:
         try:
@@ -61,7 +61,7 @@ def examine(path: str, *, thorough: bool = True, stop: Callable[[], bool] | None
         except sqlite3.Error as error:
             if not _is_short(error):
                 raise
-        return _look(path, True, stop)  # a part of the log is gone, unless it has just been begun anew
+        return _look(path, True, stop)  # a part of the log is gone, unless it has just been restarted
     except sqlite3.Error as error:
         return str(error) if _is_short(error) else damage(error)
 
@@ -115,7 +115,7 @@ def shorten_log(path: str) -> None:
     if log_bytes(path) <= LOG_BOUND:
         return
     with suppress(sqlite3.Error), closing(_connect(path)) as db:
-        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # the most of it; writers go on
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # most of it, without blocking writers
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
@@ -125,7 +125,7 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 class Watch:
-    """A thread that looks after a file until it is found damaged, or `close`.
+    """A thread that watches a file until it is found damaged, or `close`.
 
     found: called in that thread with a description of the damage. max_log_bytes: see `log_problem`.
     """
@@ -133,7 +133,7 @@ class Watch:
     def __init__(self, path: str, found: Callable[[str], None], max_log_bytes: int) -> None:
         self._path, self._found, self._stop = path, found, Event()
         self._log, self.max_log_bytes = os.path.realpath(path) + "-wal", max_log_bytes
-        self._readers: list[str] | None = None  # known while the log is longer than that
+        self._readers: list[str] | None = None  # known while the log is too long
         self._thread = Thread(target=self._run, name="sqlite-watch", daemon=True)
         self._thread.start()
 
@@ -151,14 +151,14 @@ class Watch:
         return f"its write-ahead log has {size // 2**20:,} MiB because of an open transaction of {programs}"
 
     def _look_at_log(self) -> None:
-        """Shorten the log. While it is too long, know which programs keep it so; log an error when that begins."""
+        """Shorten the log. While it is too long, note the programs that keep it so; log an error when that begins."""
         shorten_log(self._path)
         before, self._readers = self._readers, readers(self._path) if self.log_problem() else None
         if before is None and (problem := self.log_problem()) is not None:
             log.error("no background work is accepted by %s: %s", self._path, problem)
 
     def _must_end(self) -> bool:
-        """Tell whether a look must end, which keeps the log from being shortened while it reads."""
+        """Tell whether an examination must end, as it keeps the log from being shortened."""
         return self._stop.is_set() or _size(self._log) > self.max_log_bytes
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
-"""What becomes of a damaged SQLite file: what an open connection still reads is rescued, the rest recovered.
+"""Rescues the rows of a damaged SQLite file that an open connection still reads, and recovers the rest.
 
-A file is made by `make`; `merge(source, target)` copies what can be read and returns how many rows cannot.
+`make` creates a file; `merge(source, target)` copies all readable rows and returns the number of the others.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ RECOVER = "stop the gateways that use it, run `headway queue recover`, and start
 Make = Callable[[str], sqlite3.Connection]
 Merge = Callable[[sqlite3.Connection, sqlite3.Connection], int]
 _RESCUED = ".rescued-"
-_BESIDE = "-wal", "-shm", "-journal", ".lock", ".turn"  # ends of names of files beside a file
+_BESIDE = "-wal", "-shm", "-journal", ".lock", ".turn"  # suffixes of the files beside a file
 _NOWHERE = 2**63  # beyond all rows
 _SHARED = 0x40000002, 510  # bytes that every connection in WAL mode keeps a lock on (SQLite's format)
 
 
 def check_sound(path: str, what: str, param: str) -> None:
-    """Raise ConfigError for a file that is damaged, or was: what gateways have rescued belongs into it."""
+    """Raise ConfigError for a file that is damaged, or was and still lacks the rows that gateways rescued."""
     problem = examine(path)
     if problem is None and (rescued := _rescued_files(path)):
-        problem = f"it was damaged, and {rescued[0]} has what was saved of it"
+        problem = f"it was damaged, and {rescued[0]} has its rescued rows"
     if problem is not None:
-        fix = f"If Headway made it, {RECOVER}; else give another path."
+        fix = f"If Headway made it, {RECOVER}; otherwise give another path."
         raise ConfigError(f"{what} cannot use {path}: {problem}.", fix, param=param)
 
 
@@ -57,9 +57,9 @@ def rescue(path: str, make: Make, fill: Callable[[sqlite3.Connection], int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What `recover` did.
+    """The result of `recover`.
 
-    counts: of what the new file has, as they were asked for. aside: the new name of the damaged file.
+    counts: numbers of rows in the new file, as requested. aside: the new name of the damaged file.
     unreadable: rows that could not be read, at least.
     """
 
@@ -69,20 +69,20 @@ class Recovered:
 
 
 def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None:
-    """Replace a damaged file by a new one with all that can be read of it and of rescued files beside it.
+    """Replace a damaged file with a new one that has all readable rows of it and of rescued files beside it.
 
     count: SQL of the counts. None when nothing is damaged. ConfigError when another process has it open.
     """
     path = os.path.realpath(path)
     _refuse_if_used(path)
     if os.path.exists(path) and os.path.getsize(path) == 0 and log_bytes(path):  # SQLite would delete the log
-        fix = "Put the database back, or move its log away to begin anew."
+        fix = "Restore the database, or move its log away to start over."
         raise ConfigError(f"{path} is empty, but {path}-wal is not.", fix)
     rescued = _rescued_files(path)
     if not rescued and examine(path) is None:
         return None
     new, aside = f"{path}.recovering", f"{path}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
-    _delete(new)  # of a run that was cut short
+    _delete(new)  # left by an interrupted run
     unreadable = 0
     with closing(make(new)) as target:
         for file in (*rescued, *([path] if os.path.exists(path) else [])):
@@ -107,14 +107,14 @@ def merge_rows(
 ) -> int:
     """Copy the rows of a table with a unique `id`; return how many could not be read or were altered.
 
-    conflict: what is done with a row that the target has. repair: returns another row for one that was altered.
+    conflict: SQL clause for a row that the target has. repair: returns another row for an altered one.
     """
     source.text_factory = partial(str, encoding="utf-8", errors="replace")
     marks, unreadable = ", ".join("?" * len(columns.split(","))), 0
     insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) ON CONFLICT (id) {conflict}"
     for row in _rows(source, table, columns):
         sound = False
-        with suppress(sqlite3.IntegrityError):  # what the damage made of it
+        with suppress(sqlite3.IntegrityError):  # damage may violate constraints
             if row is not None:
                 whole = repair(row)
                 target.execute(insert, whole)
@@ -124,7 +124,7 @@ def merge_rows(
 
 
 def _rows(db: sqlite3.Connection, table: str, columns: str) -> Iterator[list[Any] | None]:
-    """Yield rows in the order of their making, None for each that cannot be read."""
+    """Yield rows in the order of their insertion, None for each that cannot be read."""
     following = f"SELECT rowid, {columns} FROM {table} WHERE rowid >= ? ORDER BY rowid LIMIT 1"
     at, last = _bounds(db, table)
     if at == _NOWHERE:  # how many rows there were cannot be known
@@ -161,7 +161,7 @@ def _rescued_files(path: str) -> list[str]:
 
 
 def _replace(path: str, new: str, aside: str) -> None:
-    """Put a new file in a damaged one's place, which is never empty: a gateway would begin anew there."""
+    """Replace a damaged file with a new one; the path is never empty, or a gateway would start a new file."""
     with suppress(FileNotFoundError):
         os.rename(path + "-wal", aside + "-wal")  # SQLite would apply it to the new file
     with suppress(FileNotFoundError):
