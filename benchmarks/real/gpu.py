@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +35,6 @@ from headway.whatif.output.results import SIMULATED, Ask, Row
 LOADS = {"0.9x": 0.9, "1.3x": 1.3}
 REHEARSAL = "There is no GPU here: this is a rehearsal of the same steps on the CPU."
 _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"0.9x": 3.0, "1.3x": 6.0}, 3.0, 32
-_PLAIN = "--no-enable-prefix-caching"  # the simulated twin has none
 _SHOWN = ("attainment.all", "throughput.output_tokens_per_s", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "failed")
 _RUNNING, _STEPS = 256, 200  # with which the cost of the hook is measured
 
@@ -59,12 +59,12 @@ class GpuFindings:
 @experiment("gpu", "vllm", f"Stock vLLM and Headway on this device, with the simulator's forecast ({SIMULATED})")
 def main(ask: Ask, model: str, dummy: bool, mix_: mix.Mix, duration: float) -> Result:
     """Measure; dummy: weights are made up, so the model's directory needs none."""
-    engine = Engine(model=model, args=(_PLAIN, *(("--load-format", "dummy") if dummy else ())))
+    engine = Engine(model=model, args=("--load-format", "dummy") if dummy else ())
     setup = ReplaySetup(mix_, engine, ("headway",), dict(LOADS), None, duration, ask.seed, quick=True)
     stock = tuple(STOCK)
     if ask.quick:
         setup, stock = shortened(setup), stock[:1]
-    found = asyncio.run(measure(setup, stock))
+    found = asyncio.run(measure(setup, stock, together=ask.quick and not cards()))
     found.hook = hook_overhead.cost(_RUNNING, 0, ("headway",), _STEPS, ask.seed)
     notes = [] if cards() else [REHEARSAL]
     workload = f"{device()}, {model}{' with dummy weights' if dummy else ''}; {mix.describe(setup.mix)}"
@@ -84,27 +84,48 @@ def shortened(setup: ReplaySetup) -> ReplaySetup:
     )
 
 
-async def measure(setup: ReplaySetup, stock: Sequence[str]) -> GpuFindings:
-    """Run stock vLLM by each of its policies, then `headway`, and simulate the latter's runs."""
+async def measure(setup: ReplaySetup, stock: Sequence[str], *, together: bool = False) -> GpuFindings:
+    """Run stock vLLM with each of its policies, then `headway`, and simulate the runs of `headway`.
+
+    together: all are started at once, which needs memory for all engines.
+    """
     found, logs = GpuFindings(), Path(tempfile.mkdtemp(prefix="headway-gpu-"))
-    for name in stock:
-        began = time.perf_counter()
-        async with running(name, setup.engine, logs, setup.mix.names) as url:
-            found.started[name] = time.perf_counter() - began
-            target = ProfileTarget(url, url, setup.engine.name, resolve(setup.engine.model))
-            await warm(target, setup)
-            await _load(name, target, setup, found)
-    began = time.perf_counter()
-    plain = replace(setup.engine, args=tuple(word for word in setup.engine.args if word != _PLAIN))  # `live` adds it
-    async with live("headway", plain, logs, setup.mix.names) as target:
-        found.started["headway"] = time.perf_counter() - began
-        await warm(target, setup)
-        found.run = await profiled("headway", target, setup, found.capacity)
-        setup = replace(setup, engine=await _resolved(target, setup.engine))
-    for replay in found.run.replays:
-        found.records["headway", replay.setting] = replay.records
-        found.pairs.append(pair(replay, found.run, setup))
+    names = (*stock, "headway")
+    async with AsyncExitStack() as stack:
+        up = dict[str, ProfileTarget]()
+        if together:
+            each = (stack.enter_async_context(_started(name, setup, logs, found)) for name in names)
+            up = dict(zip(names, await asyncio.gather(*each), strict=True))
+        for name in names:
+            async with AsyncExitStack() as own:
+                if name not in up:
+                    up[name] = await own.enter_async_context(_started(name, setup, logs, found))
+                target = up[name]
+                await warm(target, setup)
+                if name in STOCK:
+                    await _load(name, target, setup, found)
+                    continue
+                found.run = run = await profiled(name, target, setup, found.capacity)
+                setup = replace(setup, engine=await _resolved(target, setup.engine))
+    for replay in run.replays:
+        found.records[replay.system, replay.setting] = replay.records
+        found.pairs.append(pair(replay, run, setup))
     return found
+
+
+@asynccontextmanager
+async def _started(name: str, setup: ReplaySetup, logs: Path, found: GpuFindings) -> AsyncIterator[ProfileTarget]:
+    """Start a system, note how long that takes, yield its addresses, then stop it."""
+    began, engine = time.perf_counter(), setup.engine
+    if name not in STOCK:
+        async with live(name, engine, logs, setup.mix.names) as target:
+            found.started[name] = time.perf_counter() - began
+            yield target
+        return
+    plain = replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))  # as `live` has it
+    async with running(name, plain, logs, setup.mix.names) as url:
+        found.started[name] = time.perf_counter() - began
+        yield ProfileTarget(url, url, engine.name, resolve(engine.model))
 
 
 async def _load(name: str, target: ProfileTarget, setup: ReplaySetup, found: GpuFindings) -> None:

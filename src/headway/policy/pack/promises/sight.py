@@ -1,9 +1,9 @@
 """Which of the overdue requests the packer looks at. Compiled.
 
-In a long overload thousands wait in the engine that cannot be on time: they were due before they began, or
-their answers lost their KV and fell behind. An iteration needs two kinds of them: the first in order, which
-come in next, and those due last, which show that there is an overload (`outlook.pressure_of`). It looks at
-`PromisesConfig.overdue_seen` of each kind, however many there are.
+In a long overload thousands of requests wait in the engine and cannot be on time: they were due before they
+began, or their answers lost their KV and fell behind. An iteration looks at `PromisesConfig.overdue_seen` of
+those that are first in order, since they come in next, and at as many of those due last, since they show that
+there is an overload (`outlook.pressure_of`). Its cost does not grow with the number of the others.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _APART = 1e10  # more than any instant
 
 @compiled_in_place
 def due_order(jobs: Rows, row: int) -> float:
-    """Return what orders overdue rows: what has begun, then by when it was due as the queue counts.
+    """Return the sort key of an overdue row: answers that have begun first, then by the instant it was due.
 
-    At the end is what is beyond its tenant's fair share (`policy/plan/run_order.py`).
+    Weights count as in `outlook.soft_due`. Rows beyond their tenant's fair share come last.
     """
     target = jobs["soft"][row]
     if target == 0.0:
         target = min(jobs["ttft"][row], jobs["e2e"][row])
-    due = jobs["arrival"][row] + (target if target < np.inf else SOFT)
+    due = jobs["arrival"][row] + (target if target < np.inf else SOFT) / jobs["weight"][row]
     if jobs["output_tokens"][row] > 0:
         return float(due - _APART)
     return float(due + (_APART if jobs["urgency"][row] == BEYOND else 0.0))
@@ -39,7 +39,7 @@ def due_order(jobs: Rows, row: int) -> float:
 def is_overdue(jobs: Rows, row: int, now: float) -> bool:
     """Tell whether a row was due by now and has no KV on the device.
 
-    What goes by a rank from outside, or is held by control, does not count.
+    Rows with a rank from outside, and those that control holds, do not count.
     """
     if jobs["running"][row] or jobs["computed"][row] > jobs["saved"][row]:
         return False
