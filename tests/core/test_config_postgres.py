@@ -30,7 +30,7 @@ def test_a_queue_in_postgres_needs_a_url() -> None:
 
 @pytest.mark.parametrize("place", ["h:99999", "a b", "h:5432,h:99999", "h:port"])
 def test_an_address_that_no_server_has_is_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match="no URL of a PostgreSQL server") as caught:
+    with pytest.raises(ConfigError, match="not the URL of a PostgreSQL server") as caught:
         preflight(config(postgres={"url": f"postgresql://headway:very-secret-word@{place}/headway"}))
     assert "very-secret-word" not in str(caught.value)
 

@@ -447,8 +447,8 @@ async def test_a_model_that_does_not_load_says_why() -> None:
         ({"kind": "model"}, "nothing says how to load it"),
         ({"kind": "model", "load": "no colon"}, "load"),
         ({"kind": "sandbox", "load": "a:b"}, "neither loads a model"),
-        ({"kind": "no_such_module:Class"}, "not there"),
-        ({"kind": f"{MODELS}:Nothing"}, "not there"),
+        ({"kind": "no_such_module:Class"}, "cannot be imported"),
+        ({"kind": f"{MODELS}:Nothing"}, "cannot be imported"),
         ({"kind": "sandbox", "isolation": "trust"}, "isolation"),
         ({"kind": "sandbox", "processes": 0}, "processes"),
         ({"kind": "sandbox", "proceses": 2}, "Did you mean 'processes'"),
@@ -461,7 +461,7 @@ def test_a_configuration_that_cannot_be_used(entry: dict[str, Any], says: str) -
 
 
 def test_a_backend_is_not_called_like_the_llm() -> None:
-    with pytest.raises(ConfigError, match="that of the LLM"):
+    with pytest.raises(ConfigError, match="the LLM's"):
         make("llm", Settings("sandbox"))
 
 

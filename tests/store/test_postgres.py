@@ -66,7 +66,7 @@ def test_a_database_that_is_missing() -> None:
 @pytest.mark.parametrize("url", ["mysql://u:correct-horse@h/db", "postgresql://u:correct-horse@h:port/db"])
 def test_what_is_no_url_is_not_quoted(url: str) -> None:
     seen = refusal(Address(url, "headway", 5.0))
-    assert "no URL of a PostgreSQL server" in seen.message
+    assert "not the URL of a PostgreSQL server" in seen.message
     assert "postgresql://USER" in seen.hint
 
 

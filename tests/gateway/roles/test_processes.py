@@ -145,5 +145,5 @@ def test_without_a_url_the_mend_is_named(tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "headway.cli", role, "-c", str(file)]
         ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == 2, role
-        assert "no url of one is set" in " ".join(ended.stderr.split())
+        assert "its URL is not set" in " ".join(ended.stderr.split())
         assert "HEADWAY_RABBITMQ_URL" in ended.stderr
