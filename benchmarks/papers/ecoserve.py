@@ -34,7 +34,7 @@ from benchmarks.papers.ecoserve_tables import (
     rates,
 )
 from benchmarks.papers.parts import PaperPart, part
-from benchmarks.papers.trial import Trial, trial
+from benchmarks.papers.trial import PaperTrial, trial
 from headway.whatif.output.plots import colour, colours, line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row
 
@@ -162,7 +162,7 @@ def _planned(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCa
                 yield case, data, rate, seed, name
 
 
-def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, Trial]]:
+def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, PaperTrial]]:
     """Run every system at every rate; rates far beyond saturation run for a third of the time."""
     for case, data, rate, seed, name in _planned(plan, seeds):
         share = plan.share * case.span / (3 if is_beyond(data, rate) else 1)
@@ -187,7 +187,7 @@ _PANELS = (
 )
 
 
-def _rates_plot(trials: Sequence[Trial], seed: int) -> bytes:
+def _rates_plot(trials: Sequence[PaperTrial], seed: int) -> bytes:
     """Return a PNG: normalized latency, JCT, SSR and KV in use against the rate, a column per data set."""
     figure, panels = sheet(len(_PANELS), len(DATA), 11, 11)
     for number, axes in enumerate(panels):
@@ -201,7 +201,7 @@ def _rates_plot(trials: Sequence[Trial], seed: int) -> bytes:
     return png(figure)
 
 
-def _rate_lines(axes: Axes, trials: Sequence[Trial], data: Data, field: str) -> None:
+def _rate_lines(axes: Axes, trials: Sequence[PaperTrial], data: Data, field: str) -> None:
     """Draw one line per system."""
     systems = [s for s in (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES) if any(t.system == s for t in trials)]
     for system, shade in colours(systems).items():

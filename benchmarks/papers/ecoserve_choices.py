@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, options_of, workload
 from benchmarks.papers.ecoserve_tables import ECOSERVE, figures
-from benchmarks.papers.trial import Trial, trial
+from benchmarks.papers.trial import PaperTrial, trial
 from headway.policy.pack.ecoserve.packer import Options
 from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.results import Row
@@ -42,7 +42,7 @@ class Swept:
 
     name: str
     value: float
-    trials: tuple[Trial, ...]
+    trials: tuple[PaperTrial, ...]
 
     @property
     def jct(self) -> float:
@@ -50,7 +50,7 @@ class Swept:
         return float(np.mean([t.jct for t in self.trials]))
 
 
-def choices(seeds: Sequence[int], share: float) -> Iterator[tuple[str, Trial]]:
+def choices(seeds: Sequence[int], share: float) -> Iterator[tuple[str, PaperTrial]]:
     """Yield (label, trial) of `ecoserve` with each choice of the paper's text, and of the text without each."""
     for data in DATA:
         for seed in seeds:
@@ -79,9 +79,9 @@ def count_choices(seeds: Sequence[int]) -> int:
     return len(DATA) * len(seeds) * (2 + 2 * len(CHOICES))
 
 
-def choice_rows(labelled: Sequence[tuple[str, Trial]]) -> list[Row]:
+def choice_rows(labelled: Sequence[tuple[str, PaperTrial]]) -> list[Row]:
     """Return the figures of every choice, as means over the seeds."""
-    groups: dict[tuple[str, str, float], list[Trial]] = {}
+    groups: dict[tuple[str, str, float], list[PaperTrial]] = {}
     for label, t in labelled:
         groups.setdefault((label, t.data, t.rate), []).append(t)
     return [
@@ -91,7 +91,7 @@ def choice_rows(labelled: Sequence[tuple[str, Trial]]) -> list[Row]:
     ]
 
 
-def _means(group: Sequence[Trial]) -> Iterator[tuple[str, float, str]]:
+def _means(group: Sequence[PaperTrial]) -> Iterator[tuple[str, float, str]]:
     for each in zip(*(figures(t) for t in group), strict=True):
         if each[0][0] in _SHOWN:
             yield each[0][0], float(np.mean([value for _, value, _ in each])), each[0][2]
@@ -110,7 +110,7 @@ def sweeps(seeds: Sequence[int], share: float, points: int) -> Iterator[Swept]:
                 yield Swept(name, value, tuple(made))
 
 
-def _point(data: Data, name: str, value: float, load: Workload, seed: int) -> Trial:
+def _point(data: Data, name: str, value: float, load: Workload, seed: int) -> PaperTrial:
     options = options_of(ECOSERVE, data)
     assert options is not None
     if name == "reserve":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, bound, workload
-from benchmarks.papers.trial import Trial, forecasts
+from benchmarks.papers.trial import PaperTrial, forecasts
 from headway.simulate.forecasts import Provisioned
 from headway.whatif.output.results import Row
 
@@ -26,7 +26,7 @@ AVERAGES = {
     "ssr": (26.0, 42.0, 63.0, 80.0),
     "throughput.req_per_s": (78.0, 104.0, 121.0, 183.0),
 }
-_FIELDS: dict[str, Callable[[Trial], float]] = {
+_FIELDS: dict[str, Callable[[PaperTrial], float]] = {
     "jct.mean": lambda t: t.jct,
     "tbt.mean": lambda t: t.tbt,
     "ssr": lambda t: t.ssr,
@@ -44,10 +44,10 @@ class TableCase(NamedTuple):
         return f"copies x{self.copies:g}" + (f", arrivals x{self.span:g}" if self.span != 1 else "")
 
 
-Trials = dict[TableCase, list[Trial]]
+Trials = dict[TableCase, list[PaperTrial]]
 
 
-def figures(t: Trial) -> Iterator[tuple[str, float, str]]:
+def figures(t: PaperTrial) -> Iterator[tuple[str, float, str]]:
     """Yield id, value and unit of every figure of a trial."""
     yield "jct.mean", t.jct, "s"
     yield "jct.p99", t.jct_p99, "s"
@@ -67,7 +67,7 @@ def measured(trials: Trials) -> list[Row]:
     """Return every figure of every system, data set and rate: the mean over the seeds."""
     rows = []
     for case, mine in trials.items():
-        groups: dict[tuple[str, str, float], list[Trial]] = {}
+        groups: dict[tuple[str, str, float], list[PaperTrial]] = {}
         for t in mine:
             groups.setdefault((t.system, t.data, t.rate), []).append(t)
         for (system, data, rate), group in groups.items():
@@ -96,7 +96,7 @@ def sustained(rates: Sequence[float], latency: Sequence[float], limit: float) ->
     return float(rates[-1])
 
 
-def sustained_by(trials: Sequence[Trial], data: str, system: str, seed: int) -> float | None:
+def sustained_by(trials: Sequence[PaperTrial], data: str, system: str, seed: int) -> float | None:
     """Return the rate that a system sustains on a data set with one seed."""
     mine = sorted((t for t in trials if _is_swept(t, data, system, seed)), key=lambda t: t.rate)
     return sustained([t.rate for t in mine], [t.normalized for t in mine], LIMIT)
@@ -120,7 +120,7 @@ def rates(trials: Trials) -> Iterator[Row]:
         yield from _gaps(mine, case, seeds)
 
 
-def _gaps(mine: Sequence[Trial], case: TableCase, seeds: Sequence[int]) -> Iterator[Row]:
+def _gaps(mine: Sequence[PaperTrial], case: TableCase, seeds: Sequence[int]) -> Iterator[Row]:
     """Yield the oracle's gain in sustained rate: by data set, where it is known, and its mean."""
     means, name = [], f"{ORACLE} over {ECOSERVE}"
     for data in _DATA:
@@ -135,7 +135,7 @@ def _gaps(mine: Sequence[Trial], case: TableCase, seeds: Sequence[int]) -> Itera
         )
 
 
-def _ratios(mine: Sequence[Trial], case: TableCase, other: str, seeds: Sequence[int]) -> Iterator[Row]:
+def _ratios(mine: Sequence[PaperTrial], case: TableCase, other: str, seeds: Sequence[int]) -> Iterator[Row]:
     times, name = [], f"{ECOSERVE} over {other}"
     for data in _DATA:
         each = [_over(mine, data, ECOSERVE, other, seed) for seed in seeds]
@@ -154,7 +154,7 @@ def _ratios(mine: Sequence[Trial], case: TableCase, other: str, seeds: Sequence[
         yield Row("rate_sustained.times", name, f"most of data sets, {case}", max(times), "x", _paper(case, most))
 
 
-def _over(mine: Sequence[Trial], data: str, ours: str, theirs: str, seed: int) -> float | None:
+def _over(mine: Sequence[PaperTrial], data: str, ours: str, theirs: str, seed: int) -> float | None:
     """Return the ratio of two sustained rates; None if one is outside the rates that were run."""
     a, b = sustained_by(mine, data, ours, seed), sustained_by(mine, data, theirs, seed)
     if a is None or b is None:
@@ -165,7 +165,7 @@ def _over(mine: Sequence[Trial], data: str, ours: str, theirs: str, seed: int) -
     return a / b
 
 
-def _is_swept(t: Trial, data: str, system: str, seed: int) -> bool:
+def _is_swept(t: PaperTrial, data: str, system: str, seed: int) -> bool:
     same = (t.data, t.system, t.seed) == (data, system, seed)
     return same and not is_beyond(_DATA[data], t.rate)
 
@@ -216,7 +216,7 @@ def _spread(
         yield Row(f"{id}.max", system, setting, max(known), "%")
 
 
-def _change(mine: Sequence[Trial], id: str, ours: str, theirs: str, seed: int) -> float | None:
+def _change(mine: Sequence[PaperTrial], id: str, ours: str, theirs: str, seed: int) -> float | None:
     """Return the change of a figure in %; None unless both systems ran on every data set.
 
     It is the mean over the data sets of the change of the sum over the rates. For SSRs, whose ratios are

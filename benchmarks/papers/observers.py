@@ -32,7 +32,7 @@ def inside(recipe: Recipe, clock: list[float]) -> Recipe:
     """
 
     def packer(spec: EngineSpec) -> Packer:
-        return _Timed(recipe.packer(spec), clock)
+        return _TimedPacker(recipe.packer(spec), clock)
 
     return replace(recipe, lengths="learned", packer=packer, planner=_AtOnce)
 
@@ -48,7 +48,7 @@ class _AtOnce(Planner):
 
 
 @dataclass(slots=True)
-class _Timed(Packer):
+class _TimedPacker(Packer):
     """A packer whose decisions are timed."""
 
     packer: Packer

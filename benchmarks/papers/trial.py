@@ -19,7 +19,7 @@ from headway.simulate.workload.traffic import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PaperTrial:
     """The figures of one system; shares are from 0 to 1.
 
     seed: the workload's seed
@@ -81,7 +81,7 @@ def trial(
     copies: float = 1.0,
     options: Options | None = None,
     padding: float | None = None,
-) -> Trial:
+) -> PaperTrial:
     """Run a system on a workload; `options` replace those of an EcoServe variant."""
     place, clock, packers = instance(copies), list[float](), list[Packer]()
     recipe = system(name, data, options)
@@ -104,11 +104,11 @@ def _figures(
     outcome: Outcome,
     gauges: Gauges,
     counts: Mapping[str, int],
-) -> Trial:
+) -> PaperTrial:
     jct = outcome.end - load.arrival
     tbt = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)
     stalled = counts.get("stalled", 0)
-    return Trial(
+    return PaperTrial(
         *case,
         float(jct.mean()),
         float(np.quantile(jct, 0.99)),

@@ -37,7 +37,7 @@ class Candidates(NamedTuple):
     new: Bools
 
 
-class Answers(NamedTuple):
+class CurrentAnswers(NamedTuple):
     """The admitted answers in progress, aligned; the fields are those of `Candidates`."""
 
     due: Floats
@@ -94,7 +94,7 @@ def is_legal(all_: Candidates, chosen: Bools, load: Load, now: float, theta: Flo
 
 
 @compiled
-def edf(all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float) -> Bools:
+def edf(all_: Candidates, answers: CurrentAnswers, room: float, now: float, theta: Floats, share: float) -> Bools:
     """Return which candidates are admitted, greedily by first deadline.
 
     room: tokens of KV that are free or held by best effort. share: of each batch's time that is planned.
@@ -117,7 +117,7 @@ def edf(all_: Candidates, answers: Answers, room: float, now: float, theta: Floa
 
 
 @compiled
-def edf_sim(all_: Candidates, answers: Answers, room: float, now: float, theta: Floats, share: float) -> Bools:
+def edf_sim(all_: Candidates, answers: CurrentAnswers, room: float, now: float, theta: Floats, share: float) -> Bools:
     """Return which candidates are admitted; each new one is tried by a replay of all events to come."""
     chosen = ~all_.new
     for i in range(all_.due.size):
@@ -129,7 +129,7 @@ def edf_sim(all_: Candidates, answers: Answers, room: float, now: float, theta: 
 
 @compiled
 def _replays(
-    all_: Candidates, chosen: Bools, answers: Answers, room: float, now: float, theta: Floats, share: float
+    all_: Candidates, chosen: Bools, answers: CurrentAnswers, room: float, now: float, theta: Floats, share: float
 ) -> bool:
     """Tell whether the chosen are in time: prompts at their deadlines, answers until their last token."""
     n, m = all_.due.size, answers.due.size

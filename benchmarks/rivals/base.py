@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.rivals.deadlines import View, view_of
+from benchmarks.rivals.deadlines import DeadlineView, view_of
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.core.ranks import ARRIVAL
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
@@ -48,9 +48,9 @@ class Rival(Packer):
         """Return the step; rows that control holds are left alone."""
         theta = self.spec.latency.theta
         view = view_of(jobs.data, free_to_run(jobs), theta, self.line == "first", self.decoding)
-        return self.decide(jobs, View(*view), kv_budget, now)
+        return self.decide(jobs, DeadlineView(*view), kv_budget, now)
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return the step of this paper's rule."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Rival(Packer):
 
     # ---- the step
 
-    def step(self, jobs: Jobs, view: View, chosen: Ints, prompt: int, kv: KvBudget) -> Step:
+    def step(self, jobs: Jobs, view: DeadlineView, chosen: Ints, prompt: int, kv: KvBudget) -> Step:
         """Return the step of `chosen` (places in the view), most urgent first, with at most `prompt` tokens.
 
         Running rows that are not chosen pause and keep their KV as long as no chosen one needs the room.
@@ -105,13 +105,13 @@ class Rival(Packer):
                 return step
         return self._any(jobs, view, ranked, kv)
 
-    def _any(self, jobs: Jobs, view: View, ranked: Ints, kv: KvBudget) -> Step:
+    def _any(self, jobs: Jobs, view: DeadlineView, ranked: Ints, kv: KvBudget) -> Step:
         others = np.setdiff1d(view.rows, ranked)
         spec = self.spec
         every = np.concatenate([ranked, others[np.argsort(jobs.serial[others])]])
         return allocate(jobs, every, kv, spec.max_running, spec.token_budget)
 
-    def filled(self, view: View, order: Ints, prompt: int, kv: KvBudget, lent: int = 0) -> Ints:
+    def filled(self, view: DeadlineView, order: Ints, prompt: int, kv: KvBudget, lent: int = 0) -> Ints:
         """Return the first prompts of `order` (places) that `prompt` tokens reach and that have room.
 
         Of those that wait, no more than the batch limit leaves beside the rows that hold KV, and those whose
@@ -127,7 +127,7 @@ class Rival(Packer):
         fits = (size <= count) & ((needs <= blocks + lent) | ((size == 1) & (not view.running.any())))
         return np.asarray(head[~waits | fits], np.int64)
 
-    def room(self, view: View, kv: KvBudget) -> tuple[int, int]:
+    def room(self, view: DeadlineView, kv: KvBudget) -> tuple[int, int]:
         """Return the places of the batch and the KV blocks that newcomers may take.
 
         Prompts that have begun keep the blocks for their rest.

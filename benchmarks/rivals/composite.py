@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.rivals.base import rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from benchmarks.rivals.qoserve import QoServe, level
 from benchmarks.rivals.slos_serve import SlosServe
 from headway.policy.memory.budget import KvBudget
@@ -32,7 +32,7 @@ class Composite(QoServe):
     def __post_init__(self) -> None:
         self.door = SlosServe(self.spec, self.line, share=self.share)
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return all answers in progress, then prompts: admitted, declined, relegated."""
         admitted = self.door.admit(jobs, view, kv, now)
         flagged = self.relegated(jobs, view, now) & ~admitted

@@ -21,7 +21,7 @@ from headway.types import Bools, Floats, Ints
 SLOWEST_PACE = 0.4  # seconds per token
 
 
-class View(NamedTuple):
+class DeadlineView(NamedTuple):
     """The rows that control does not hold, as aligned arrays.
 
     missing: tokens to compute before the next one comes out. decodes: it is one, of a running row.
@@ -47,14 +47,14 @@ class View(NamedTuple):
     output_tokens: Ints
     blocks: Ints
 
-    def take(self, which: Ints | Bools) -> View:
+    def take(self, which: Ints | Bools) -> DeadlineView:
         """Return some of the rows, in that order."""
         columns: list[Any] = [column[which] for column in self]
-        return View(*columns)
+        return DeadlineView(*columns)
 
 
 @compiled
-def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool, share: float) -> View:
+def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool, share: float) -> DeadlineView:
     """Return these rows.
 
     from_first: the deadlines of a row with a tpot begin at its first token. share: of an e2e promise that
@@ -76,7 +76,7 @@ def view_of(jobs: Rows, rows: Ints, theta: Floats, from_first: bool, share: floa
     for i in range(n):
         real[0, i], real[2, i] = targets(jobs, rows[i], real[3, i], step, share)
         real[1, i] = next_due(jobs, rows[i], real[0, i], real[2, i], from_first)
-    return View(
+    return DeadlineView(
         rows,
         whole[0],
         yes[0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.rivals.base import Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Ints, Jobs, Step
 
@@ -25,7 +25,7 @@ class FairBatching(Rival):
 
     share: float = 0.85
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return the three groups as far as the budget reaches."""
         slack = view.due - now
         order = np.lexsort((view.serial, slack))
@@ -51,7 +51,7 @@ class FairBatching(Rival):
         chosen = np.concatenate([first, self.filled(view, prompts, used, kv)[:room], others])
         return self.step(jobs, view, chosen, used, kv)
 
-    def count(self, view: View, answers: Ints, spent: float, limit: float) -> int:
+    def count(self, view: DeadlineView, answers: Ints, spent: float, limit: float) -> int:
         """Return how many of these answers, in order, fit into `limit` seconds; at least one if any."""
         alone = self.seconds(0, 0, 0)
         base = self.seconds(1, 0, 0) - alone

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
@@ -38,7 +38,7 @@ class JitServe(Rival):
     refreshed: float = -np.inf
     mean: float = 0.02
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return the batch's answers, and its prompts by arrival within the token budget."""
         members = self.members(jobs, view, now)
         order = np.flatnonzero(members)
@@ -51,7 +51,7 @@ class JitServe(Rival):
         self.mean += _NEWEST * (seconds - self.mean)
         return self.step(jobs, view, chosen, tokens, kv)
 
-    def members(self, jobs: Jobs, view: View, now: float) -> Bools:
+    def members(self, jobs: Jobs, view: DeadlineView, now: float) -> Bools:
         """Return the rows of the batch, after a refresh where one is due."""
         inside = self.inside.of(jobs)
         size = min(self.batch, self.spec.max_running)
@@ -67,7 +67,7 @@ class JitServe(Rival):
         return np.asarray(inside[view.rows] > 0)
 
     @staticmethod
-    def _swap(inside: Floats, view: View, order: Ints, size: int) -> None:
+    def _swap(inside: Floats, view: DeadlineView, order: Ints, size: int) -> None:
         """Let the best that are outside take the places of the worst inside."""
         best = order[:size]
         coming = best[inside[view.rows[best]] == 0]
@@ -77,7 +77,7 @@ class JitServe(Rival):
         inside[view.rows[going[:count]]] = 0.0
         inside[view.rows[coming[:count]]] = 1.0
 
-    def keys(self, jobs: Jobs, view: View, now: float) -> Floats:
+    def keys(self, jobs: Jobs, view: DeadlineView, now: float) -> Floats:
         """Return value / remaining seconds; 0 for what was promised nothing."""
         data = jobs.data[view.rows]
         left = np.maximum(view.answer * (1 + _HIGH * data["spread"]) - view.output_tokens, 1.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
@@ -39,7 +39,7 @@ class QoServe(Rival):
     flags: Memory = field(default_factory=lambda: Memory(0.0))
     rate: float = 0.0
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return all answers in progress, then prompts by their key within the tokens of the iteration."""
         flagged = self.relegated(jobs, view, now)
         order = np.lexsort((view.serial, self.keys(view), level(view, flagged)))
@@ -49,14 +49,14 @@ class QoServe(Rival):
         self._learn_rate(view, answers, min(tokens, int(view.missing[prompts].sum())))
         return self.step(jobs, view, chosen, tokens, kv)
 
-    def keys(self, view: View) -> Floats:
+    def keys(self, view: DeadlineView) -> Floats:
         """Return the order of prompts: first deadline and a price of the work."""
         if self.by_arrival:
             return view.arrival
         due = np.where(np.isfinite(view.first_due), view.first_due, view.arrival)
         return np.asarray(due + self.alpha * self.token_seconds * view.missing)
 
-    def relegated(self, jobs: Jobs, view: View, now: float) -> Bools:
+    def relegated(self, jobs: Jobs, view: DeadlineView, now: float) -> Bools:
         """Flag the requests that have no KV yet and whose own prompt comes too late; return all flagged."""
         flags = self.flags.of(jobs)
         if self.relegates:
@@ -66,7 +66,7 @@ class QoServe(Rival):
             flags[view.rows[lost]] = 1.0
         return np.asarray(flags[view.rows] > 0)
 
-    def tokens(self, view: View, kv: KvBudget, prompts: Ints, now: float) -> int:
+    def tokens(self, view: DeadlineView, kv: KvBudget, prompts: Ints, now: float) -> int:
         """Return the tokens of this iteration: the most of the grid that the tightest answer can wait for."""
         budget = self.spec.token_budget
         if self.chunk_tokens:
@@ -88,7 +88,7 @@ class QoServe(Rival):
             low, high = (middle, high) if _MARGIN * seconds <= slack else (low, middle)
         return grid[low]
 
-    def _learn_rate(self, view: View, answers: Ints, prompt: int) -> None:
+    def _learn_rate(self, view: DeadlineView, answers: Ints, prompt: int) -> None:
         """Note how many prompt tokens a second the iteration computes."""
         if prompt > 0:
             seconds = self.seconds(answers.size, float(view.computed[answers].sum()), prompt)
@@ -96,7 +96,7 @@ class QoServe(Rival):
             self.rate = self.rate + _NEWEST * (newest - self.rate) if self.rate else newest
 
 
-def level(view: View, flagged: Bools) -> Ints:
+def level(view: DeadlineView, flagged: Bools) -> Ints:
     """Return 0 for what can be on time, 1 for what was promised nothing, 2 for what was relegated."""
     return np.where(flagged, 2, np.where(view.promised, 0, 1))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
@@ -38,7 +38,7 @@ class Scorpio(Rival):
     credits: Memory = field(default_factory=lambda: Memory(0.0))
     delayed: Memory = field(default_factory=lambda: Memory(0.0))
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return an iteration of whole prompts where any is admitted, else one of answers."""
         behind = self.guard_first(jobs, view, now)
         view = view._replace(pace=np.where(behind, np.inf, view.pace))
@@ -55,7 +55,7 @@ class Scorpio(Rival):
 
     # ---- the TTFT guard
 
-    def guard_first(self, jobs: Jobs, view: View, now: float) -> Bools:
+    def guard_first(self, jobs: Jobs, view: DeadlineView, now: float) -> Bools:
         """Put those behind whose first token would be late; return all that are behind."""
         flags = self.delayed.of(jobs)
         waits = np.flatnonzero(~view.running & (view.output_tokens == 0) & (flags[view.rows] == 0))
@@ -76,7 +76,7 @@ class Scorpio(Rival):
         base = self.seconds(0, 0, 0)
         return _MARGIN + base * -(-tokens // self.prompts) + tokens * self.token_seconds
 
-    def _late(self, view: View, waits: Ints, now: float) -> Bools:
+    def _late(self, view: DeadlineView, waits: Ints, now: float) -> Bools:
         total = np.cumsum(view.missing[waits])
         base = self.seconds(0, 0, 0)
         wait = _MARGIN + base * np.ceil(total / self.prompts) + total * self.token_seconds
@@ -84,7 +84,7 @@ class Scorpio(Rival):
 
     # ---- the TPOT guard
 
-    def _prompts(self, view: View, order: Ints, kv: KvBudget) -> tuple[Ints, int]:
+    def _prompts(self, view: DeadlineView, order: Ints, kv: KvBudget) -> tuple[Ints, int]:
         """Return the prompts of this iteration, whole as far as the budget goes, and their tokens."""
         begun, waits = order[view.running[order]], order[~view.running[order]]
         waits = self.filled(view, waits, self.prompts, kv)
@@ -103,7 +103,7 @@ class Scorpio(Rival):
             tokens += size
         return np.array(chosen, np.int64), tokens
 
-    def _admits(self, view: View, rows: Ints, shares: Floats, contexts: Floats) -> bool:
+    def _admits(self, view: DeadlineView, rows: Ints, shares: Floats, contexts: Floats) -> bool:
         """Tell whether these together stay below the tightest tpot; shares: 1 / pace."""
         tightest = float(view.pace[rows].min())
         if not np.isfinite(tightest) or rows.size == 1:
@@ -112,17 +112,17 @@ class Scorpio(Rival):
         return self.factor * self.seconds(size, size * float(contexts[rows].mean()), 0) <= _FULL * tightest
 
     @staticmethod
-    def shares(view: View) -> Floats:
+    def shares(view: DeadlineView) -> Floats:
         """Return 1 / pace of each row, 0 without one."""
         return np.asarray(1.0 / view.pace)
 
     @staticmethod
-    def contexts(view: View) -> Floats:
+    def contexts(view: DeadlineView) -> Floats:
         """Return the tokens that each row's answer will attend to half-way."""
         whole = view.computed + np.where(view.decodes, 0, view.missing)
         return np.asarray(whole + np.maximum(view.answer - view.output_tokens, 1.0) / 2)
 
-    def by_credit(self, jobs: Jobs, view: View) -> Ints:
+    def by_credit(self, jobs: Jobs, view: DeadlineView) -> Ints:
         """Return the answers whose credit is enough for this step, and charge them."""
         credits, answers = self.credits.of(jobs), np.flatnonzero(view.decodes)
         answers = answers[np.argsort(view.serial[answers])]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Floats, Jobs, Step
 
@@ -33,7 +33,7 @@ class Slai(Rival):
     at: Memory = field(default_factory=lambda: Memory(0.0))
     mean: float = 0.0
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Return the four groups in order as far as the tokens and rows of an iteration reach."""
         last = self.last_times(jobs, view, now)
         waits = ~view.running
@@ -51,7 +51,7 @@ class Slai(Rival):
         chosen = head[view.decodes[head] | np.isin(head, prompts)]
         return self.step(jobs, view, chosen, prompt if prompts.size else 0, kv)
 
-    def last_times(self, jobs: Jobs, view: View, now: float) -> Floats:
+    def last_times(self, jobs: Jobs, view: DeadlineView, now: float) -> Floats:
         """Return the last instant at which each answer may be scheduled, inf = it has no tpot."""
         made, at = self.made.of(jobs), self.at.of(jobs)
         fresh = view.rows[made[view.rows] != view.output_tokens]
@@ -59,7 +59,7 @@ class Slai(Rival):
         made[view.rows] = view.output_tokens
         return np.asarray(at[view.rows] + view.pace - self.factor * self.mean)
 
-    def _learn(self, view: View, decodes: int, context: float, prompt: int, prompts: int) -> None:
+    def _learn(self, view: DeadlineView, decodes: int, context: float, prompt: int, prompts: int) -> None:
         """Note how long the iteration takes."""
         tokens = min(prompt, int(view.missing[~view.decodes].sum())) if prompts else 0
         seconds = self.seconds(decodes, context, tokens)

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.rivals.admission import Answers, Candidates, edf, edf_sim
+from benchmarks.rivals.admission import Candidates, CurrentAnswers, edf, edf_sim
 from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import View
+from benchmarks.rivals.deadlines import DeadlineView
 from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 
@@ -34,7 +34,7 @@ class SlosServe(Rival):
     retries: bool = False
     tiers: Memory = field(default_factory=lambda: Memory(UNDECIDED))
 
-    def decide(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Step:
+    def decide(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Step:
         """Admit, then return the batch."""
         admitted = self.admit(jobs, view, kv, now)
         order = np.lexsort((view.serial, view.due))
@@ -57,7 +57,7 @@ class SlosServe(Rival):
 
     # ---- admission
 
-    def admit(self, jobs: Jobs, view: View, kv: KvBudget, now: float) -> Bools:
+    def admit(self, jobs: Jobs, view: DeadlineView, kv: KvBudget, now: float) -> Bools:
         """Decide about the requests that have come; return which of all are admitted."""
         tiers = self.tiers.of(jobs)
         tiers[view.rows[~view.promised]] = DECLINED
@@ -73,7 +73,7 @@ class SlosServe(Rival):
             tier = tiers[view.rows]
         return np.asarray(tier == ADMITTED)
 
-    def _plan(self, view: View, admitted: Bools, asked: Ints, new: Bools, kv: KvBudget, now: float) -> Bools:
+    def _plan(self, view: DeadlineView, admitted: Bools, asked: Ints, new: Bools, kv: KvBudget, now: float) -> Bools:
         theta, alone = self.spec.latency.theta, self.seconds(0, 0, 0)
         runs = np.flatnonzero(view.decodes & admitted)
         work = np.array([self.prompt_seconds(tokens) - alone for tokens in view.missing[asked].tolist()])
@@ -82,30 +82,30 @@ class SlosServe(Rival):
         all_ = Candidates(
             view.due[asked], work, view.pace[asked], context[asked], self._left(view)[asked], grows[asked], new
         )
-        answers = Answers(view.due[runs], view.pace[runs], context[runs], self._left(view)[runs])
+        answers = CurrentAnswers(view.due[runs], view.pace[runs], context[runs], self._left(view)[runs])
         lent = float(view.blocks[~admitted].sum())
         room = (kv.free + lent) * kv.size - float(grows[runs].sum())
         decide = edf if self.mode == "edf" else edf_sim
         return np.asarray(decide(all_, answers, room, now, theta, self.share))
 
     @staticmethod
-    def _left(view: View) -> Floats:
+    def _left(view: DeadlineView) -> Floats:
         return np.maximum(view.answer - view.output_tokens, 1.0)
 
     # ---- the batch
 
-    def limit(self, view: View, answers: Ints, now: float) -> float:
+    def limit(self, view: DeadlineView, answers: Ints, now: float) -> float:
         """Return the seconds of this batch: until an answer falls due, or its pace where it is late."""
         slack = float(np.min(view.due[answers] - now, initial=np.inf))
         tightest = float(np.min(view.pace[answers], initial=np.inf))
         return self.share * (slack if slack > 0 else tightest)
 
-    def _needed(self, view: View, answers: Ints, prompts: Ints) -> float:
+    def _needed(self, view: DeadlineView, answers: Ints, prompts: Ints) -> float:
         """Return the seconds of a batch with all of these."""
         context, prompt = float(view.computed[answers].sum()), float(view.missing[prompts].sum())
         return self.seconds(answers.size, context, min(prompt, self.spec.token_budget))
 
-    def fitting(self, view: View, riders: Ints, others: Ints, prompt: int, limit: float) -> Ints:
+    def fitting(self, view: DeadlineView, riders: Ints, others: Ints, prompt: int, limit: float) -> Ints:
         """Return the first of `others` (answers) that fit beside the riders and that many prompt tokens."""
         if not others.size:
             return others
@@ -119,7 +119,7 @@ class SlosServe(Rival):
         return others[: min(int(np.searchsorted(costs, left)), room)]
 
     def _rest(
-        self, view: View, admitted: Bools, decodes: Ints, chunk: int, used: int, limit: float, kv: KvBudget
+        self, view: DeadlineView, admitted: Bools, decodes: Ints, chunk: int, used: int, limit: float, kv: KvBudget
     ) -> Ints:
         """Return the prompts of best effort that what is left of the chunk reaches, by arrival."""
         context = float(view.computed[decodes].sum())

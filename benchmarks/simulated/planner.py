@@ -37,7 +37,7 @@ _WARM_UP = 100
 
 
 @dataclass(slots=True)
-class _Timed(Planner):
+class _TimedPlanner(Planner):
     """A planner whose plans are timed."""
 
     planner: Planner
@@ -54,7 +54,7 @@ class _Timed(Planner):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PlannerPoint:
     """One planner with one queue: seconds of each arrival, end and plan; bytes per queued request."""
 
     planner: str
@@ -99,10 +99,10 @@ class _Crowd:
         )
 
 
-def measure(planner: str, queued: int, instances: int, events: int, seed: int, *, memory: bool = False) -> Point:
+def measure(planner: str, queued: int, instances: int, events: int, seed: int, *, memory: bool = False) -> PlannerPoint:
     """Return what events cost a planner once its fleet is full and `queued` requests wait."""
     before = _resident()
-    crowd, timed = _Crowd(seed), _Timed(find(planner).planner())
+    crowd, timed = _Crowd(seed), _TimedPlanner(find(planner).planner())
     core, inside = Controller(timed, TaskLengths(), max_queued=1 << 40), list[str]()
     gc.disable()  # nothing is freed while the queue is filled
     for _ in range(queued + instances * (_RUNNING + 2)):
@@ -125,7 +125,7 @@ def measure(planner: str, queued: int, instances: int, events: int, seed: int, *
         ends[i] = _time(core, Finished(id, 1 + int(rng.integers(400))), now, inside)
     assert core.queued >= queued - _WARM_UP, "the queue was worked off"
     arrivals, ends, plans = arrivals[_WARM_UP:], ends[_WARM_UP:], np.array(timed.seconds)
-    return Point(planner, queued, instances, arrivals, ends, plans, grown if memory else None)
+    return PlannerPoint(planner, queued, instances, arrivals, ends, plans, grown if memory else None)
 
 
 def _time(core: Controller, event: Event, now: float, inside: list[str]) -> float:
@@ -146,7 +146,7 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def rows_of(point: Point) -> list[Row]:
+def rows_of(point: PlannerPoint) -> list[Row]:
     """Return the figures of one measurement."""
     all_events = np.concatenate([point.arrivals, point.ends])
     figures = [
@@ -165,7 +165,7 @@ def rows_of(point: Point) -> list[Row]:
 def main(ask: Ask) -> Result:
     """Measure; `quick` stops at 100,000 queued requests and 8 instances."""
     queued, fleets = (QUEUED[:2], FLEETS[:1]) if ask.quick else (QUEUED, FLEETS)
-    events, points = _EVENTS // 4 if ask.quick else _EVENTS, list[Point]()
+    events, points = _EVENTS // 4 if ask.quick else _EVENTS, list[PlannerPoint]()
     for size, instances, name in track([*product(queued, fleets, DEFAULT)], "planning", disable=ask.as_json):
         first = size == _MEMORY_FROM and not any(point.bytes_each for point in points)
         points.append(measure(name, size, instances, events, ask.seed, memory=first))
@@ -174,7 +174,7 @@ def main(ask: Ask) -> Result:
     return Result(rows, workload, lambda: {"planner": plot(points)})
 
 
-def plot(points: Sequence[Point]) -> bytes:
+def plot(points: Sequence[PlannerPoint]) -> bytes:
     """Return a PNG: microseconds per event against queued requests, one line per planner and fleet."""
     figure, (axes,) = sheet(1, 1, 7, 4)
     for name in dict.fromkeys(point.planner for point in points):

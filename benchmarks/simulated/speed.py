@@ -34,7 +34,7 @@ _SLO = Slo(ttft=0.4, tpot=0.2)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SpeedPoint:
     """One simulation.
 
     wall: seconds of wall time
@@ -66,7 +66,7 @@ def main(ask: Ask) -> Result:
     return Result(rows, workload, lambda: {"speed": plot(points)})
 
 
-def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[Point]:
+def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[SpeedPoint]:
     """Run every recipe at every rate, after one short run that compiles."""
     fleet = Fleet(PROFILE)
     for recipe in RECIPES:
@@ -75,7 +75,7 @@ def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -
     return [_point(recipe, fleet, rate, duration, seed) for rate, recipe in jobs]
 
 
-def rows_of(point: Point) -> list[Row]:
+def rows_of(point: SpeedPoint) -> list[Row]:
     """Return the figures of one simulation."""
     setting = f"{point.rate:g} req/s"
     figures = (
@@ -87,13 +87,13 @@ def rows_of(point: Point) -> list[Row]:
     return [Row(id, point.recipe, setting, ours, unit) for id, ours, unit in figures]
 
 
-def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -> Point:
+def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -> SpeedPoint:
     workload = chat(rate, duration, seed, fleet.max_model_len)
     simulation = Simulation(find(recipe), fleet.instances(workload.models[0]), workload)
     began = time.perf_counter()
     outcome = simulation.run()
     wall = time.perf_counter() - began
-    return Point(recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration)
+    return SpeedPoint(recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration)
 
 
 def chat(rate: float, duration: float, seed: int, longest: int) -> Workload:
@@ -158,7 +158,7 @@ def crowd(seed: int) -> tuple[Jobs, KvBudget]:
     return jobs, KvBudget(held + 4000, 4000, 16, 2 * RUNNING)
 
 
-def plot(points: Sequence[Point]) -> bytes:
+def plot(points: Sequence[SpeedPoint]) -> bytes:
     """Return a PNG of the speed against the rate."""
     figure, (axes,) = sheet(1, 1, 7, 3.6)
     for recipe in RECIPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.rivals.admission import Answers, Candidates, edf, edf_sim
+from benchmarks.rivals.admission import Candidates, CurrentAnswers, edf, edf_sim
 from benchmarks.rivals.base import Memory
 from benchmarks.rivals.composite import Composite
 from benchmarks.rivals.deadlines import next_due, targets
@@ -115,7 +115,7 @@ def candidates(*rows: tuple[float, float, float, float, bool]) -> Candidates:
     return Candidates(due, work, pace, np.full(due.size, 100.0), left, np.full(due.size, 200.0), new)
 
 
-NOBODY = Answers(*(np.empty(0) for _ in range(4)))
+NOBODY = CurrentAnswers(*(np.empty(0) for _ in range(4)))
 THETA = OnlineLatency().theta
 ROOM = 1e6
 
@@ -135,14 +135,14 @@ def test_where_the_admitted_do_not_fit_every_new_one_is_declined() -> None:
 
 def test_answers_take_of_the_time_for_prompts() -> None:
     one = candidates((1.0, 0.6, 0.05, 20.0, True))
-    many = Answers(np.full(60, 0.01), np.full(60, 0.05), np.full(60, 100.0), np.full(60, 500.0))
+    many = CurrentAnswers(np.full(60, 0.01), np.full(60, 0.05), np.full(60, 100.0), np.full(60, 500.0))
     assert edf(one, NOBODY, ROOM, 0.0, THETA, 1.0).all()
     assert not edf(one, many, ROOM, 0.0, THETA, 1.0).any()
 
 
 def test_only_the_replay_knows_when_answers_end() -> None:
     one = candidates((3.0, 2.0, 0.05, 20.0, True))
-    brief = Answers(np.full(60, 0.01), np.full(60, 0.05), np.full(60, 100.0), np.full(60, 4.0))
+    brief = CurrentAnswers(np.full(60, 0.01), np.full(60, 0.05), np.full(60, 100.0), np.full(60, 4.0))
     assert not edf(one, brief, ROOM, 0.0, THETA, 1.0).any()
     assert edf_sim(one, brief, ROOM, 0.0, THETA, 1.0).all()
 

@@ -20,7 +20,7 @@ _WINDOW, _LEAST = 5.0, 1.0  # seconds of service that tell the rate, and from wh
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantPart:
     """A tenant: its latest arrival, and the work that an engine of its own would have left then."""
 
     seen: float = 0.0
@@ -31,7 +31,7 @@ class TenantParts:
     """Knows the work served lately, and what of it each tenant has asked for with promises."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by their latest arrival
+        self._tenants: OrderedDict[str, _TenantPart] = OrderedDict()  # by their latest arrival
         self._prompts: dict[str, int] = {}  # by id, of requests that have not ended
         self._served: deque[tuple[float, float]] = deque()  # (instant, work) of the last `_WINDOW`
         self._sum = 0.0
@@ -42,7 +42,7 @@ class TenantParts:
         prompt, answer: tokens, of the answer as expected. due: instant.
         """
         self._prompts[id] = prompt
-        mine = self._tenants.setdefault(tenant, _Tenant(now))
+        mine = self._tenants.setdefault(tenant, _TenantPart(now))
         self._tenants.move_to_end(tenant)
         before, mine.seen = mine.seen, now
         while next(iter(self._tenants.values())).seen < now - _ACTIVE:
