@@ -31,40 +31,39 @@ _UNITS = {
     "mib": "MiB",
     "gib": "GiB",
 }
-# Settings on which the docstrings in `headway.config` say nothing, or nothing that stands alone.
+# Settings that the docstrings in `headway.config` do not describe, or only together with others.
 _MORE = {
     "recipe": "the scheduling recipe: a name (`headway simulate --help` lists them), or module:attribute.",
     "server.host": "address to listen on.",
     "server.port": "port to listen on.",
-    "server.max_body_kib": "of one request's body; larger ones get a 413.",
-    "server.max_header_kib": "of a request's line and headers; larger ones get a 431.",
-    "server.max_queued": "answers that wait, in the queue or in an engine (n = 4 asks for four); more get a 429.",
+    "server.max_body_kib": "limit of a request's body; larger ones get a 413.",
+    "server.max_header_kib": "limit of a request's line and headers; larger ones get a 431.",
+    "server.max_queued": "limit of answers waiting in the queue or in an engine (n = 4 asks for four); more get a 429.",
     "classes.NAME.priority": "vLLM's priority of requests that state none, lower is more urgent; for recipes "
     "that order by it.",
     "keys.tenant": "the name under which its requests are counted and limited.",
     "engines.model": "the model's name, directory or hub id.",
     "engines.models.model": "as in [[engines]].",
-    "engines.served_name": "the model's name in the gateway; unset, what the vLLM at `url` calls it, or the "
+    "engines.served_name": "the model's name in the gateway; unset, its name in the vLLM at `url`, or the "
     "last part of the path or hub id.",
-    "engines.url": "of a vLLM that runs already.",
-    "engines.port": "of a vLLM that Headway starts; unset, a free one.",
-    "engines.cores": 'CPU cores, such as "0-1"; unset, all that it may use.',
+    "engines.url": "address of a running vLLM.",
+    "engines.port": "port of a vLLM that Headway starts; unset, a free one.",
+    "engines.cores": 'CPU cores, such as "0-1"; unset, all.',
     "engines.async_scheduling": "vLLM's --async-scheduling; unset, as vLLM decides.",
-    "engines.health_timeout_s": "after which an API server that does not answer /health is taken for hung.",
-    "engines.silence_timeout_s": "after which an engine core that ends no iteration is taken for hung (with "
+    "engines.health_timeout_s": "time after which an API server that does not answer /health counts as hung.",
+    "engines.silence_timeout_s": "time after which an engine core that ends no iteration counts as hung (with "
     "Headway's scheduler inside).",
     "engines.eager": "vLLM's --enforce-eager; unset, only on CPUs, where compiling takes most of a start.",
     "engines.args": "more arguments of `vllm serve`.",
-    "engines.start_timeout_s": "in which an engine must be ready after its start.",
-    "backends.NAME.image": 'of the containers with isolation = "docker"; it has python3.',
-    "backends.NAME.start_timeout_s": "in which a worker must be ready after its start.",
+    "engines.start_timeout_s": "time for an engine to become ready after its start.",
+    "backends.NAME.image": 'image of the containers with isolation = "docker"; it has python3.',
+    "backends.NAME.start_timeout_s": "time for a worker to become ready after its start.",
 }
 _CONFIGURATION = """# Configuration reference
 
 Written by `python -m tools.reference` from `headway.config`; do not edit. `headway config show` prints the
 configuration in effect, and a file with one wrong key is refused. Every setting has a default unless it says
-*required*, so an empty file serves SmolLM2 on this machine. Meanings continue the setting's name ("of all its
-files").
+*required*, so an empty file serves SmolLM2 on this machine.
 """
 _CLI = """# Command-line reference
 
