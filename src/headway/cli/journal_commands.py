@@ -40,19 +40,20 @@ def explain(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Request id (x-request-id of its answer); default: list the worst. "
+            help="Request id (x-request-id of its answer); default: list those with the largest SLO violations. "
             "Or the folder of a simulated run: DIR/runs/RECIPE of simulate --out DIR."
         ),
     ] = None,
     request: Annotated[
-        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the worst.")
+        str | None,
+        typer.Argument(
+            help="Request of a simulated run, r17 or 17; default: list those with the largest SLO violations."
+        ),
     ] = None,
     journal: JournalDir = None,
     config: ConfigFile = None,
     since: Since = None,
-    worst: Annotated[
-        int | None, typer.Option(min=1, help="Number of requests to list, largest violations first.")
-    ] = None,
+    worst: Annotated[int | None, typer.Option(min=1, help="Number of requests to list, the worst first.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:
