@@ -64,8 +64,7 @@ _CONFIGURATION = """# Configuration reference
 
 Written by `python -m tools.reference` from `headway.config`; do not edit. `headway config show` prints the
 configuration in effect, and a file with one wrong key is refused. Every setting has a default unless it says
-*required*, so an empty file serves SmolLM2 on this machine. Meanings continue the setting's name ("of all its
-files").
+*required*, so an empty file serves SmolLM2 on this machine.
 """
 _CLI = """# Command-line reference
 

@@ -157,7 +157,7 @@ def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_pa
     assert story.seconds() == {"outside": pytest.approx(0.2), "unseen": pytest.approx(0.8)}
     for i in (0, 1):
         said = explain.verdict(past_.run, past_.timeline(i))
-        assert "inside e0, and this journal does not say what happened to it there" in said
+        assert "inside e0, and this journal does not have the details" in said
     folder = written(past_.journal, tmp_path)
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["explain", "a", "--journal", str(folder)]).stdout
     assert "/metrics" in shown

@@ -170,7 +170,7 @@ def test_a_missing_part_is_named() -> None:
         ("a", "process", None),
         ("aa", "process", None),
         ("ab", "namespaces", None),
-        ("ab", "process", "backends.python .* keeps no tenant"),
+        ("ab", "process", "backends.python .* does not separate tenants"),
     ],
 )
 def test_code_of_clients_is_not_executed_for_anybody(tenants: str, isolation: str, said: str | None) -> None:

@@ -1,1 +1,1 @@
-"""The command `headway`."""
+"""The command line, `headway`."""

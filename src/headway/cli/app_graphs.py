@@ -1,4 +1,4 @@
-"""`headway apps`: demand graphs on disk as tables and pictures; import from recorded runs, export."""
+"""`headway apps`: lists, draws, imports and exports the demand graphs on disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headway.policy.apps.knowledge import SHARED
 from headway.simulate.workload import applications
 from headway.whatif.output.results import Grid
 
-_WAYS = 3  # next units that a table names
+_NEXT_UNITS = 3  # most next units that a table names
 _UNIT_COLUMNS = ("unit", "backend", "visits", "next units", "median / 95th percentile")
 
 
 def files(config: Path | None, folder: Path | None) -> GraphFiles:
-    """Return the directory of graphs: the one given, or that of the configuration. ConfigError without."""
+    """Return the graphs in `folder`, by default that of the configuration. ConfigError if it has none."""
     folder = folder or configuration.load(config).apps_dir
     if folder is None:
         raise ConfigError("The configuration keeps no demand graphs.", "Set apps.dir, or give --dir.")
@@ -56,7 +56,7 @@ def show(stored: GraphFiles, app: str, tenant: str | None, out: Path | None) -> 
 
 
 def import_graphs(stored: GraphFiles, path: Path, tenant: str | None) -> None:
-    """Store a graph, or those that recorded runs teach, for a tenant; None = shared by all tenants."""
+    """Store a graph, or those learned from recorded runs, for a tenant; None = shared by all tenants."""
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         graphs = list(applications.graphs_of(applications.read(path)).values())
     else:
@@ -75,7 +75,7 @@ def export(stored: GraphFiles, app: str, tenant: str | None, out: Path) -> None:
 
 
 def _readable(stored: GraphFiles) -> Iterator[tuple[Path, str, Graph]]:
-    """Yield the graphs by tenant and application; what cannot be read is named on the error output."""
+    """Yield the graphs by tenant and application; print unreadable files on stderr."""
     found = []
     for path in stored.paths():
         try:
@@ -86,7 +86,7 @@ def _readable(stored: GraphFiles) -> Iterator[tuple[Path, str, Graph]]:
 
 
 def _find(stored: GraphFiles, app: str, tenant: str | None) -> tuple[str, Graph]:
-    """Return the graph of an application; without a tenant, the only one there is."""
+    """Return the graph of an application; without a tenant, it must be the only one."""
     graphs = [(of, graph) for _, of, graph in _readable(stored)]
     found = [(of, graph) for of, graph in graphs if graph.app == app and tenant in (None, of)]
     if len(found) == 1:
@@ -101,7 +101,7 @@ def _find(stored: GraphFiles, app: str, tenant: str | None) -> tuple[str, Graph]
 
 
 def _unit_line(unit: Unit) -> list[str]:
-    nexts = "\n".join(_ways(unit))
+    nexts = "\n".join(_next_units(unit))
     visits = [record.visit for record in unit.records]
     figures = {"seconds": [visit.seconds for visit in visits]}
     if unit.backend == LLM:
@@ -114,13 +114,13 @@ def _unit_line(unit: Unit) -> list[str]:
     return [unit.name, unit.backend, str(len(visits)), nexts, demand]
 
 
-def _ways(unit: Unit) -> list[str]:
+def _next_units(unit: Unit) -> list[str]:
     """Return the most frequent next units with their shares, and the share of all others."""
-    ways = [(name or "end", share) for name, share in unit.next_units.items()]
-    rare = ways[_WAYS:]
+    shares = [(name or "end", share) for name, share in unit.next_units.items()]
+    rare = shares[_NEXT_UNITS:]
     if len(rare) > 1:
-        ways[_WAYS:] = [(f"{len(rare)} others", sum(share for _, share in rare))]
-    return [f"{name} {share:.0%}" for name, share in ways]
+        shares[_NEXT_UNITS:] = [(f"{len(rare)} others", sum(share for _, share in rare))]
+    return [f"{name} {share:.0%}" for name, share in shares]
 
 
 def _percentiles(values: list[float]) -> str:

@@ -50,25 +50,25 @@ def _common(quick: Quick = False, as_json: Json = False, seed: Seed = 0, out: Ou
 
 
 def command(run: str = "", *, quick: object = Quick) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds a benchmark to `headway bench`, with the options that each has.
+    """Return a decorator that adds a benchmark to `headway bench`, with the options of `_common`.
 
     The function takes an `Ask` and the benchmark's own options. run: "module:function" to call in its place;
     quick: annotation of --quick.
     """
 
-    def added(function: Callable[..., None]) -> Callable[..., None]:
+    def add(function: Callable[..., None]) -> Callable[..., None]:
         def call(quick: bool, as_json: bool, seed: int, out: Path | None, **options: Any) -> None:
             (attribute(run) if run else function)(Ask(quick, as_json, seed, out), **options)
 
         _, *own = signature(function, eval_str=True).parameters.values()
         first, *others = signature(_common, eval_str=True).parameters.values()
-        asked = Signature([*own, first.replace(annotation=quick), *others])
-        update_wrapper(call, function, ("__module__", "__name__", "__doc__"), ()).__dict__["__signature__"] = asked
-        call.__annotations__ = {one.name: one.annotation for one in asked.parameters.values()}
+        options = Signature([*own, first.replace(annotation=quick), *others])
+        update_wrapper(call, function, ("__module__", "__name__", "__doc__"), ()).__dict__["__signature__"] = options
+        call.__annotations__ = {one.name: one.annotation for one in options.parameters.values()}
         bench_app.command()(call)
         return function
 
-    return added
+    return add
 
 
 @command()
@@ -162,7 +162,7 @@ def with_slos(mix: mixes.Mix, slos: list[str] | None) -> mixes.Mix:
 def _arrivals(
     trace: str | None, limit: int | None, rate: float | None, duration: float, burstiness: float, rng: Any
 ) -> Any:
-    """Return arrival seconds: a trace's own (rescaled to `rate` if given), else gamma or Poisson."""
+    """Return arrival times in seconds, from a trace (rescaled to `rate` if given) or a gamma or Poisson process."""
     from headway.simulate.workload import traces, traffic
 
     if trace is None:

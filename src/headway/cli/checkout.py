@@ -1,4 +1,4 @@
-"""Benchmarks that are in no wheel: found in the folder `benchmarks` of a checkout, beside `src`."""
+"""Finds the benchmarks that the wheel lacks, in the folder `benchmarks` of a checkout."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _FOLDER = "benchmarks"
 
 
 class Shipped(TyperGroup):
-    """`headway bench` where there is no checkout."""
+    """`headway bench` without a checkout."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command; ConfigError for one that is not in the wheel."""
+        """Return the command. ConfigError if the wheel lacks it."""
         found = super().get_command(ctx, cmd_name)
         if found is None:
             raise ConfigError(
-                f"Of the benchmarks only {' and '.join(self.list_commands(ctx))} are in the package; "
-                "others run from a checkout.",
-                "Clone the repository, run `make install` in it, and then .venv/bin/headway from there.",
+                f"The package has only the benchmarks {' and '.join(self.list_commands(ctx))}; "
+                "the others run from a checkout.",
+                "Clone the repository, run `make install` in it, and use its .venv/bin/headway.",
             )
         return found
 
 
 def bench_commands(package: Path | None = None) -> typer.Typer:
-    """Return the commands of `headway bench`: all of a checkout, or those that ship.
+    """Return the commands of `headway bench`: all in a checkout, else those in the wheel.
 
-    package: the folder of the package `headway`, by default the one that runs.
+    package: the folder of the package `headway`, by default the running one.
     """
     root = (package or Path(headway.__file__).parent).parent.parent
     if not (root / _FOLDER / "cli.py").is_file():
@@ -48,7 +48,7 @@ def bench_commands(package: Path | None = None) -> typer.Typer:
             if getattr(command.callback, "__module__", None) == shipped.__name__
         ]
         return own
-    if str(root) not in sys.path:  # of this process, of those that it spawns, and of those that it runs
+    if str(root) not in sys.path:  # below for this process, in PYTHONPATH for its children
         sys.path.append(str(root))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))
     app: typer.Typer = attribute(f"{_FOLDER}.cli:bench_app")

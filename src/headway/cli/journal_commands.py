@@ -19,46 +19,49 @@ JournalDir = Annotated[
     Path | None,
     typer.Option(help="Folder of a gateway's journal; default: where headway serve keeps it with --config."),
 ]
-Since = Annotated[str | None, typer.Option(help="Requests that ended after: 90m, 24h or 7d ago, or 2026-11-23 10:00.")]
-Until = Annotated[str | None, typer.Option(help="Requests that ended before; like --since.")]
-
-
+Since = Annotated[
+    str | None, typer.Option(help="Only requests that ended after this: 90m, 24h or 7d ago, or 2026-11-23 10:00.")
+]
+Until = Annotated[str | None, typer.Option(help="Only requests that ended before this; like --since.")]
 TraceFile = Annotated[
     str | None, typer.Option(help="A file of arrivals and lengths (docs/simulate.md), instead of --journal.")
 ]
 Today = Annotated[
-    list[str] | None, typer.Option(help="Present instances, as in headway simulate; default: the journal's.")
+    list[str] | None, typer.Option(help="Today's instances, as in headway simulate; default: the journal's.")
 ]
-FleetToday = Annotated[Path | None, typer.Option(help="File of present instances and classes, as in headway simulate.")]
+FleetToday = Annotated[Path | None, typer.Option(help="File of today's instances and classes, as in headway simulate.")]
 TraceSlo = Annotated[str, typer.Option(help="With --trace: SLO of classes that --fleet does not name, in ms.")]
 Wanted = Annotated[str, typer.Option(help="Recipes to compare, the preferred one first.")]
 Target = Annotated[float, typer.Option(min=1, max=100, help="Least attainment of every class, in %.")]
-Stretch = Annotated[str, typer.Option(help="Length of the busiest stretch, which is simulated.")]
+Stretch = Annotated[str, typer.Option(help="Simulate only the busiest stretch of this length.")]
 
 
 def explain(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Request id (x-request-id of its answer); default: list the most late ones. "
+            help="Request id (x-request-id of its answer); default: list those with the largest SLO violations. "
             "Or the folder of a simulated run: DIR/runs/RECIPE of simulate --out DIR."
         ),
     ] = None,
     request: Annotated[
-        str | None, typer.Argument(help="Request of a simulated run, r17 or 17; default: list the most late.")
+        str | None,
+        typer.Argument(
+            help="Request of a simulated run, r17 or 17; default: list those with the largest SLO violations."
+        ),
     ] = None,
     journal: JournalDir = None,
     config: ConfigFile = None,
     since: Since = None,
-    worst: Annotated[int | None, typer.Option(min=1, help="Number of requests to list, the most late first.")] = None,
+    worst: Annotated[int | None, typer.Option(min=1, help="Number of requests to list, the worst first.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Show the whole timeline.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Explain why a request was late, simulated or real: time per state, requests served meanwhile."""
+    """Explain why a simulated or real request was late: time in each state, requests served meanwhile."""
     simulated = journal is None and run is not None and (request is not None or _is_path(run))
     asked = request if simulated else run
     if asked is not None and worst is not None:
-        raise ConfigError(f"--worst lists requests, and {asked} is one.", "Give one of the two.")
+        raise ConfigError(f"--worst lists requests, but {asked} names one.", "Give only one of them.")
     if simulated and run is not None:
         from headway.store.journal.writer import PATTERN
         from headway.whatif.explain import main
@@ -70,13 +73,13 @@ def explain(
     from headway.whatif.journal import explain as real
 
     if request is not None:
-        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give the request alone.")
+        raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give only the request.")
     folder = folder_of(journal, config)
     real.main(folder, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
 
 
 def _is_path(text: str) -> bool:
-    """Tell a folder, even one that does not exist, from the id of a request."""
+    """Tell whether this is a folder, even a missing one, and not a request id."""
     return "/" in text or Path(text).exists()
 
 
@@ -88,7 +91,7 @@ def report(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Report what was served: attainment, tails, drops and headroom by class, tenant and engine."""
+    """Report on served requests: attainment, tails, drops and headroom by class, tenant and engine."""
     from headway.whatif.journal.report import main
 
     folder = folder_of(journal, config)
@@ -113,7 +116,7 @@ def advise(
     seed: Seed = 0,
     out: Out = None,
 ) -> None:
-    """Say how many instances, which recipe and which batch limit keep the promises of your own traffic."""
+    """Find the number of instances, the recipe and the batch limit that keep the promises of your traffic."""
     from headway.whatif.journal import advise as advice
     from headway.whatif.journal.times import seconds
 
@@ -126,7 +129,7 @@ def advise(
 
 
 def folder_of(journal: Path | None, config: Path | None) -> Path:
-    """Return --journal, else where `headway serve` keeps it. ConfigError where there is none."""
+    """Return --journal, by default the folder of `headway serve`. ConfigError if there is no journal."""
     if journal is not None:
         return journal
     from headway.config import load
@@ -141,8 +144,8 @@ def folder_of(journal: Path | None, config: Path | None) -> Path:
     if not any(folder.glob(PATTERN)):
         raise ConfigError(
             f"There is no journal in {folder}, where headway serve keeps it with {whose}.",
-            "It begins with the first request that ends. Give --config FILE where the gateway has one (its "
-            '[journal] dir must not be "none"), or --journal DIR.',
+            "It begins with the first request that ends. Give the gateway's --config FILE (whose [journal] dir "
+            'must not be "none"), or --journal DIR.',
         )
     return folder
 
@@ -150,7 +153,7 @@ def folder_of(journal: Path | None, config: Path | None) -> Path:
 def fleet_of(
     instance: list[str] | None, fleet: Path | None, sizes: dict[str, int]
 ) -> tuple[list[Spec], list[TrafficClass]]:
-    """Return the specs of --instance and --fleet, and the file's traffic. sizes: where they say nothing."""
+    """Return the specs of --instance and --fleet, and the file's traffic. sizes: defaults of the specs."""
     from headway.simulate.fleet import spec
     from headway.whatif.scenario import load
 
@@ -169,7 +172,7 @@ def source_of(
     slo: str,
     seed: int,
 ) -> JournalSource:
-    """Return real traffic, from options; without specs on the engines of the journal, by default config's."""
+    """Return the real traffic that the options name. specs: its fleet; empty = the journal's engines."""
     from headway.whatif.journal.source import JournalSource
 
     journal = journal if trace else folder_of(journal, config)

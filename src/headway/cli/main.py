@@ -19,9 +19,9 @@ from headway.cli.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.watch import json_log
 
-_NAMES = {"help_option_names": ["-h", "--help"]}  # commands and groups below inherit them
+_SETTINGS = {"help_option_names": ["-h", "--help"]}  # inherited by all commands
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, context_settings=_NAMES, pretty_exceptions_enable=False)
+app = typer.Typer(help=__doc__, no_args_is_help=True, context_settings=_SETTINGS, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
 config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
@@ -39,17 +39,17 @@ def main() -> None:
         app()
     except HeadwayError as error:
         for one in error.parts if isinstance(error, ConfigError) else (error,):
-            _tell(one)
+            _print_error(one)
         sys.exit(2)
 
 
-def _tell(error: HeadwayError) -> None:
-    """Write an error to stderr, in the format of the log."""
+def _print_error(error: HeadwayError) -> None:
+    """Print an error on stderr, in the format of the log."""
     if json_log.is_on():
         json_log.log.error("%s %s", error.message, error.hint)
         return
     console = Console(stderr=True)
-    pipe = not console.is_terminal  # paths in it stay in one piece
+    pipe = not console.is_terminal  # do not break paths into lines
     console.print(f"[red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=pipe)
     console.print(f"[green]hint:[/]  {escape(error.hint)}", highlight=False, soft_wrap=pipe)
 
@@ -90,7 +90,7 @@ def serve(
     url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
     drain: Annotated[
-        int | None, typer.Option(min=0, help="Seconds that running requests get when the gateway stops.")
+        int | None, typer.Option(min=0, help="Seconds for requests in progress when the gateway stops.")
     ] = None,
 ) -> None:
     """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
@@ -117,7 +117,7 @@ def gateway(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for logs.")] = None,
 ) -> None:
-    """Serve the API, with a controller and agents in other processes, reached over RabbitMQ."""
+    """Serve the API with a controller and agents in other processes, over RabbitMQ."""
     from headway.cluster.roles.main import gateway as run
     from headway.config import load
 
@@ -128,7 +128,7 @@ def gateway(
 
 @app.command()
 def controller(config: ConfigFile = None, port: Probes = None) -> None:
-    """Plan for gateways and agents in other processes; of several controllers one leads."""
+    """Plan for gateways and agents in other processes; only one of several controllers leads."""
     from headway.cluster.roles.main import controller as run
     from headway.config import load
 
@@ -172,7 +172,7 @@ def up(config: ConfigFile = None, address: Address = None) -> None:
 
 @app.command()
 def down(config: ConfigFile = None, address: Address = None) -> None:
-    """Stop all that `headway up` runs on a Ray cluster; gateways first, once they have answered."""
+    """Stop everything that `headway up` runs on a Ray cluster, gateways first, after their open requests."""
     from headway.cluster.up.command import down as run
     from headway.config import load
 
@@ -242,11 +242,11 @@ def vary(
 
 Resolved = Annotated[
     bool,
-    typer.Option("--resolved", help="Print what vLLM makes of each engine instead, beside plain vllm serve (20 s)."),
+    typer.Option("--resolved", help="Print each engine's settings as vLLM resolves them, beside vllm serve's (20 s)."),
 ]
 ForDevice = Annotated[
     str | None,
-    typer.Option("--device", help="The same as if it ran on another device: cpu, a100, b200, h100, h200, l4, mi300."),
+    typer.Option("--device", help="Like --resolved, for another device: cpu, a100, b200, h100, h200, l4, mi300."),
 ]
 
 
@@ -268,7 +268,7 @@ def show(config: ConfigFile = None, resolved: Resolved = False, device: ForDevic
 
 @queue_app.command("recover")
 def recover_queue(config: ConfigFile = None) -> None:
-    """Recover what can be read of a damaged sqlite queue or file of batches; the old file is kept."""
+    """Recover the readable rows of a damaged sqlite queue or file of batches; the old file is kept."""
     from headway.cli.recover import main
     from headway.config import load
 

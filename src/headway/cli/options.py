@@ -1,4 +1,4 @@
-"""The options that several commands of `headway bench` take."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ Load = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
 Together = Annotated[
-    bool, typer.Option("--together", help="Keep all systems running at once: fewer starts, memory for all engines.")
+    bool, typer.Option("--together", help="Run all systems at once: fewer starts, but memory for all engines.")
 ]
-Tight = Annotated[bool, typer.Option("--tight", help="Give every engine KV for a third of a full batch only.")]
+Tight = Annotated[bool, typer.Option("--tight", help="Give every engine KV for only a third of a full batch.")]
 KvBlocks = Annotated[
     int | None,
     typer.Option(
@@ -59,7 +59,7 @@ PeerNames = Annotated[
     typer.Option(
         "--peers",
         help="Comma-separated gateways to measure beside Headway: litellm, sglang-router (`make peers` "
-        "installs them). Takes minutes longer, with --quick too.",
+        "installs them). Takes minutes longer, even with --quick.",
     ),
 ]
 
@@ -76,9 +76,7 @@ RunLoad = Annotated[
     float, typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity.")
 ]
 RunRate = Annotated[float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")]
-Scale = Annotated[
-    float, typer.Option(min=0.01, max=1, help="Recorded tokens, and seconds outside the LLM, times this.")
-]
+Scale = Annotated[float, typer.Option(min=0.01, max=1, help="Factor for recorded tokens and seconds outside the LLM.")]
 
 # ---- of `headway bench fleet`
 
@@ -91,17 +89,17 @@ Swapping = Annotated[
     ),
 ]
 FleetRate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")]
-Tail = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that asks for the rare model.")]
+Tail = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests for the rare model.")]
 Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
 FleetSimulated = Annotated[
-    bool, typer.Option("--simulated", help="In virtual time (SIMULATED), without engines; means over seeds.")
+    bool, typer.Option("--simulated", help="Simulate in virtual time (SIMULATED), without engines; means over seeds.")
 ]
-FleetSeeds = Annotated[int, typer.Option(min=1, help="With --simulated: seeds, from --seed on.")]
+FleetSeeds = Annotated[int, typer.Option(min=1, help="With --simulated: number of seeds, from --seed on.")]
 FleetQuick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="About a minute, most of it to start two engines: one system (qlm), 10 s of arrivals, two "
-        "models of one shape; leaves out the model that needs a restart of vLLM.",
+        help="About a minute, mostly for the start of two engines: one system (qlm), 10 s of arrivals, two "
+        "models of one shape, without the model that needs a restart of vLLM.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""`headway queue recover`: damaged SQLite files of accepted work are replaced by what can be read of them."""
+"""`headway queue recover`: replaces damaged SQLite files of accepted requests by their readable rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.store.sqlite.rescue import Recovered
 
 
 def main(config: Config) -> None:
-    """Recover queue and batches, as far as they are damaged, and print what became of them."""
+    """Recover the queue and the batches if they are damaged, and print the result."""
     done = dict[str, Recovered | None]()
     if config.broker.kind == "sqlite":
         done["requests"] = recover_jobs(str(config.broker.sqlite.file))
@@ -23,5 +23,5 @@ def main(config: Config) -> None:
             total, still_open = recovered.counts
             print(f"{total} {what} recovered, {still_open} of them not ended yet.")
             lost = f"At least {recovered.unreadable}" if recovered.unreadable else "No"
-            print(f"{lost} rows could not be read; what a rescued file had of them is recovered.")
+            print(f"{lost} rows could not be read; those that an earlier rescue had saved are recovered.")
             print(f"The damaged file is kept as {recovered.aside}.")

@@ -1,4 +1,4 @@
-"""`headway config show --resolved`: what each engine is started with, beside plain `vllm serve`."""
+"""`headway config show --resolved`: compares each engine's settings with those of plain `vllm serve`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Settings = Mapping[str, Any]
 
 
 def main(config: Config, device: str | None) -> None:
-    """Print a table per engine that Headway starts, and its command line.
+    """Print the settings and the command line of each engine that Headway starts.
 
-    device: a name in `DEVICES`, or "cpu"; None = this machine. ConfigError for another one.
+    device: a name in `DEVICES`, or "cpu"; None = this machine. ConfigError for an unknown device.
     """
     if device is not None and device not in (*DEVICES, "cpu"):
         known = ", ".join(("cpu", *DEVICES))
@@ -66,9 +66,9 @@ def _cell(field: str, settings: Settings) -> str:
 
 
 def resolved_settings(lines: Sequence[Sequence[str]], devices: Sequence[str | None]) -> list[list[Settings]]:
-    """Return the settings that vLLM resolves from `vllm serve` arguments on each device, in a separate process.
+    """Return the settings that vLLM, in a separate process, resolves from `vllm serve` arguments on each device.
 
-    devices: names in `DEVICES`, None = this machine. EngineError when vLLM cannot be asked.
+    devices: names in `DEVICES`, None = this machine. EngineError when that process fails.
     """
     asked = subprocess.run(
         [sys.executable, "-m", "headway.engines.vllm.resolution"],
@@ -81,6 +81,6 @@ def resolved_settings(lines: Sequence[Sequence[str]], devices: Sequence[str | No
     )
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:]
-        raise EngineError(f"vLLM cannot be asked for its settings: {''.join(last)}", "Run headway doctor.")
+        raise EngineError(f"vLLM did not resolve its settings: {''.join(last)}", "Run headway doctor.")
     found: list[list[Settings]] = json.loads(asked.stdout)
     return found

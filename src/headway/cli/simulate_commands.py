@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.simulate.fleet import Spec
 
-# A literal, because importing `recipes` would load numpy for every command; a test compares both.
+# Spelled out, because importing `recipes` would load numpy for every command; a test compares them.
 _RECIPES = (
     "headway, vllm, priority, edf, slack, bros and its ablation bros-plain-blocks, bros-recompute, "
     "bros-no-parts, bros-paper, bros-no-replacement, bros-no-sizing, bros-lost-last; "
@@ -53,14 +53,12 @@ KvTokens = Annotated[
     int | None, typer.Option(min=16, help="KV capacity per instance, in tokens; default: the profile's.")
 ]
 ContextLength = Annotated[int, typer.Option(min=16, help="Context length.")]
-PlanUs = Annotated[float, typer.Option(min=0, help="Virtual microseconds that a plan takes per queued request.")]
-
-
+PlanUs = Annotated[float, typer.Option(min=0, help="Virtual planning time per queued request, in microseconds.")]
 RealTraffic = Annotated[
     Path | None,
     typer.Option(help="Folder of a gateway's journal; with --since or --config alone, headway serve's own."),
 ]
-LoadFactor = Annotated[float, typer.Option(min=0.01, help="With --journal or --trace: multiple of the traffic's rate.")]
+LoadFactor = Annotated[float, typer.Option(min=0.01, help="With --journal or --trace: factor of the traffic's rate.")]
 RecordMb = Annotated[float, typer.Option(min=0.1, help="Memory limit of a run's recording, MB.")]
 RunsOut = Annotated[Path | None, typer.Option(help="Directory for plots, report.json, report.html and runs/RECIPE.")]
 
@@ -86,7 +84,7 @@ def simulate(
     out: RunsOut = None,
     record_mb: RecordMb = 1000,
 ) -> None:  # fmt: skip
-    """Simulate recipes on a fleet in virtual time (SIMULATED): chat and best effort, or a file's traffic."""
+    """Simulate recipes on a fleet in virtual time (SIMULATED), with chat and best effort or given traffic."""
     from headway.whatif.experiment import Fleet
     from headway.whatif.scenario import mixed, uniform
     from headway.whatif.simulate import main
@@ -106,7 +104,7 @@ def simulate(
 
 
 def _equal(profile: str | None, count: int, sizes: dict[str, int]) -> list[Spec]:
-    """Return specs of equal instances; none without a profile."""
+    """Return the spec of equal instances; none without a profile."""
     return fleet_of([f"{profile}:{count}"], None, sizes)[0] if profile else []
 
 
@@ -135,7 +133,10 @@ def sweep(
         Path, typer.Option(help="Directory for cells, plots and reports; an existing one is continued.")
     ] = Path("out/sweep"),
 ) -> None:
-    """Simulate recipe x rate x seed on all cores (SIMULATED): latency and attainment by load. Resumable."""
+    """Simulate recipes at several rates and seeds on all cores (SIMULATED): latency and attainment by load.
+
+    The same command continues a stopped sweep.
+    """
     from headway.whatif import sweep as sweeps
     from headway.whatif.sweep_report import main
 

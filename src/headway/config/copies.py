@@ -1,4 +1,4 @@
-"""One `[[engines]]` table for several engines: `count` becomes that many, each with its own GPUs, cores and port."""
+"""Expands an `[[engines]]` table with `count` into that many engines, each with its own GPUs, cores and port."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def numbers(text: str) -> list[int]:
 
 
 def expanded(engines: Sequence[Engine]) -> tuple[Engine, ...]:
-    """Return every engine by itself (`count` 1), with the GPUs that it gets: the first that no other has.
+    """Return one entry per engine (`count` 1), with the first GPUs that no other engine has.
 
-    ConfigError when GPUs or cores cannot be divided so.
+    ConfigError when its cores cannot be divided evenly, or a setting fits only one engine.
     """
     taken = {card for i, engine in enumerate(engines) for card in _listed(i, "cards", engine.cards)}
     free = filterfalse(taken.__contains__, count())
@@ -32,13 +32,14 @@ def _copies(number: int, engine: Engine) -> Iterator[Engine]:
         return
     where, cores = f"engines.{number}", _listed(number, "cores", engine.cores)
     if engine.cards is not None or engine.url is not None:
-        problem = f"{where} has count = {engine.count} and {'cards' if engine.url is None else 'url'}, which names one."
-        fix = "Give the number of GPUs that each has (gpus = 1)." if engine.url is None else "Write a table for each."
+        name = "cards" if engine.url is None else "url"
+        problem = f"{where} has count = {engine.count}, but its {name} can belong to one engine only."
+        fix = "Give the number of GPUs per engine (gpus = 1)." if engine.url is None else "Write a table for each."
         raise ConfigError(problem, fix, param=f"{where}.count")
     share = len(cores) // engine.count
     if engine.cores is not None and share * engine.count != len(cores):
         problem = f"{where} has {len(cores)} cores for {engine.count} engines."
-        raise ConfigError(problem, "Give a number of cores that count divides evenly.", param=f"{where}.cores")
+        raise ConfigError(problem, "Give a number of cores that is a multiple of count.", param=f"{where}.cores")
     for k in range(engine.count):
         own = ",".join(map(str, cores[k * share : (k + 1) * share]))
         yield replace(engine, count=1, cores=own or None, port=None if engine.port is None else engine.port + k)

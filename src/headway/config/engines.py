@@ -1,4 +1,4 @@
-"""Engines in the configuration: instances of vLLM and what they serve."""
+"""Engines in the configuration: instances of vLLM and their models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 @dataclass(frozen=True, config=_STRICT)
 class Model:
-    """A model that an instance can load instead of its first one.
+    """A model that an engine can load instead of its first one.
 
     served_name: its name in the gateway; unset, the last part of its path or hub id.
     """
@@ -33,31 +33,31 @@ class Model:
 
 @dataclass(frozen=True, config=_STRICT)
 class Engine:
-    """One instance. With `url` Headway attaches to a running vLLM; without, it starts `vllm serve`.
+    """An instance of vLLM. With `url` Headway attaches to a running one; without, it starts `vllm serve`.
 
-    models: what it can load instead of `model`, which it serves first.
+    models: models that the engine can load instead of `model`, which it serves first.
     adapters: LoRA adapters of `model`: name -> directory. Requests name one as their model.
-    host_weights_gib: host memory for the weights of models that it does not serve; 0 = none are kept there.
-    sleep_mode: models of other shapes wait in sleeping processes (vLLM's sleep mode, on GPUs).
-    drain_timeout_s: a swap is given up when the streams in progress take longer than this to end.
-    max_running: requests computed in one iteration; unset, as vLLM decides for the device, or 16 on a CPU.
-    max_model_len: vLLM's --max-model-len; unset, the model's as far as the KV cache holds it, on a CPU at most 2048.
+    host_weights_gib: host memory for the weights of models that are not being served; 0 = none.
+    sleep_mode: keep models of other shapes in sleeping processes (vLLM's sleep mode, on GPUs).
+    drain_timeout_s: time for streams in progress to end before a model swap, which is otherwise given up.
+    max_running: limit of requests in one iteration; unset, as vLLM decides for the device, or 16 on a CPU.
+    max_model_len: vLLM's --max-model-len; unset, the model's if the KV cache can hold it, on a CPU at most 2048.
     max_batched_tokens: vLLM's --max-num-batched-tokens; unset, as vLLM decides for the device, or 2048 on a CPU.
-    slots: requests that may hold KV, running or paused.
-    max_gap_s: seconds that a stream which has begun may be silent while it holds its KV.
+    slots: limit of requests that hold KV, running or paused.
+    max_gap_s: longest silence of a stream that has begun and holds its KV.
     kv_gib: KV cache on a CPU; on a GPU use args = ["--gpu-memory-utilization", ...].
-    host_kv_gib: host memory for the KV of swapped requests; 0 = none, they are recomputed.
-    dtype: of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
-    api_key: what the vLLM at `url` asks for; one that Headway starts gets a random one.
-    device: of a stock vLLM at `url` that runs on a CPU: request fields that crash its release there are refused.
-        Engines with Headway's scheduler report them themselves.
-    tool_parser, reasoning_parser: of vLLM's (--tool-call-parser, --reasoning-parser); unset, what the model
-        is known for by its name; "none" = none.
+    host_kv_gib: host memory for the KV of swapped requests; 0 = recompute it instead.
+    dtype: type of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
+    api_key: key of the vLLM at `url`; an engine that Headway starts gets a random one.
+    device: "cpu" for a stock vLLM at `url` that runs on a CPU: Headway refuses the request fields that crash its
+        release there. Engines with Headway's scheduler report their device themselves.
+    tool_parser, reasoning_parser: vLLM's --tool-call-parser and --reasoning-parser; unset, chosen by the model's
+        name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
-    count: engines like this one; they share out `cores`, and each has the next `port`.
-    gpus: GPUs of each, the next that no other engine has; several compute as one (tensor parallel). Unset, all.
-    cards: GPUs by their places among those that Headway sees, such as "0-1", instead of gpus.
-    resources: that `headway up` asks Ray for: cpus, gpus, memory_gib, or names that nodes give their own.
+    count: number of equal engines; they divide `cores` among them, and use the ports from `port` on.
+    gpus: number of GPUs per engine, the first that no other engine has; several work in tensor parallel. Unset, all.
+    cards: indices of GPUs among those that Headway sees, such as "0-1", instead of gpus.
+    resources: resources to request from Ray with `headway up`: cpus, gpus, memory_gib, or custom resources of nodes.
     """
 
     model: str = "smollm2"
@@ -78,9 +78,9 @@ class Engine:
     max_batched_tokens: Count | None = None
     kv_gib: Count = 1
     host_kv_gib: Amount = 0.0
-    blocks: Count | None = None  # KV blocks when fewer than fit, for tests of full memory
+    blocks: Count | None = None  # number of KV blocks, if fewer than fit; for tests of full memory
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    cores: str | None = None  # CPU cores, such as "0-1"; None = all it may use
+    cores: str | None = None  # CPU cores, such as "0-1"; None = all
     eager: bool | None = None
     async_scheduling: bool | None = None  # None: wherever vLLM does
     tool_parser: str | None = None
@@ -92,16 +92,15 @@ class Engine:
     cards: str | None = None
     resources: dict[str, Amount] = field(default_factory=dict)
     start_timeout_s: Positive = 300.0
-    health_timeout_s: Positive = 30.0  # an API server that does not answer /health for so long has hung
-    silence_timeout_s: Positive = 300.0  # so has a core (with Headway's scheduler) that ends no iteration
-    request_timeout_s: Positive = 21600.0  # inside the engine, waiting included; then 504
+    health_timeout_s: Positive = 30.0  # an API server that does not answer /health for this long has hung
+    silence_timeout_s: Positive = 300.0  # an engine core without a finished iteration for this long has hung
+    request_timeout_s: Positive = 21600.0  # time in the engine, including waiting; then 504
 
     @property
     def name(self) -> str:
         """Return the model's name in the gateway and in the engine.
 
-        served_name, else what a vLLM that runs already calls it (its model as given), else the last part of
-        the path or hub id.
+        It is served_name, or the model as given for a running vLLM, or the last part of the path or hub id.
         """
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
 
@@ -112,7 +111,7 @@ class Engine:
 
     @property
     def served(self) -> dict[str, str]:
-        """Return the models that it serves or can load, the first one first: name -> model as given."""
+        """Return all models of the engine, `model` first: name -> model as given."""
         return {self.name: self.model} | {other.name: other.model for other in self.others}
 
 

@@ -1,4 +1,4 @@
-"""API keys with what they may claim, and secrets that a configuration names instead of spelling out."""
+"""API keys with their limits, and secrets that a configuration refers to instead of spelling them out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from headway.errors import ConfigError
 
 _LEAST = 8  # characters of a secret
-# A secret, or where it is: "env:NAME" or "file:PATH".
+# A secret, or its location: "env:NAME" or "file:PATH".
 Secret = Annotated[str, Field(min_length=_LEAST)]
 _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
@@ -20,15 +20,16 @@ _Name = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Key:
-    """An API key, the tenant of its requests, and the most that these may claim; unset = no limit.
+    """An API key, the tenant of its requests, and limits on these; unset = no limit.
 
     key: the key itself, "env:NAME" or "file:PATH".
-    classes: that they may name; "default" is that of requests that name none.
-    ttft_ms, tpot_ms, e2e_ms: the tightest SLO, whether it is the request's own or its class's. e2e_ms holds
-        for the deadline of a run, too.
-    priority: the most urgent (lowest) that a request may ask for itself; that of its class is the class's.
-    max_queued: a request is refused while this many of its tenant wait.
-    requests_per_min, tokens_per_min: as max_queued, of the tenant's requests and tokens in the last minute.
+    classes: classes that its requests may name; requests without a class have "default".
+    ttft_ms, tpot_ms, e2e_ms: the tightest SLO, from the request or its class. e2e_ms also limits the deadline of
+        a run.
+    priority: the most urgent (lowest) priority that a request may ask for; the priority of its class is not limited.
+    max_queued: number of the tenant's waiting requests at which another one is refused.
+    requests_per_min, tokens_per_min: number of the tenant's requests or tokens in the last minute at which another
+        request is refused.
     """
 
     key: Secret
@@ -44,9 +45,9 @@ class Key:
 
 
 def reveal(secret: str, setting: str) -> str:
-    """Return a secret, read from where it is. ConfigError, which does not quote it, if it is not there.
+    """Return a secret, read from its location. ConfigError, which never quotes it, if it cannot be read.
 
-    setting: what it is for, as messages name it.
+    setting: name of the setting in messages.
     """
     kind, _, place = secret.partition(":")
     if kind not in ("env", "file"):
@@ -55,7 +56,7 @@ def reveal(secret: str, setting: str) -> str:
         found = os.environ.get(place, "")
         if not found:
             problem = f"{setting} is in the environment variable {place}, which is not set."
-            raise ConfigError(problem, "Set it where headway serve starts.", param=setting)
+            raise ConfigError(problem, "Set it in the environment of headway serve.", param=setting)
     else:
         try:
             found = Path(place).expanduser().read_text("utf-8-sig").strip()
@@ -66,20 +67,18 @@ def reveal(secret: str, setting: str) -> str:
     if len(found) < _LEAST or not found.isascii() or not found.isprintable():
         raise ConfigError(
             f"{setting} holds no usable secret.",
-            f"It needs {_LEAST} printable ASCII characters or more, on one line.",
+            f"It needs at least {_LEAST} printable ASCII characters, on one line.",
             param=setting,
         )
     return found
 
 
 def revealed(keys: tuple[Key, ...]) -> dict[str, Key]:
-    """Return the keys by what clients send. ConfigError where a secret is missing, or one stands twice."""
+    """Return the keys by the secret that clients send. ConfigError if a secret is missing or repeated."""
     found: dict[str, Key] = {}
     for i, key in enumerate(keys):
         text = reveal(key.key, f"keys.{i}.key")
         if text in found:
-            raise ConfigError(
-                f"keys.{i}.key is the same as an earlier one.", "Give each entry of [[keys]] a key of its own."
-            )
+            raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
         found[text] = key
     return found

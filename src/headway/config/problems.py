@@ -1,4 +1,4 @@
-"""Errors of a configuration file: what is wrong and how to mend it, without quoting a secret."""
+"""Error messages for a configuration file: the problem and its fix, without quoting a secret."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pydantic_core import ErrorDetails
 
 from headway.errors import ConfigError, together
 
-# Table -> tables that are checked against it: keys name classes, a sandbox needs keys.
+# Table -> the tables that refer to it: keys name classes, a sandbox needs keys.
 _DEPENDENTS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
 _UNKNOWN = "unexpected_keyword_argument"
 
 
 def explain(error: ValidationError, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
-    """Word what pydantic found, unknown keys first, as what is wrong and how to fix it.
+    """Turn pydantic's errors into one ConfigError with hints, unknown keys first.
 
-    top, tables: the classes of the whole file, and of its tables by name.
+    top, tables: dataclass of the whole file, and dataclasses of its tables by name.
     """
     found = dict[tuple[int | str, ...], ErrorDetails]()
     for problem in sorted(error.errors(), key=lambda one: one["type"] != _UNKNOWN):
         place = problem["loc"]
-        # One of `models` has a problem for each of its alternatives, a name or a table.
+        # pydantic reports an entry of `models` twice: as a bad name and as a bad table.
         found.setdefault(place[:4] if place[2:3] == ("models",) else place, problem)
     return together([_explain(problem, where, top, tables) for problem in found.values()])
 
 
 def valid_part(data: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
-    """Return what pydantic accepts of a document, less the tables that are checked against a refused one."""
+    """Return the part of a document that pydantic accepts, without tables that refer to a refused one."""
     rest = deepcopy(dict(data))
     for table, *place in _places(error):
         if place and table in ("classes", "engines"):
@@ -54,9 +54,9 @@ def _remove(parent: Any, place: Sequence[int | str]) -> None:
 
 
 def unrelated(contradictions: Iterable[ConfigError], error: ValidationError) -> list[ConfigError]:
-    """Return the contradictions that name nothing that pydantic refused.
+    """Return the contradictions that do not involve settings that pydantic refused.
 
-    An unknown key may be any of its table misspelt, and an unknown table any table.
+    An unknown key may be a misspelling of any key in its table, an unknown table of any table.
     """
     unknown = {problem["loc"] for problem in error.errors() if problem["type"] == _UNKNOWN}
     if any(len(place) == 1 for place in unknown):
@@ -71,7 +71,7 @@ def _places(error: ValidationError) -> set[tuple[Any, ...]]:
 
 def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, Any]) -> ConfigError:
     names = [str(part) for part in problem["loc"]]
-    # The value may be an API key, in the wrong place too.
+    # The value may be an API key, even in the wrong place.
     secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
     secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"])  # a password may be in it
     if problem["type"] == _UNKNOWN:
@@ -80,13 +80,13 @@ def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, 
     path = ".".join(names)
     if problem["type"] == "missing":
         return ConfigError(f"{path} is missing in {where}.", "Add it.", param=path)
-    what = problem["msg"][:1].lower() + problem["msg"][1:]
+    message = problem["msg"][:1].lower() + problem["msg"][1:]
     seen = "" if secret else f" (it is {problem['input']!r})"
-    return ConfigError(f"{path} in {where}: {what}{seen}.", "Correct that value.", param=path)
+    return ConfigError(f"{path} in {where}: {message}{seen}.", "Correct that value.", param=path)
 
 
 def _hint(names: list[str], top: Any, tables: Mapping[str, Any]) -> str:
-    """Say what to do about a key that its table does not have: the table that has it, else a near name."""
+    """Return the hint for an unknown key: the table that has it, or a similar name."""
     *place, key = names
     table = tables.get(".".join(place), tables[place[0]]) if place else top
     if key in top.__dataclass_fields__:
@@ -97,7 +97,7 @@ def _hint(names: list[str], top: Any, tables: Mapping[str, Any]) -> str:
     near = get_close_matches(key, table.__dataclass_fields__, n=1, cutoff=0.5)
     if near:
         return f"Did you mean {near[0]!r}?"
-    return "Remove it; `headway config show` lists what there is."
+    return "Remove it; `headway config show` lists the known keys."
 
 
 def _mask(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a configuration that stand for themselves, from [backends.NAME] to [wire]."""
+"""The smaller tables of a configuration, from [backends.NAME] to [wire]."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Backend:
-    """What serves units of applications outside the LLM, for `POST /v1/backends/NAME`.
+    """A backend that executes the units of applications outside the LLM, for `POST /v1/backends/NAME`.
 
-    kind: "sandbox" executes Python code that clients send; "model" calls a model of your own; "module:Class"
-        is a backend of your own (`headway.cluster.backends.port.Backend`).
-    load: of a model: "module:function", which returns a callable; options: the function's arguments.
-    isolation: of a sandbox: "namespaces" (own files and processes, no network; Linux), "process" (none: for
-        code that you trust), or "docker" (a container of `image`, which has python3).
-    imports: modules that a sandbox has imported before it gets code.
-    env: names of environment variables that a sandbox is given; it has none of the gateway's otherwise.
-    processes: workers at a time, started ahead ones included. waiting: units that may wait for one.
-    keep_s: how long a model stays loaded after a unit.
-    timeout_s: of one unit. output_kib: of its output. memory_mib: of all processes of a sandbox together, with
-        "process" of each. disk_mib: of all files that it writes, with "process" of each.
+    kind: "sandbox" executes Python code that clients send; "model" calls your model; "module:Class" is your
+        implementation of `headway.cluster.backends.port.Backend`.
+    load: "module:function", which loads the model and returns a callable; options: the function's arguments.
+    isolation: isolation of a sandbox: "namespaces" (own files and processes, no network; Linux), "process" (none:
+        for code that you trust), or "docker" (a container of `image`, which has python3).
+    imports: modules that a sandbox imports before it gets code.
+    env: names of the gateway's environment variables that a sandbox inherits; unset, none.
+    processes: limit of workers, including those started ahead. waiting: limit of units that wait for a worker.
+    keep_s: time for which a model stays loaded after a unit.
+    timeout_s: limit of one unit. output_kib: limit of a unit's output. memory_mib: limit of all processes of a sandbox
+        together, with "process" of each. disk_mib: limit of all files of a sandbox, with "process" of each.
     """
 
     kind: Annotated[str, Field(pattern=r"^(sandbox|model|[\w.]+:\w+)$")]
@@ -54,13 +54,12 @@ class Backend:
 class Batches:
     """Files of requests that are answered within hours (`/v1/files`, `/v1/batches`).
 
-    dir: the directory of the files and of their progress, which gateways that share the queue share, too;
-        unset, beside the queue in sqlite, or within the one in PostgreSQL. "none", or a queue in memory =
-        there are no batches.
-    max_file_mib, max_lines: of one file. tenant_mib: of all files of a tenant.
-    max_open: batches of a tenant that have not ended.
-    lines: of a tenant's batches that wait for an engine or are in one at a time; unset, twice what the
-        engines compute at a time (engines.max_running).
+    dir: the directory of the files and their progress; gateways that share the queue share it, too. Unset, beside
+        the queue in sqlite, or in PostgreSQL with the queue. "none", or a queue in memory = no batches.
+    max_file_mib, max_lines: limit of one file. tenant_mib: limit of all files of a tenant.
+    max_open: limit of a tenant's batches that have not ended.
+    lines: limit of a tenant's batch requests that wait for an engine or are in one; unset, twice the engines'
+        batch limits (engines.max_running).
     """
 
     dir: Annotated[str, Field(min_length=1)] | None = None
@@ -73,13 +72,13 @@ class Batches:
 
 @dataclass(frozen=True, config=_STRICT)
 class Grammars:
-    """Limits of what one request's structured output may have: to compile it takes the engine's cores.
+    """Limits of one request's structured output, because compiling it occupies the engine's cores.
 
-    max_kib: of schemas, regular expressions, grammars and choices, as JSON.
-    max_depth: objects and arrays within each other in a schema.
-    max_regex: characters of all regular expressions, with what they repeat written out: "[a-z]{3}" has 3.
-    max_repeats: sum of the bounds of a schema, minLength, maxLength, minItems, maxItems and the like, and of a
-        grammar's counted repetitions.
+    max_kib: size of schemas, regular expressions, grammars and choices, as JSON.
+    max_depth: nesting depth of objects and arrays in a schema.
+    max_regex: characters of all regular expressions, with repetitions written out: "[a-z]{3}" has 3.
+    max_repeats: sum of a schema's bounds (minLength, maxLength, minItems, maxItems and the like) and of a grammar's
+        counted repetitions.
     """
 
     max_kib: Count = 64
@@ -92,9 +91,9 @@ class Grammars:
 class Journal:
     """The journal: a row per request that ended, and the engines' iterations, without text of prompts.
 
-    dir: its folder, which gateways on one machine may share; unset, beside the queue if that is on disk;
+    dir: directory of its files, which gateways on one machine may share; unset, beside the queue if that is on disk;
         "none" = no journal is kept.
-    max_mib: of all its files; the oldest are deleted first. days: files older than this are deleted, too.
+    max_mib: limit of all its files; the oldest are deleted first. days: age at which files are deleted.
     """
 
     dir: Annotated[str, Field(min_length=1)] | None = None
@@ -104,11 +103,11 @@ class Journal:
 
 @dataclass(frozen=True, config=_STRICT)
 class Log:
-    """What the gateway logs, to stderr.
+    """The gateway's log, on stderr.
 
-    level: of the least important lines that are written.
-    format: "text", or "json": one object per line.
-    access: a line for every HTTP request but probes (/health, /ready, /metrics), when it has ended.
+    level: level of the least important lines that are written.
+    format: "text", or "json" for one object per line.
+    access: log every HTTP request when it has ended, except probes (/health, /ready, /metrics).
     """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -120,9 +119,9 @@ class Log:
 class Tracing:
     """OpenTelemetry: a span for every request and each of its states, by OTLP over HTTP.
 
-    endpoint: of a collector, such as "http://localhost:4318"; unset = no tracing.
-    service: the name that the spans have there.
-    sample: share of the requests without a parent that get one; of others the parent decides.
+    endpoint: address of a collector, such as "http://localhost:4318"; unset = no tracing.
+    service: service name of the spans.
+    sample: share of the requests without a parent span that are traced; a parent decides for the others.
     """
 
     endpoint: str | None = None
@@ -132,12 +131,12 @@ class Tracing:
 
 @dataclass(frozen=True, config=_STRICT)
 class Postgres:
-    """The postgres broker's own settings.
+    """Settings of the postgres broker.
 
-    url: postgresql://USER:PASSWORD@HOST:PORT/DATABASE, or better where it is: "env:NAME" or "file:PATH". It
-        may ask for TLS (?sslmode=verify-full); what it leaves out is taken from PGPASSWORD and the like.
-    schema: of the database, for the queue alone; gateways that name the same one share it.
-    timeout_s: that the server may take for a connection or a commit.
+    url: postgresql://USER:PASSWORD@HOST:PORT/DATABASE, or better "env:NAME" or "file:PATH". It may ask for TLS
+        (?sslmode=verify-full); missing parts are taken from PGPASSWORD and the like.
+    schema: database schema for the queue alone; gateways that name the same schema share the queue.
+    timeout_s: limit for a connection or a commit.
     """
 
     url: Secret | None = None
@@ -147,11 +146,11 @@ class Postgres:
 
 @dataclass(frozen=True, config=_STRICT)
 class Up:
-    """What `headway up` runs on a Ray cluster beside an agent for each of [[engines]].
+    """The processes of `headway up` on a Ray cluster, besides an agent for each of [[engines]].
 
-    address: of the Ray cluster; "auto" = the one that this machine belongs to.
-    gateways, controllers: how many. The ports of gateways are server.port and those after it.
-    cpus, memory_gib: that each of these reserves on its node; agents have engines.resources.
+    address: address of the Ray cluster; "auto" = the cluster of this machine.
+    gateways, controllers: number of processes. Gateways use the ports from server.port on.
+    cpus, memory_gib: resources that each of these reserves on its node; agents reserve engines.resources.
     """
 
     address: Annotated[str, Field(min_length=1)] = "auto"
@@ -165,11 +164,11 @@ class Up:
 class Wire:
     """The RabbitMQ over which gateways, controllers and agents find each other; `headway serve` needs none.
 
-    url: amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS, or better where it is: "env:NAME" or
-        "file:PATH"; those of several nodes of a cluster with commas between.
-    name: of this Headway; several may share one RabbitMQ.
-    lease_seconds: a gateway or an agent that was silent for this long is taken for gone.
-    host: the address by which gateways reach the engines of an agent.
+    url: amqp://USER:PASSWORD@HOST:PORT/VHOST, or amqps:// for TLS, or better "env:NAME" or "file:PATH"; separate
+        the nodes of a cluster with commas.
+    name: name of this Headway; several may share one RabbitMQ.
+    lease_seconds: silence after which a gateway or an agent counts as gone.
+    host: address at which gateways reach an agent's engines.
     """
 
     url: Secret | None = None

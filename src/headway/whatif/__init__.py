@@ -1,1 +1,1 @@
-"""What-if questions: explain, report, advise, simulate, sweep, and comparisons of real servers."""
+"""Explain, report, advise, simulate and sweep, and comparisons of real servers."""

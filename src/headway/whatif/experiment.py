@@ -1,7 +1,7 @@
-"""Recipes on a simulated fleet: the same workload under each recipe, in the figures of real runs.
+"""Simulates a workload on a fleet under several recipes, with the figures of real runs.
 
-A simulated request becomes a `Record`, so that the code that judges real runs judges simulated ones. Planner
-and packers are those that serve; time is virtual and every result is labelled SIMULATED.
+Simulated requests become `Record`s, so the same code computes the figures of simulated and real runs. Planners
+and packers are those of `headway serve`; time is virtual and every result is labelled SIMULATED.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks
 
 
 class Machines(Protocol):
-    """What recipes are simulated on."""
+    """A fleet to simulate."""
 
     def instances(self, model: str) -> list[InstanceSpec]:
-        """Return the simulated instances. model: that instances without a name of their own serve."""
+        """Return the simulated instances. model: name of the model of instances that do not name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Instances as they are."""
+    """A fleet of given instances."""
 
     specs: tuple[InstanceSpec, ...]
 
@@ -89,7 +89,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of the simulator itself.
+    """The speed of a simulation.
 
     wall: seconds of wall time
     simulated: seconds of virtual time
@@ -111,9 +111,9 @@ class Results:
     """The results of a simulation, by recipe.
 
     records: records and counters, as `load.report.build` reads them
-    speeds: how fast the simulator was
+    speeds: speeds of the simulator
     events: refused requests, model swaps and planner time, in words
-    runs: recorded runs that were kept
+    runs: recorded runs
     """
 
     records: dict[str, tuple[list[Record], Counters]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Where recorded runs are kept, as `folder`/runs/RECIPE, and what their headers say.
+    """The folder for recorded runs, `folder`/runs/RECIPE, and fields of their headers.
 
     megabytes: limit of a recording
     """
@@ -138,7 +138,7 @@ class Keep:
     def run(
         self, recipe: str, instances: Sequence[InstanceSpec], workload: Workload, outcome: Outcome, recording: Recording
     ) -> Run:
-        """Write a run folder and return its run."""
+        """Write a run to its folder and return it."""
         machines = tuple(map(Machine.of, instances))
         header = Header(recipe, machines, self.seed, self.command, self.about)
         run = Run(header, workload, outcome, recording)
@@ -197,7 +197,7 @@ def _simulate(
     advance: Callable[[int], None],
     found: Results,
 ) -> None:
-    """Run the workload under one recipe and add what it gave to `found`."""
+    """Run the workload under one recipe and add the results to `found`."""
     instances = fleet.instances(workload.models[0])
     recorder = Recorder(keep.megabytes) if keep else None
     began = time.perf_counter()
@@ -212,12 +212,12 @@ def _simulate(
 
 
 def file_name(recipe: str) -> str:
-    """Return a recipe's name as a file name; module:attribute has characters that files should not."""
+    """Return a recipe's name without characters that do not belong in a file name, as in module:attribute."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", recipe)
 
 
 def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
-    """Raise ConfigError for an unknown recipe, or one that copies KV when the profile has no copy time."""
+    """Raise ConfigError for an unknown recipe, or one that copies KV if a profile has no bandwidth for that."""
     for name in recipes:
         recipe = find(name)
         unknown = [
@@ -227,7 +227,7 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
         ]
         if unknown:
             needs = recipe.packer(EngineSpec(1, 1)).kv.saves
-            other = "take another recipe" if needs else "say host_kv_gib=0 in --instance"
+            other = "use another recipe" if needs else "set host_kv_gib=0 in --instance"
             raise ConfigError(
                 f"{name} copies KV to the host; the profile of {unknown[0]} has no bandwidth for it.",
                 f"Add kv_copy_gb_s to a copy of its latency profile, or {other}.",
@@ -236,7 +236,7 @@ def _check(recipes: Sequence[str], instances: Sequence[InstanceSpec]) -> None:
 
 
 def _events(outcome: Outcome) -> str:
-    """Describe what a table of latencies does not show: refusals, model swaps, planner time."""
+    """Describe refusals, model swaps and planner time, which a table of latencies lacks."""
     parts = {
         "requests shed": outcome.shed,
         "requests infeasible": outcome.infeasible,
@@ -264,14 +264,14 @@ def records(workload: Workload, outcome: Outcome) -> list[Record]:
 
 
 def _record(tier: str, at: float, first: float, end: float, prompt: int, output: int, slo: Slo) -> Record:
-    """Return one request's record; without an end it was refused or fits no instance."""
+    """Return one request's record; a request without an end was refused or fits no instance."""
     if math.isfinite(end):
         return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo)
     return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: refused or too long", slo)
 
 
 def _slos(workload: Workload) -> list[Slo]:
-    """Return each request's SLO; equal ones share an object, so that 100,000 are made quickly."""
+    """Return each request's SLO; equal SLOs share an object, which is faster for 100,000 requests."""
     columns = np.stack([workload.ttft, workload.tpot, workload.e2e], axis=1)
     kinds, which = np.unique(columns, axis=0, return_inverse=True)
     limits = [[limit if math.isfinite(limit) else None for limit in kind] for kind in kinds.tolist()]

@@ -1,8 +1,7 @@
 """`headway explain`: why a request of a recorded run was late.
 
-The request's story (`simulate/record/timeline.py`) in words: a sentence with the largest cause, the SLO
-beside the measured latency, the seconds in each state, and a timeline with the requests that were served
-meanwhile.
+It puts the request's timeline (`simulate/record/timeline.py`) into words: a sentence with the main cause, the
+measured latency against the SLO, the seconds in each state, and the requests that were served meanwhile.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from headway.whatif import slo_violations
 from headway.whatif.output.results import SIMULATED, Grid, Line, emit
 from headway.whatif.slo_violations import SloResult
 
-# The cause that a state's seconds count for. Losing KV costs the wait and the recomputation.
+# State -> cause. Lost KV costs both the wait and the recomputation.
 _CAUSE = {state: "lost" if state in ("evicted", "saved", "recompute") else state for state in STATES}
-_LINES = 40  # of a timeline, without --all
+_LINES = 40  # most lines of a timeline, without --all
 _BAR = 12
 _NO_LOG = (
-    "unseen: this journal does not say what the engine did. It has that of engines with Headway's scheduler "
-    "that headway serve runs, not of an agent's or of one that died, nor of requests that were cancelled. "
-    "That engine's own /metrics and log show how busy it was, nothing of one request."
+    "unseen: the engine's work on this request is not in the journal. The journal covers engines with Headway's "
+    "scheduler under headway serve, but not agents' engines, engines that died, or cancelled requests. "
+    "The engine's /metrics and log show how busy it was, but not single requests."
 )
 _WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
 _COLOURS = {
@@ -51,7 +50,7 @@ _COLOURS = {
 
 
 def main(folder: Path, request: str | None, *, worst: int | None, as_json: bool, whole: bool) -> None:
-    """Print the story of a simulated request; without one, those with the largest SLO violations."""
+    """Explain a simulated request, by default list those with the largest SLO violations."""
     run = run_folder.load(folder)
     show(run, Reader(run).timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
@@ -66,9 +65,9 @@ def show(
     as_json: bool,
     whole: bool,
 ) -> None:
-    """Print the story of a request of a run, or those with the largest SLO violations.
+    """Explain a request of a run, or list those with the largest SLO violations.
 
-    timeline: what happened to the request of a row. source: where the run is from.
+    timeline: returns the timeline of the request in a row. source: folder of the run or the journal.
     """
     if request is None:
         rows = _worst(run, timeline, worst or 10)
@@ -90,7 +89,7 @@ def show(
 
 
 def verdict(run: Run, story: Timeline) -> str:
-    """Return one sentence: whether the request was late, by how much, and the largest cause."""
+    """Return one sentence: whether the request was late, by how much, and the main cause."""
     name = f"{run.name(story.request)} ({_tier(run, story.request)})"
     kept = slo_violations.of(run, story.request)
     missed = [one for one in kept if not one.met]
@@ -124,7 +123,7 @@ def _window(story: Timeline, promise: str) -> tuple[float, float]:
 
 
 def _cause(run: Run, story: Timeline, start: float, end: float) -> str:
-    """Return what most of the time between two instants was spent on."""
+    """Return the main cause of the time between two instants."""
     causes: Counter[str] = Counter()
     for state, seconds in story.seconds(start, end).items():
         causes[_CAUSE[state]] += seconds  # type: ignore[assignment]  # Counter adds any numbers
@@ -151,10 +150,10 @@ def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str
             return f"its own prompt of {prompt:,} tokens was computed{_beside(spans)}"
         case "unseen":
             names = " and ".join(dict.fromkeys(_where(run, span) for span in spans))
-            return f"it was inside {names}, and this journal does not say what happened to it there"
+            return f"it was inside {names}, and this journal does not have the details"
         case "transit":
             if max(spans, key=lambda span: span.seconds) is story.spans[-1]:
-                return "the engine had ended it, and its answer was on the way to its client"
+                return "the engine had finished it, and its answer was on the way to its client"
             return "it was on the way into the engine (its API server, or the iteration in progress)"
     each = f"its own {'' if output is None else f'{output:,} '}tokens were being generated"
     if math.isnan(story.crowded):
@@ -168,7 +167,7 @@ def _where(run: Run, span: Span) -> str:
 
 
 def _output(run: Run, story: Timeline) -> int | None:
-    """Return the tokens of its answer, None = a journal does not have them, as the answer is not complete."""
+    """Return the tokens of its answer, None = unknown: the journal has an incomplete answer."""
     known = story.finished or run.began is None
     return int(run.workload.output[story.request]) if known else None
 
@@ -183,18 +182,18 @@ def _sent(run: Run, spans: Sequence[Span]) -> str:
 
 
 def _no_other(run: Run) -> str:
-    """Say that there is no other request; a journal has only those of its gateways that have ended."""
+    """Return the words for "no other request"; a journal has only ended requests of its gateways."""
     return "no other request" if run.began is None else "no other request that this journal has"
 
 
 def _while(run: Run, spans: Sequence[Span]) -> str:
-    """Return what other requests computed meanwhile, in tokens (one request may appear in several spans)."""
+    """Return the tokens that other requests computed meanwhile; a request may appear in several spans."""
     got = _tokens(spans)
     return f" while others computed: {got}" if got else f" while {_no_other(run)} computed"
 
 
 def _beside(spans: Sequence[Span]) -> str:
-    """Return the other tokens in the iterations that computed its prompt; they make these longer."""
+    """Return the other tokens in the iterations that computed its prompt, which prolonged these."""
     got = _tokens(spans)
     return f", in iterations shared with others: {got}" if got else ""
 
@@ -215,7 +214,7 @@ def _to(spans: Sequence[Span]) -> str:
 
 
 def _full(run: Run, spans: Sequence[Span]) -> str:
-    """Return the KV in use meanwhile, which distinguishes a shortage of memory from one of batch slots."""
+    """Return the share of KV in use meanwhile, which tells a shortage of memory from one of batch slots."""
     lines = run.recording.iterations
     used = total = 0.0
     for span in spans:
@@ -245,9 +244,9 @@ def _times(count: int) -> str:
 
 
 def describe(run: Run, story: Timeline) -> dict[str, Any]:
-    """Return the story as JSON types; times are seconds, never NaN or infinite.
+    """Return the explanation as JSON types; times are seconds, never NaN or infinite.
 
-    began: the instant that they count from, None = of virtual time.
+    began: the wall-clock time from which they count, None = virtual time.
     """
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
@@ -297,7 +296,7 @@ def _worst(run: Run, timeline: Callable[[int], Timeline], count: int) -> list[di
 
 
 def render(run: Run, story: Timeline, *, whole: bool = False, lines: int = _LINES) -> Group:
-    """Return the verdict, the SLO, the seconds per state and the timeline, with its longest `lines` unless whole."""
+    """Return the verdict, the SLO, the seconds per state and the timeline: its longest `lines`, or all if `whole`."""
     output = _output(run, story)
     about = (
         f"{_label(run)}: recipe {run.header.recipe}; {int(run.workload.prompt[story.request]):,} tokens in, "
@@ -356,7 +355,7 @@ def _timeline(run: Run, story: Timeline, most: int) -> Table:
 
 
 def _bar(story: Timeline, span: Span) -> str:
-    """Draw the span on a bar from the arrival to the end."""
+    """Draw the span's part of a bar from the arrival to the end."""
     length = max(story.end - story.arrival, 1e-12)
     low = int(_BAR * (span.start - story.arrival) / length)
     high = max(round(_BAR * (span.end - story.arrival) / length), low + 1)
@@ -374,7 +373,7 @@ def _because(run: Run, span: Span) -> str:
 
 
 def _takers(run: Run, takers: Sequence[Taker]) -> str:
-    """Name the first few requests that gained blocks or a slot when this span began."""
+    """Name the first requests that gained blocks or a slot when this span began."""
     if not takers:
         return ""
     names = [
@@ -406,7 +405,7 @@ def _label(run: Run) -> str:
 
 
 def _instant(run: Run, seconds: float) -> str:
-    """Show an instant: of a simulated run in its seconds, of a real one as local time."""
+    """Format an instant: virtual seconds of a simulated run, local time of a real one."""
     if run.began is None:
         return f"{seconds:.3f} s"
     return datetime.fromtimestamp(run.began + seconds).isoformat(" ", "milliseconds")

@@ -1,6 +1,6 @@
-"""Plot of a recorded run over virtual time: tokens computed, batch, KV in use, waiting requests.
+"""Plots a recorded run over virtual time: computed tokens, batch, KV in use, waiting requests.
 
-Iterations are averaged over equal bins of time, since a run has far more iterations than a plot has pixels.
+It averages iterations over equal bins of time, because a run has far more iterations than a plot has pixels.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SOLID, _AREA = 1.4, 0.35
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A run in equal bins of time, all instances together.
+    """A run in equal bins of time, over all instances together.
 
-    edges: of the bins, one more than there are bins
+    edges: edges of the bins, one more than bins
     prefill, recompute: prompt tokens per second
     decodes, paused, waiting: mean requests over time while the engines ran
     kv: mean share of all blocks in use, %
@@ -143,7 +143,7 @@ def _waiting(axes: Axes, seen: Timeline) -> None:
 
 
 def _beside(axes: Axes, handles: list[Any] | None = None, x: float = 1.01) -> None:
-    """Put the legend beside the axes, where it covers no curve."""
+    """Put the legend beside the axes, so that it does not cover a curve."""
     shown = handles or axes.get_legend_handles_labels()[0]
     axes.legend(handles=shown, loc="upper left", bbox_to_anchor=(x, 1.02), frameon=False, fontsize=8)
 
@@ -155,10 +155,10 @@ def _rate(lines: Log, name: str) -> Floats:
 
 
 def _mean(lines: Log, values: Floats, edges: Floats) -> Floats:
-    """Return the mean over time of a value that holds during each iteration; 0 while nothing runs.
+    """Return the mean over time of a value that is constant during each iteration, and 0 between iterations.
 
-    The integral up to an edge is the sum over the iterations before it, plus part of the one that crosses
-    it, per instance; a bin is the difference between two edges.
+    The mean of a bin is the difference of the integral at its edges. The integral is the sum over all iterations
+    before the edge, plus part of an iteration that crosses it, for each instance.
     """
     total = np.zeros(edges.size)
     for instance in np.unique(lines["instance"]):

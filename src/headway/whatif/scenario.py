@@ -2,7 +2,7 @@
 
 A TOML file has [[instances]] tables with the keys of `simulate/fleet.py` and, optionally, [[traffic]] tables
 with those of `TrafficClass` in `simulate/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"),
-lengths, priority, max_tokens, slo_scale, tenants and drop (refuse what cannot be on time any more).
+lengths, priority, max_tokens, slo_scale, tenants and drop (refuse requests that can no longer be on time).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from headway.whatif.output.results import SIMULATED
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated: classes of traffic with Poisson arrivals on a fleet.
+    """Classes of traffic with Poisson arrivals on a fleet.
 
     about: the scenario in one sentence
     rate: arrivals per second
     duration: seconds of arrivals
-    plan_us: virtual microseconds that a plan takes per queued request
+    plan_us: virtual planning time per queued request, in microseconds
     """
 
     fleet: Fleet | Mixed
@@ -57,7 +57,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Requests as they came, on a fleet; otherwise as `Scenario`."""
+    """Given requests on a fleet; otherwise like `Scenario`."""
 
     fleet: Machines
     requests: Workload
@@ -72,20 +72,20 @@ class Recorded:
 
 
 def planning_time(scenario: Scenario | Recorded) -> Callable[[int], float]:
-    """Return the virtual seconds of a plan by the number of queued requests; `no_time` may run compiled."""
+    """Return a function: number of queued requests -> virtual seconds of a plan; `no_time` may run compiled."""
     return (lambda queued: scenario.plan_us * 1e-6 * queued) if scenario.plan_us else no_time
 
 
 def faster(workload: Workload, load: float) -> Workload:
-    """Return the same requests with their arrivals `load` times as fast; applications' stages as well."""
+    """Return the same requests with arrivals `load` times as fast, including later stages of applications."""
     return replace(workload, arrival=workload.arrival / load)
 
 
 def of_trace(trace: Trace, classes: Sequence[TrafficClass], slo: Slo, model: str) -> Workload:
     """Return the requests of a trace.
 
-    classes: [[traffic]] tables, of which SLO, priority, model, max_tokens and drop go to the requests of that
-        class in the trace. Its other classes, and all requests of a trace without classes, have `slo`.
+    classes: [[traffic]] tables with SLO, priority, model, max_tokens and drop of the trace's requests, by class.
+        Other requests of the trace have `slo`.
     """
     names = np.array(trace.tiers or ("chat",) * trace.at.size)
     known = {one.name: one for one in classes}
@@ -153,7 +153,7 @@ _TABLES = ("instances", "traffic")
 def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficClass]]:
     """Return the fleet and the traffic of a file; no [[traffic]] gives an empty list.
 
-    defaults: keys of every instance that does not set them
+    defaults: default values of the instances' keys
     Raises ConfigError with a hint.
     """
     try:
@@ -164,7 +164,7 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficCl
         raise ConfigError(f"{path} is not TOML: {error}.", "See https://toml.io for the syntax.") from error
     for key in data:
         if key not in _TABLES:
-            raise ConfigError(f"{path} has a table {key!r}.", "Use [[instances]] and [[traffic]].")
+            raise ConfigError(f"{path} has an unknown table {key!r}.", "Use [[instances]] and [[traffic]].")
     specs = [
         fleets.table({**defaults, **entry}, f"instance {i} of {path}")
         for i, entry in enumerate(_tables(data, "instances", path))
@@ -187,7 +187,7 @@ def _traffic(entry: dict[str, Any], path: Path) -> TrafficClass:
     except ValidationError as error:
         raise _explain(error, path) from None
     if "name" not in read:
-        raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Give it one for the reports.")
+        raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Add a name, which reports show.")
     values: dict[str, Any] = {**read, "slo": parse_slo(read.get("slo", ""))}
     if "tenants" in read:
         values["tenants"] = tuple(read["tenants"])

@@ -1,4 +1,4 @@
-"""`headway simulate`: recipes on a scenario in virtual time, with plots and a folder per recorded run."""
+"""`headway simulate`: simulates a scenario under several recipes, with plots and a folder per recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.whatif.scenario import Recorded, Scenario, planning_time
 def main(
     recipes: Sequence[str], scenario: Scenario | Recorded, *, as_json: bool, out: Path | None, record_mb: float = 1000.0
 ) -> None:
-    """Simulate, print the result, and write page, plots and runs when a folder is given."""
+    """Simulate, print the result, and write page, plots and runs to a folder if one is given."""
     began = time.perf_counter()
     workload, longer = scenario.workload()
     about = About(_describe(recipes, scenario, workload.models[0], longer), scenario.seed)
@@ -31,11 +31,11 @@ def main(
     )
     deliver(result, as_json=as_json, out=out, pictures=lambda: _pictures(found))
     for name in found.runs:
-        say(f"why was a request late: headway explain {out}/runs/{file_name(name)} --worst 10")
+        say(f"to see why requests were late: headway explain {out}/runs/{file_name(name)} --worst 10")
 
 
 def _describe(recipes: Sequence[str], scenario: Scenario | Recorded, model: str, longer: int) -> str:
-    """Return the scenario, the requests it leaves out, and the KV memory of each recipe, in words."""
+    """Describe the scenario, the number of requests left out, and the KV memory of each recipe."""
     parts = [scenario.about]
     if longer:
         parts.append(f"{longer} requests longer than any instance holds left out")

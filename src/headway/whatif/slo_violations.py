@@ -1,4 +1,4 @@
-"""SLO violations of a simulated run: which requests missed ttft, tpot or e2e, and by how many seconds.
+"""SLO violations of a run: which requests missed ttft, tpot or e2e, and by how many seconds.
 
 A tpot violation is the excess per token times the tokens of the output, so that it compares with a late first
 token.
@@ -18,8 +18,8 @@ from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints
 
 PROMISES = ("ttft", "tpot", "e2e")
-_NEAR = 3  # request ids that are suggested
-_SPELLED = 2000  # ids that a misspelt one is compared with
+_NEAR = 3  # most request ids to suggest
+_COMPARED = 2000  # most ids to compare with a misspelt one
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class SloResult:
 
     promise: ttft, tpot or e2e
     promised: limit
-    seen: measured value, inf when it never came
-    late: seconds by which it missed the limit
+    seen: measured value, inf if it was never reached
+    late: seconds by which the request missed the limit
     """
 
     promise: str
@@ -43,7 +43,7 @@ class SloResult:
 
 
 def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return each metric of each request in seconds; inf for what never came, tpot 0 for one token."""
+    """Return each metric of each request in seconds; inf if it was never reached, tpot 0 for one token."""
     rest = np.maximum(workload.output - 1, 1)
     tpot = np.where(workload.output > 1, (outcome.end - outcome.first) / rest, 0.0)
     columns = {"ttft": outcome.first - workload.arrival, "tpot": tpot, "e2e": outcome.end - workload.arrival}
@@ -52,7 +52,7 @@ def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
 
 
 def judged(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return what the targets are held against: as `seen`, but a token line's tpot counts from its start."""
+    """Return the values to compare with the targets: as `seen`, but with pace "line" the tpot counts from its start."""
     columns = seen(workload, outcome)
     line = (workload.line == 1) & (columns["ttft"] < workload.ttft)
     rest = np.maximum(workload.output - 1, 1)
@@ -61,13 +61,13 @@ def judged(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
 
 
 def met(workload: Workload, outcome: Outcome) -> Bools:
-    """Tell which requests met every target that they have."""
+    """Tell which requests met all of their targets."""
     within = [column <= getattr(workload, name) for name, column in judged(workload, outcome).items()]
     return np.asarray(np.all(within, axis=0))
 
 
 def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return the seconds by which each request missed each metric, 0 when it met it or has no limit."""
+    """Return the seconds by which each request missed each metric, 0 if it met it or has no limit."""
     times = {"ttft": 1, "tpot": np.maximum(workload.output - 1, 1), "e2e": 1}
     found = {}
     for name, column in judged(workload, outcome).items():
@@ -97,7 +97,7 @@ def worst(run: Run, count: int) -> Ints:
 
 
 def find(run: Run, request: str) -> int:
-    """Return the row of "r17" or "17", or of the id that the run has. ConfigError for an unknown id."""
+    """Return the row of request "r17" or "17", or of an id of the run. ConfigError for an unknown id."""
     if run.workload.ids:
         return _named(run.workload, request.strip())
     text, size = request.strip(), len(run.workload)
@@ -108,26 +108,26 @@ def find(run: Run, request: str) -> int:
         raise ConfigError(f"There is no request {request!r}: the run has none.", "Explain another run.")
     raise ConfigError(
         f"There is no request {request!r}: the run has r0 to r{size - 1}.",
-        f"Did you mean {', '.join(_near(text, digits, size))}? --worst 10 lists the latest.",
+        f"Did you mean {', '.join(_near(text, digits, size))}? --worst 10 lists the largest violations.",
     )
 
 
 def _named(workload: Workload, id: str) -> int:
-    """Return the row of a request with an id of its own. ConfigError, with similar ones, if there is none."""
+    """Return the row of a request by its id. ConfigError, with similar ids, if it is unknown."""
     try:
         return workload.row_of(id)
     except KeyError:
-        near = get_close_matches(id, workload.ids[-_SPELLED:], _NEAR, 0.4) or [workload.ids[-1]]
+        near = get_close_matches(id, workload.ids[-_COMPARED:], _NEAR, 0.4) or [workload.ids[-1]]
         raise ConfigError(
             f"Request {id!r} is not among these {len(workload)}: it may not have ended yet, or be too old.",
-            f"Did you mean {', '.join(near)}? --worst 10 lists the latest.",
+            f"Did you mean {', '.join(near)}? --worst 10 lists the largest violations.",
         ) from None
 
 
 def _near(text: str, digits: str, size: int) -> list[str]:
-    """Return valid ids near an unknown one: a prefix of a number that is too large, else by spelling."""
+    """Return valid ids similar to an unknown one: a prefix of a number that is too large, else by spelling."""
     if digits.isdecimal():
         fits = [f"r{int(digits[:end])}" for end in range(len(digits), 0, -1) if int(digits[:end]) < size]
         return list(dict.fromkeys([*fits[:1], f"r{size - 1}"]))
-    ids = [f"r{i}" for i in range(min(size, _SPELLED))]
+    ids = [f"r{i}" for i in range(min(size, _COMPARED))]
     return get_close_matches(text, ids, _NEAR, 0.4) or [f"r{size - 1}"]

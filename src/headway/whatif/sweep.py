@@ -1,7 +1,7 @@
-"""A sweep: the same traffic at several rates, with several seeds, under several recipes, on all cores.
+"""A sweep: simulates every combination of recipe, rate and seed on all cores.
 
 Each combination is a cell. A computed cell is one small file, named by a hash of everything its figures
-depend on; so a stopped sweep continues, and a changed one computes only the cells that changed.
+depend on; so a stopped sweep can continue, and a changed sweep computes only the changed cells.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Cell:
     fleet: Fleet
 
     def setting(self) -> dict[str, Any]:
-        """Return everything the figures depend on: the cell, its latency profile's content and the code."""
+        """Return everything that the figures depend on: the cell, the content of its latency profile, the code."""
         return asdict(self) | {"pace_file": _profile(self.fleet.profile), "code": source_digest()}
 
     @property
     def key(self) -> str:
-        """Name the cell by its whole setting."""
+        """Return the cell's name, a hash of its whole setting."""
         text = json.dumps(self.setting(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -103,7 +103,7 @@ class Sweep:
         self.fleet.instances("default")
 
     def cells(self) -> list[Cell]:
-        """Return all cells, each once, those of one rate together."""
+        """Return all cells, each once, grouped by rate."""
         seeds = range(self.seed, self.seed + self.seeds)
         cells = [
             Cell(recipe, rate, seed, self.duration, self.slo, self.fleet)
@@ -112,7 +112,7 @@ class Sweep:
         return list(dict.fromkeys(cells))
 
     def quick(self, given: Collection[str] = ()) -> Sweep:
-        """Return a sweep that ends within a minute on a small machine; fields that are `given` stay."""
+        """Return a sweep of at most a minute on a small machine; fields in `given` are kept."""
         rates = self.rates
         if len(rates) > 3:
             rates = (rates[0], rates[len(rates) // 2], rates[-1])
@@ -144,7 +144,7 @@ def read(file: Path, given: Mapping[str, Any], fleet: Mapping[str, Any]) -> Swee
 
 
 def build(given: Mapping[str, Any], fleet: Mapping[str, Any], where: str = "the sweep") -> Sweep:
-    """Return a sweep with these values and defaults for the others. ConfigError for a wrong type."""
+    """Return a sweep with these values, and defaults for other fields. ConfigError for a wrong type."""
     base = Sweep()
     try:
         lists = {name: tuple(given[name]) for name in ("recipes", "rates") if name in given}
@@ -190,15 +190,15 @@ _EXPECTED = {
 
 
 def compute(cell: Cell, folder: Path) -> None:
-    """Simulate a cell and write its file, whole or not at all."""
+    """Simulate a cell and write its file atomically."""
     workload = chat_batch(cell.rate, cell.duration, cell.seed, parse_slo(cell.slo), cell.fleet.max_model_len)
     found = simulate([cell.recipe], cell.fleet, workload, bar=False)
     rows = [[row.id, row.setting, row.ours, row.unit] for row in metrics.figures(found.records)]
     speed = found.speeds[cell.recipe]
     data = {"setting": cell.setting(), "rows": rows, "seconds": speed.wall, "simulated": speed.simulated}
-    half = folder / f"{cell.key}.{os.getpid()}.part"
-    half.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
-    os.replace(half, folder / f"{cell.key}.json")
+    part = folder / f"{cell.key}.{os.getpid()}.part"
+    part.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
+    os.replace(part, folder / f"{cell.key}.json")
 
 
 def done(cell: Cell, folder: Path) -> dict[str, Any] | None:
@@ -239,8 +239,8 @@ Ends = Generator[tuple[Cell, str | None], None, None]
 def run(cells: Sequence[Cell], folder: Path, jobs: int) -> Ends:
     """Compute cells on `jobs` processes; yield each as it ends, with its error or None.
 
-    A cell whose process dies breaks the pool; the lost cells are computed again in halves until the failing
-    cell is alone. When the caller closes the generator (Ctrl-C), no process is left.
+    A cell whose process dies breaks the pool; `run` halves the lost cells and computes them again until the failing
+    cell is alone. When the caller closes the generator (Ctrl-C), all processes end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lost: list[Cell] = []

@@ -1,4 +1,4 @@
-"""The curves of a sweep: one figure per recipe, class and rate, as the mean and the range over seeds."""
+"""The curves of a sweep: each figure by recipe, class and rate, as its mean and range over seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CurvePoint:
 class Curves:
     """The figures of a sweep against the rate.
 
-    points: {(recipe, class, figure): {rate: Point}}
+    points: {(recipe, class, figure): {rate: CurvePoint}}
     slo: SLO of chat
     """
 
@@ -40,7 +40,7 @@ class Curves:
     slo: Slo
 
     def of(self, recipe: str, tier: str, figure: str) -> Mapping[float, CurvePoint]:
-        """Return a curve, empty when there is none. `attainment` is that of the class."""
+        """Return a curve, empty if there is none. `attainment` is the attainment of the class."""
         name = f"attainment.{tier}" if figure == "attainment" else figure
         return self.points.get((recipe, tier, name), {})
 

@@ -1,6 +1,6 @@
 """Plots of a sweep: attainment, latency and throughput against the rate.
 
-One curve per recipe: the mean over seeds, in a band from the smallest to the largest of them.
+Each recipe has a curve, the mean over seeds, with a band from the smallest to the largest value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway.whatif.sweep_curves import Curves
 
 _LATENCIES = ("ttft.p50", "ttft.p99", "tpot.p99")
 _WIDE, _HIGH = 3.5, 2.5  # inches of a panel
-_STEEP = 20.0  # largest over smallest from which an axis is logarithmic
+_STEEP = 20.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 
 def draw(curves: Curves) -> dict[str, bytes]:

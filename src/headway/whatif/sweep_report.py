@@ -1,6 +1,6 @@
 """The report of `headway sweep`: latency and attainment against the load, by recipe.
 
-The terminal shows means over seeds, the page their ranges too.
+The terminal shows means over seeds, the page also their ranges.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def build(sweep: Sweep, curves: Curves, failed: Mapping[Cell, str], seconds: flo
 
 
 def rows(curves: Curves) -> list[Row]:
-    """Return one row per figure: ID is the mean over seeds, ID.min and ID.max their range.
+    """Return the rows of each figure: ID is the mean over seeds, ID.min and ID.max are their range.
 
     The setting is "CLASS at RATE req/s".
     """
@@ -123,7 +123,7 @@ def describe(sweep: Sweep) -> str:
 
 
 def _grid(curves: Curves, *, ranges: bool) -> Grid:
-    """Return a line per class, figure and rate, a column per recipe, with or without the seeds' range."""
+    """Return a line per class, figure and rate, a column per recipe, with or without the range over seeds."""
     wanted = [(tier, figure) for tier in curves.classes for figure in _SHOWN if _belongs(curves, tier, figure)]
     groups = [[_line(curves, *pair, rate, ranges) for rate in curves.rates] for pair in wanted]
     full = [[line for line in group if any(cell != "-" for cell in line[2:])] for group in groups]

@@ -1,8 +1,7 @@
-"""`headway advise`: how many instances, which recipe and which batch limit keep the promises of your own
-traffic, at its load and above.
+"""`headway advise`: the number of instances, the recipe and the batch limit that keep your traffic's promises.
 
-Everything is simulated (SIMULATED) with the decisions of `headway serve`. The simulator's own error is
-measured on the journal: what was served is simulated, too, and both figures are printed.
+It simulates the traffic at its load and above (SIMULATED), with the planners and packers of `headway serve`. To
+show the simulator's error, it also simulates the traffic as it was served and prints both figures.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from headway.whatif.load.records import Record
 from headway.whatif.output.results import SIMULATED, About, Grid, Line, Pictures, Report, Row, deliver, show
 from headway.whatif.scenario import faster
 
-_LIMITS = (0.5, 2.0)  # batch limits that are tried, times the present one
+_LIMITS = (0.5, 2.0)  # factors of the present batch limit to try
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class Case:
     """A question to the simulator.
 
     kinds: the present instances, copied in turn for larger fleets. requests: the present traffic.
-    served: the recipe and the records of these requests as really served, None = not known.
-    suspects: what the journal shows that a simulation of it cannot reproduce.
+    served: the recipe and the records of these requests as really served, None = unknown.
     loads: factors of the arrivals' rate. target: least attainment of every class, in %.
-    most: instances that are tried.
+    most: most instances to try.
+    suspects: events in the journal that a simulation cannot reproduce.
     """
 
     kinds: tuple[InstanceSpec, ...]
@@ -55,9 +54,9 @@ class Case:
 
 @dataclass(slots=True)
 class Advice:
-    """The answers; row ids are `advise.*`, `real.*` and `simulated.*`.
+    """The answers to a `Case`; row ids are `advise.*`, `real.*` and `simulated.*`.
 
-    differences: between what was served and its simulation, more than a good simulation's error.
+    differences: differences between the served traffic and its simulation that a good simulation would not have.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -69,7 +68,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     """Print the advice, and write it to a folder."""
     if not case.requests.promised.any():
         raise ConfigError(
-            "No request of this traffic has an SLO, so any fleet keeps its promises.",
+            "No request of this traffic has an SLO, so there is no promise to keep.",
             "Give classes SLOs (docs/classes.md), or with --trace give --slo.",
         )
     began = time.perf_counter()
@@ -119,7 +118,7 @@ def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
 
 
 def attained(records_: Sequence[Record]) -> float:
-    """Return the attainment of the class that kept least of its promises, in %."""
+    """Return the lowest attainment of any class, in %."""
     parts = metrics.split(metrics.promised(records_))
     return min((value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0)
 
@@ -133,7 +132,7 @@ def _simulated(case: Case, fleet: Sequence[InstanceSpec], load: float, recipe: s
 
 
 def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
-    """Return the fewest instances that reach the target, None = `most` do not, and note the figures."""
+    """Return the fewest instances that reach the target, None = not even `most` do; add the figures to `found`."""
     tried: dict[int, float] = {}
 
     def at(count: int) -> float:
@@ -141,7 +140,7 @@ def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
             tried[count] = attained(_simulated(case, fleet_of(case.kinds, count), load, recipe))
         return tried[count]
 
-    low, high = 0, min(len(case.kinds), case.most)  # `low` do not reach it
+    low, high = 0, min(len(case.kinds), case.most)  # `low` instances are too few
     while at(high) < case.target and high < case.most:
         low, high = high, min(2 * high, case.most)
     best = high if at(high) >= case.target else None
@@ -162,7 +161,7 @@ def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
 
 
 def _words(case: Case, needed: dict[tuple[float, str], int | None]) -> Iterator[str]:
-    """Say for each load what is needed, the recipe that needs fewest first, and why a figure is missing."""
+    """Yield sentences: the instances needed at each load, fewest first, and why a figure is missing."""
     for load in case.loads:
         counts = {recipe: needed[load, recipe] for recipe in case.recipes}
         order = sorted(case.recipes, key=lambda recipe: counts[recipe] or case.most + 1)
@@ -170,15 +169,15 @@ def _words(case: Case, needed: dict[tuple[float, str], int | None]) -> Iterator[
         yield f"At {load:g}x, {case.target:g} % of every class on time needs instances: {', '.join(parts)}."
     if None in needed.values():
         yield (
-            f'"-" is more than the {case.most} instances of --most. Where they keep hardly more than today '
-            "is kept, no number helps: a promise is shorter than its request takes on an idle engine."
+            f'"-" is more than the {case.most} instances of --most. Where these keep hardly more promises than '
+            "today's, no number helps: a promise is shorter than its request's time on an idle engine."
         )
     if len(case.kinds) > case.most:
         yield f"Today's {len(case.kinds)} instances are not simulated: --most is {case.most}."
 
 
 def _limits(case: Case, needed: dict[tuple[float, str], int | None]) -> list[Row]:
-    """Return the attainment with other batch limits, of the first recipe at the first load."""
+    """Return the attainment of the first recipe at the first load with other batch limits."""
     load, recipe = case.loads[0], case.recipes[0]
     count = needed[load, recipe] or case.most
     rows = []
@@ -200,7 +199,7 @@ def _limited(spec: InstanceSpec, factor: float) -> InstanceSpec:
 
 
 def _error(case: Case, recipe: str, served: Sequence[Record], found: Advice) -> None:
-    """Note real and simulated figures of what was served, by class, and where they differ."""
+    """Add the real and the simulated figures of the served traffic by class, and their differences."""
     simulated = _simulated(case, case.kinds, 1.0, recipe)
     for setting, real in metrics.split(served).items():
         ours = metrics.split(simulated).get(setting, [])
@@ -220,7 +219,7 @@ def _error(case: Case, recipe: str, served: Sequence[Record], found: Advice) -> 
 
 
 def _difference(id: str, setting: str, truth: float, guess: float, promised: int) -> Iterator[str]:
-    """Say where a figure is off by more than in a good simulation."""
+    """Describe a difference that a good simulation would not have."""
     if id == "attained" and differs(truth, guess, promised):
         yield f"{setting} kept {truth:.1f} % of its promises, in the simulation {guess:.1f} %"
     if id == "e2el.p50" and slower(truth, guess):

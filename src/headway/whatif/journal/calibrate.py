@@ -1,8 +1,7 @@
-"""The engines of a journal as simulated instances: size, latency law and overheads, measured by the traffic
-itself.
+"""Turns a journal's engines into simulated instances, with a latency law and overheads fitted to the traffic.
 
-The laws are fitted as `headway profile` fits them, to the shapes and times of the iterations that the engines
-logged while they served; so they hold only for loads like that of the traffic.
+The laws are fitted as in `headway profile`, to the iterations that the engines logged while they served, so they
+hold only for similar loads.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import EngineRow
 from headway.types import Floats, Instance
 
-_LEAST = 30  # iterations, with and without prompts
-_PARTS, _EACH = 40, 500  # stretches of iterations that are fitted, spread evenly over all
-_SOON = 1e-3  # seconds after an event, within the iteration that follows it
+_LEAST = 30  # iterations with prompts, and without
+_PARTS, _EACH = 40, 500  # number and length of the stretches of iterations to fit
+_SOON = 1e-3  # seconds after an event; lies within the next iteration
 _DESCRIBE = "Describe the fleet with --instance or --fleet; headway profile --url URL measures an engine."
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What an instance's iterations cost.
+    """The measured costs of an instance.
 
-    law: forecast of their seconds. error: fraction by which it misses the seconds of all iterations together.
-    iterations: how many it was fitted to.
-    request, token, interruption: seconds, as in `InstanceSpec`.
+    law: law of the seconds of an iteration. error: its relative error over all iterations together.
+    iterations: number of iterations that it was fitted to.
+    request, token, interruption: overheads in seconds, as in `InstanceSpec`.
     """
 
     law: FixedLatency
@@ -45,19 +44,19 @@ class Calibration:
 
 
 def instances_of(journal: JournalReader) -> tuple[tuple[InstanceSpec, ...], dict[str, Calibration]]:
-    """Return a journal's engines as instances, and their calibrations; ConfigError if it says too little."""
+    """Return a journal's engines as instances, with their calibrations. ConfigError for too little data."""
     if not journal.engines:
         raise ConfigError(
-            "The journal describes no engine: its gateway (headway gateway) does not see into an agent's.", _DESCRIBE
+            "The journal has no engines: headway gateway does not log the engines of its agents.", _DESCRIBE
         )
     for engine in journal.engines.values():
-        _told(engine)
+        _sizes(engine)
     found = {name: _calibration(journal, name) for name in sorted(journal.engines)}
     return tuple(_instance(journal.engines[name], one) for name, one in found.items()), found
 
 
 def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
-    blocks, block_size, budget = _told(engine)
+    blocks, block_size, budget = _sizes(engine)
     size = blocks * block_size
     instance = Instance(
         engine.instance, engine.model, engine.max_running, blocks, block_size, min(engine.max_model_len, size)
@@ -74,8 +73,8 @@ def _instance(engine: EngineRow, known: Calibration) -> InstanceSpec:
     )
 
 
-def _told(engine: EngineRow) -> tuple[int, int, int]:
-    """Return blocks, block size and token budget of an engine; ConfigError if it has not reported them."""
+def _sizes(engine: EngineRow) -> tuple[int, int, int]:
+    """Return blocks, block size and token budget of an engine. ConfigError if it did not report them."""
     if not (engine.blocks and engine.block_size and engine.token_budget):
         raise ConfigError(
             f"Engine {engine.instance} did not report its KV: it runs without Headway's scheduler.", _DESCRIBE
@@ -91,8 +90,8 @@ def _calibration(journal: JournalReader, name: str) -> Calibration:
     if prompts < _LEAST or len(rows) - prompts < _LEAST:
         raise ConfigError(
             f"The journal has {len(rows)} iterations of {name} without a pause after them, {prompts} of them "
-            f"with prompts: too few to fit {_LEAST} of both kinds.",
-            f"Ask for a longer time (--since), or let the gateway serve more. {_DESCRIBE}",
+            f"with prompts: a fit needs {_LEAST} with prompts and {_LEAST} without.",
+            f"Choose a longer time (--since), or let the gateway serve more. {_DESCRIBE}",
         )
     each, shorter = interruptions(rows, _moments(journal, name))
     fits = fit_all(Samples.of(shorter))
@@ -103,7 +102,7 @@ def _calibration(journal: JournalReader, name: str) -> Calibration:
 
 
 def _spread(table: Floats) -> list[Floats]:
-    """Return stretches of neighbouring iterations, spread over all of them."""
+    """Return all iterations, or stretches of them spread evenly over the whole log."""
     if len(table) <= _PARTS * _EACH:
         return [table]
     begins = np.linspace(0, len(table) - _EACH, _PARTS).astype(int)
@@ -111,9 +110,9 @@ def _spread(table: Floats) -> list[Floats]:
 
 
 def _rows(parts: Sequence[Floats]) -> list[Row]:
-    """Return iterations as rows of an engine's log; the interval reaches to the next one.
+    """Return iterations as rows of an engine's log, with the interval to the start of the next iteration.
 
-    An iteration after which the engine paused has no interval, and the last of a stretch has none either.
+    Iterations before a pause, and the last of each stretch, are left out, because they have no such interval.
     """
     rows: list[Row] = []
     for part in parts:
@@ -126,7 +125,7 @@ def _rows(parts: Sequence[Floats]) -> list[Row]:
 
 
 def _moments(journal: JournalReader, name: str) -> list[Floats]:
-    """Return the instants at which requests were sent to an engine, got their first token, and ended."""
+    """Return the times at which requests were sent to an engine, got their first token, and ended."""
     sent = [row.sent for row in journal.requests if row.instance == name and row.sent is not None]
     stays = [stay for stay in journal.stays if stay.instance == name]
     first, ended = [stay.first + _SOON for stay in stays], [stay.ended + _SOON for stay in stays]

@@ -1,4 +1,4 @@
-"""`headway explain ID --journal DIR`: why a request that was really served was late."""
+"""`headway explain ID --journal DIR`: why a real request was late."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from headway.whatif.output.results import command_line, say
 def main(
     folder: Path, request: str | None, *, since: float | None, worst: int | None, as_json: bool, whole: bool
 ) -> None:
-    """Print the story of a request; without one, the requests with the largest SLO violations.
+    """Explain a request, by default list those with the largest SLO violations.
 
-    since: instant from which requests count, None = all of the journal.
+    since: time after which listed requests ended, None = the whole journal.
     """
     past = Past.of(load(folder, since), command_line())
     explain.show(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
 
 
 def load(folder: Path, since: float | None, until: float | None = None) -> JournalReader:
-    """Read what ended in [since, until) (None = all), and say which files could not be read."""
+    """Read the requests that ended in [since, until) (None = no limit); name unreadable files on stderr."""
     journal = read(folder, since=since, until=until)
     for name, why in journal.damaged.items():
         say(f"{folder}/{name} is left out: {why}")

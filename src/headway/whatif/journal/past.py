@@ -1,8 +1,7 @@
-"""A journal as a recorded run, so that real requests are explained by the same code as simulated ones.
+"""Turns a journal into a recorded run, so that the same code explains real and simulated requests.
 
-What the journal does not have is left out rather than guessed: time in an engine that reported nothing of the
-request (an agent's, one without Headway's scheduler, one that died) is `unseen`. Tokens that others computed
-meanwhile are in proportion to time.
+Missing data are not guessed: time in an engine that did not report the request (an agent's, one without Headway's
+scheduler, one that died) is `unseen`. Tokens of other requests are attributed in proportion to time.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Past:
 
     @classmethod
     def of(cls, journal: JournalReader, command: str) -> Past:
-        """Return the run that a journal has. ConfigError when it has no requests."""
+        """Return the run in a journal. ConfigError when it has no requests."""
         rows = journal.requests
         if not rows:
             raise journal.nothing()
@@ -54,7 +53,7 @@ class Past:
         return cls(journal, run)
 
     def timeline(self, request: int) -> Timeline:
-        """Return what happened to a request (its row in the workload)."""
+        """Return the timeline of the request in this row of the workload."""
         row, began = self.journal.requests[request], self.run.began or 0.0
         arrival, end = row.arrival - began, row.ended - began
         spans = tuple(self._explained(request, span) for span in self.spans(row))
@@ -62,14 +61,14 @@ class Past:
         finished = row.outcome == "finished"
         return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
 
-    # ---- where its time went
+    # ---- states of a request
 
     def spans(self, row: RequestRow) -> list[Span]:
         """Return a request's states in order, without gaps and with equal neighbours merged."""
         began = self.run.began or 0.0
-        turns = [(row.arrival, OUT, -1), *self._turns(row), (row.ended, "", -1)]
+        changes = [(row.arrival, OUT, -1), *self._changes(row), (row.ended, "", -1)]
         spans: list[Span] = []
-        for (start, state, instance), (end, _, _) in pairwise(turns):
+        for (start, state, instance), (end, _, _) in pairwise(changes):
             low, high = (min(max(at, row.arrival), row.ended) - began for at in (start, end))
             if spans:
                 low = max(low, spans[-1].end)
@@ -81,38 +80,38 @@ class Past:
                 spans.append(Span(state, low, high, instance))
         return spans
 
-    def _turns(self, row: RequestRow) -> list[tuple[float, str, int]]:
-        """Return the instants at which its state changed: (instant, state from then on, instance)."""
+    def _changes(self, row: RequestRow) -> list[tuple[float, str, int]]:
+        """Return a request's changes of state: (time, new state, instance)."""
         stays = sorted(self._stays.get(row.id, []), key=lambda stay: stay.entered)
         sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
-        turns = []
+        changes = []
         for at, until in pairwise([*sends, math.inf]):
             known = [stay for stay in stays if stay.ended >= at and stay.entered < until]
             name = known[0].instance if known else row.instance if until == math.inf else None
-            turns.append((at, TRANSIT if known else UNSEEN, self._number(name)))
+            changes.append((at, TRANSIT if known else UNSEEN, self._number(name)))
         last = max((stay.ended for stay in stays), default=0.0)
         for stay in stays:
-            turns += self._inside(stay)
+            changes += self._inside(stay)
             if row.resent is not None and stay.ended < row.resent:
-                turns.append((stay.ended, OUT, -1))  # it came back to the queue
+                changes.append((stay.ended, OUT, -1))  # back in the queue
             elif stay.ended == last:
-                turns.append((stay.ended, TRANSIT, self._number(stay.instance)))
-        return sorted(turns, key=lambda turn: turn[0])
+                changes.append((stay.ended, TRANSIT, self._number(stay.instance)))
+        return sorted(changes, key=lambda change: change[0])
 
     def _inside(self, stay: StayRow) -> list[tuple[float, str, int]]:
-        """Return the turns inside one engine."""
+        """Return the changes of state inside one engine."""
         number = self._number(stay.instance)
-        turns = [(stay.entered, "waiting", number)]
+        changes = [(stay.entered, "waiting", number)]
         if stay.admitted is None:
-            return turns
-        turns.append((stay.admitted, "prefill", number))
+            return changes
+        changes.append((stay.admitted, "prefill", number))
         spans = stay.spans
         stopped = [low for low, high, _ in spans if low <= stay.first < high]
-        turns += [(stay.first, "running", number)] if not stopped else []
+        changes += [(stay.first, "running", number)] if not stopped else []
         for low, high, kind in spans:
-            turns.append((low, _STOPS[kind], number))
-            turns.append((high, "running" if high >= stay.first else "prefill", number))
-        return turns
+            changes.append((low, _STOPS[kind], number))
+            changes.append((high, "running" if high >= stay.first else "prefill", number))
+        return changes
 
     def _number(self, instance: str | None) -> int:
         return next((i for i, one in enumerate(self.run.header.fleet) if one.id == instance), -1)
@@ -134,7 +133,7 @@ class Past:
         return replace(span, behind=self._served(request, span))
 
     def _sent(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return the requests for its model that were sent while it was outside, up to its own turn."""
+        """Return the requests for its model that were sent during a span outside the engines."""
         work, sent = self.run.workload, self._sends
         there = (sent >= span.start) & (sent < span.end) & (work.model == work.model[request])
         there[request] = False
@@ -142,7 +141,7 @@ class Past:
         return self._shares(request, others, (work.prompt + work.output)[others].astype(float))
 
     def _served(self, request: int, span: Span) -> tuple[Share, ...]:
-        """Return the other requests that computed in its engine meanwhile."""
+        """Return the other requests that were computed in its engine meanwhile."""
         rows, table = self._inner
         if not rows.size:
             return ()
@@ -160,13 +159,13 @@ class Past:
 
     @cached_property
     def _inner(self) -> tuple[Ints, Floats]:
-        """Return the rows of requests with a stay, and of each (instance, admitted, first, ended)."""
+        """Return the requests that were in an engine: their rows, and (instance, admitted, first, ended) of each."""
         work, began = self.run.workload, self.run.began or 0.0
         rows, table = list[int](), list[tuple[float, ...]]()
         for id, stays in self._stays.items():
             try:
                 row = work.row_of(id)
-            except KeyError:  # it has not ended at the gateway yet
+            except KeyError:  # the gateway has not ended it yet
                 continue
             for stay in stays:
                 if stay.admitted is not None:
@@ -176,7 +175,7 @@ class Past:
         return np.array(rows, np.int64), np.array(table, float).reshape(-1, 4)
 
     def _shares(self, request: int, others: Ints, tokens: Floats) -> tuple[Share, ...]:
-        """Sum up by class, the class that got most first."""
+        """Return the sums by class, most tokens first."""
         work = self.run.workload
         tier, later = work.tier[others], work.arrival[others] > work.arrival[request]
         shares = [
@@ -192,7 +191,7 @@ class Past:
         return tuple(sorted(shares, key=lambda share: -share.tokens))
 
     def _crowded(self, spans: Iterable[Span]) -> float:
-        """Return the seconds of `running` in iterations with prompts, NaN = none are logged of that time."""
+        """Return the seconds of `running` in iterations with prompts, NaN = no iterations are logged."""
         lines, seconds = self.run.recording.iterations, list[float]()
         for span in spans:
             if span.state == WORKS[1]:
@@ -203,9 +202,9 @@ class Past:
 
 
 def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Workload:
-    """Return requests as a workload; seconds count from the first arrival.
+    """Return requests as a workload; seconds count from the first arrival. Cancelled requests have no SLO.
 
-    outputs: tokens of their answers; None = as they were, at least 1. A cancelled one has no SLO.
+    outputs: tokens of the answers; None = the real ones, at least 1.
     """
     output = np.array([row.output_tokens for row in rows], np.int64) if outputs is None else outputs
     output = np.maximum(output, 1)
@@ -266,7 +265,7 @@ def _recipes(journal: JournalReader) -> str:
 
 
 def _machine(journal: JournalReader, name: str) -> Machine:
-    """Return an engine as it last said it was; 0 = not known."""
+    """Return an engine as it last reported itself; 0 = unknown."""
     engine = journal.engines.get(name)
     if engine is None:
         return Machine(name, 0, 0, 0, 0, 0)
@@ -294,6 +293,6 @@ def _iterations(journal: JournalReader, instances: Sequence[str], began: float) 
 
 
 def _overlap(low: Floats, high: Floats, span: Span) -> Floats:
-    """Return which share of [low, high] lies within a span."""
+    """Return the share of [low, high] that lies within a span."""
     inside = np.minimum(high, span.end) - np.maximum(low, span.start)
     return np.asarray(np.clip(inside, 0.0, None) / np.maximum(high - low, 1e-9))

@@ -1,4 +1,4 @@
-"""The traffic of a journal as a workload that can be simulated."""
+"""Turns the traffic of a journal into a workload to simulate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headway.whatif.journal.past import workload_of
 
 
 def traffic_of(journal: JournalReader, seed: int) -> Workload:
-    """Return the requests of a journal as they came; the answers that have no end get lengths of others.
+    """Return the requests of a journal; incomplete answers get lengths drawn from complete ones of their class.
 
-    seed: of the draw of these lengths, from answers of the same class that were finished.
+    seed: seed of that draw.
     """
     rows = journal.requests
     workload = workload_of(rows, _outputs(rows, np.random.default_rng(seed)))
@@ -27,7 +27,7 @@ def traffic_of(journal: JournalReader, seed: int) -> Workload:
 
 
 def busiest(workload: Workload, seconds: float) -> Workload:
-    """Return the requests of the `seconds` in which most tokens arrived, from 0 on; all if they took less."""
+    """Return the requests of the `seconds` in which most tokens arrived, shifted to begin at 0."""
     at, tokens = workload.arrival, (workload.prompt + workload.output).astype(float)
     if not len(workload) or at[-1] - at[0] <= seconds:
         return workload
@@ -39,7 +39,7 @@ def busiest(workload: Workload, seconds: float) -> Workload:
 
 
 def _outputs(rows: list[RequestRow], rng: np.random.Generator) -> Ints:
-    """Return the lengths of all answers."""
+    """Return the length of each answer, drawn if it is incomplete."""
     known: dict[str, list[int]] = {}
     for row in rows:
         if row.outcome == "finished":

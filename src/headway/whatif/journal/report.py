@@ -1,7 +1,7 @@
-"""`headway report`: what a gateway has done, from its journal, in the figures of benchmarks.
+"""`headway report`: the figures of a gateway's requests and engines, from its journal.
 
-Attainment, latencies and throughput by class and by tenant are those of `whatif/load`; requests that were
-cancelled by their clients are counted and otherwise left out, as in /metrics.
+Attainment, latencies and throughput by class and by tenant are those of `whatif/load`. Cancelled requests are
+only counted, as in /metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.whatif.output.results import About, Grid, Line, Pictures, Report, R
 
 _MINUTE = 60.0
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
-# Parts of an answer's time -> the states of a timeline that each has.
+# Part of an answer's time -> the timeline's states in it.
 _SPENT = {
     "queued": (OUT,),
     "waiting": ("waiting",),
@@ -36,21 +36,21 @@ _SPENT = {
 }
 _LATENCIES = (
     "Latencies are the gateway's, in ms, from the arrival on. Queued is in Headway, waiting is inside an engine before "
-    "the first computation, paused is after it; unseen is in transit, or in an engine that does not report it. "
+    "the first computation, paused is after that; unseen is in transit, or in an engine that does not report it. "
 )
 _NOTE = _LATENCIES + (
-    "Of engines, batch and KV are means over the time that they computed; headroom is what the busiest "
-    "minute left of the batch limit and of the KV, whichever was scarcer (idle time counts as free). It says "
-    "nothing about SLOs: headway advise does."
+    "An engine's batch and KV are means over the time in which it computed; headroom is the free share of its "
+    "batch limit or KV, the scarcer one, in the busiest minute (idle time counts as free). It does not cover "
+    "SLOs: see headway advise."
 )
 _NO_ENGINES = _LATENCIES + (
-    "How full the engines were is not in this journal: only engines with Headway's scheduler that headway "
-    "serve runs tell it, not those of an agent."
+    "This journal does not have the engines' use: only engines with Headway's scheduler under headway serve "
+    "report it, not those of an agent."
 )
 
 
 def main(folder: Path, *, since: float | None, until: float | None, as_json: bool, out: Path | None) -> None:
-    """Print what the journal has of requests that ended in [since, until), and write it to a folder."""
+    """Print the report on requests that ended in [since, until), and write it to a folder."""
     began = time.perf_counter()
     journal = load(folder, since, until)
     if not journal.requests and not journal.refusals:
@@ -84,20 +84,20 @@ def _about(journal: JournalReader) -> str:
 
 
 def of_requests(journal: JournalReader) -> list[Row]:
-    """Return the figures of the requests by class, of all, and by tenant where there are several."""
+    """Return the figures of the requests by class, of all, and by tenant if there are several."""
     records = records_of(journal.requests)
-    rows = [row for row in metrics.figures({SERVED: (records, {})}) if _meant(row.id)]
+    rows = [row for row in metrics.figures({SERVED: (records, {})}) if _is_known(row.id)]
     tenants = records_of(journal.requests, by_tenant=True)
     if len({record.tier for record in tenants}) > 1:
         found = metrics.figures({SERVED: (tenants, {})})
-        rows += [_of_tenant(row) for row in found if row.setting != metrics.ALL and _meant(row.id)]
+        rows += [_of_tenant(row) for row in found if row.setting != metrics.ALL and _is_known(row.id)]
     cancelled = sum(row.outcome == "cancelled" for row in journal.requests)
     rows.append(Row("cancelled", SERVED, metrics.ALL, float(cancelled), "count"))
     return rows + list(_shares(journal.requests))
 
 
-def _meant(id: str) -> bool:
-    """Tell whether the journal can know a figure."""
+def _is_known(id: str) -> bool:
+    """Tell whether the journal has the data of a figure."""
     return not id.startswith(("itl.", "lateness.", "preemptions"))
 
 
@@ -107,7 +107,7 @@ def _of_tenant(row: Row) -> Row:
 
 
 def _shares(rows: Sequence[RequestRow]) -> Iterator[Row]:
-    """Yield what each class and tenant took of all tokens."""
+    """Yield the share of each class and tenant in all tokens."""
     total = sum(row.prompt_tokens + row.output_tokens for row in rows)
     tokens = Counter[str]()
     for row in rows:
@@ -121,7 +121,7 @@ def _shares(rows: Sequence[RequestRow]) -> Iterator[Row]:
 
 
 def of_times(journal: JournalReader) -> Iterator[Row]:
-    """Yield where the time of complete answers went: means by class in ms, which add up to their mean e2el."""
+    """Yield the mean time of complete answers in each part of `_SPENT`, by class; they add up to the mean e2el."""
     rows = [row for row in journal.requests if row.outcome == "finished"]
     if not rows:
         return
@@ -138,7 +138,7 @@ def of_times(journal: JournalReader) -> Iterator[Row]:
 
 
 def _refusals(journal: JournalReader) -> list[Row]:
-    """Return what was refused, and what failed, by reason."""
+    """Return the numbers of refused and of failed requests, by reason."""
     counts = Counter[str]()
     for refusal in journal.refusals:
         counts[refusal.reason] += refusal.count
@@ -157,10 +157,11 @@ def _refusals(journal: JournalReader) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How much of an engine was in use, shares between 0 and 1.
+    """The use of an engine, as shares between 0 and 1.
 
-    busy: of the time. batch, kv: means over that time. peak: of batch or KV, in the busiest minute.
-    None = the engine does not say how large it is.
+    busy: share of the time with iterations. batch, kv: means over that time; None = the KV's size is unknown.
+    waiting: mean number of waiting requests over that time.
+    peak: use of batch or KV, the scarcer one, in the busiest minute.
     """
 
     busy: float
@@ -171,7 +172,7 @@ class Use:
 
 
 def use_of(table: Floats, engine: EngineRow) -> Use:
-    """Return how much of an engine its iterations (array of `ITERATION` columns, one or more) used."""
+    """Return an engine's use by its iterations, an array of `ITERATION` columns with at least one row."""
     start, seconds, decodes, _, prefill, _, blocks, waiting = table.T
     assert len(ITERATION) == 8, "the line above names its columns"
     running = np.minimum(decodes + (prefill > 0), engine.max_running) / engine.max_running
@@ -228,7 +229,7 @@ def _grid(rows: Sequence[Row]) -> Grid:
 
 
 def _facts(rows: Sequence[Row]) -> Iterator[str]:
-    """Say what has no column: what became of other requests, and how full each engine was."""
+    """Yield sentences on figures without a column: other endings of requests, and the use of each engine."""
     for id in ("cancelled", "dropped", "failures"):
         counts = [f"{show(row.ours)} ({row.setting})" for row in rows if row.id == id and row.ours]
         if counts:

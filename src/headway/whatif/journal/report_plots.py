@@ -1,4 +1,4 @@
-"""Pictures of `headway report`: attainment and latency by class, and how full the engines were over time."""
+"""Pictures of `headway report`: attainment and latency by class, and the engines' use over time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headway.whatif.journal.served import SERVED, records_of
 from headway.whatif.load import plots
 from headway.whatif.output.plots import colour, line_legend, png, sheet
 
-_BINS = 200  # over the whole time
+_BINS = 200
 
 
 def draw(journal: JournalReader) -> dict[str, bytes]:
-    """Return {name: PNG}; empty ones are left out."""
+    """Return {name: PNG}, without empty pictures."""
     records = records_of(journal.requests)
     pictures = plots.draw({SERVED: (records, {})}) if any(record.ok for record in records) else {}
     known = [name for name in sorted(journal.iterations) if name in journal.engines]
@@ -37,7 +37,7 @@ def _offset(instant: float) -> float:
 
 
 def _engine(axes: Axes, table: Floats, engine: EngineRow) -> None:
-    """Draw the shares in use, as means over equal stretches of time; an idle engine uses nothing."""
+    """Draw the engine's use over time, in means over equal bins that include idle time."""
     of = columns(table)
     edges = np.linspace(of["start"][0], of["start"][-1] + of["seconds"][-1], _BINS + 1)
     place = np.clip(np.searchsorted(edges, of["start"], "right") - 1, 0, _BINS - 1)
@@ -47,7 +47,7 @@ def _engine(axes: Axes, table: Floats, engine: EngineRow) -> None:
     if engine.blocks:
         shares["KV"] = of["blocks"] / engine.blocks
     seconds = (edges[1:] + edges[:-1]) / 2
-    when = seconds / 86400 + _offset(seconds[0])  # days, by which matplotlib counts
+    when = seconds / 86400 + _offset(seconds[0])  # matplotlib's unit is days
     for number, (label, share) in enumerate(shares.items()):
         mean = np.bincount(place, share * of["seconds"], _BINS) / width
         axes.plot(when, 100 * np.minimum(mean, 1.0), label=label, color=colour(number), linewidth=1.3)

@@ -1,4 +1,4 @@
-"""Requests of a journal as the records of benchmarks."""
+"""Turns the requests of a journal into the records of benchmarks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headway.store.journal.rows import RequestRow
 from headway.types import Slo
 from headway.whatif.load.records import Record
 
-SERVED = "served"  # the system of such figures
+SERVED = "served"  # name of the system in figures of real requests
 _NO_GAPS = np.empty(0, np.float32)  # the journal keeps no chunks
 
 
 def records_of(rows: Sequence[RequestRow], *, by_tenant: bool = False) -> list[Record]:
-    """Return requests as records, without those that were cancelled; seconds count from the first arrival.
+    """Return requests as records, without cancelled ones; seconds count from the first arrival.
 
-    by_tenant: the records' class is their tenant.
+    by_tenant: use the tenant as the record's class.
     """
     began = min((row.arrival for row in rows), default=0.0)
     return [_record(row, began, by_tenant) for row in rows if row.outcome != "cancelled"]

@@ -1,6 +1,6 @@
-"""Where real traffic comes from: a gateway's journal, or a file of arrivals and lengths.
+"""Sources of real traffic to simulate: a gateway's journal, or a file of arrivals and lengths.
 
-It is simulated on the journal's own engines, or on a fleet that is described.
+The fleet is the journal's engines, or one that the caller describes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from headway.whatif.output.results import SIMULATED
 from headway.whatif.scenario import Recorded, faster, of_trace
 
 _MEASURED = "{}: {} iterations, fitted within {:.1%} of their time, {:.1f} ms to the engine and {:.1f} ms back."
-_PREFIXES = "Prompts that engines had in their prefix cache are simulated as computed whole."
+_PREFIXES = "The simulation computes whole prompts, including parts that were in an engine's prefix cache."
 
 
 @dataclass(frozen=True, slots=True)
 class JournalSource:
-    """What to simulate.
+    """Real traffic and the fleet to simulate it on.
 
-    journal, trace: one of the two. since, until: instants, of a journal.
-    specs: of the fleet; none = the journal's engines. classes: what requests of a trace have, by their class.
-    slo: of a trace's other classes, as in "ttft:400 tpot:200" in ms.
+    journal, trace: one of the two. since, until: times between which a journal's requests ended.
+    specs: specs of the fleet; empty = the journal's engines.
+    classes: SLOs and other settings of a trace's requests, by class.
+    slo: SLO of a trace's other classes, as in "ttft:400 tpot:200" in ms.
     """
 
     journal: Path | None
@@ -51,9 +52,9 @@ class JournalSource:
     def case(
         self, recipes: tuple[str, ...], loads: tuple[float, ...], *, target: float, most: int, busiest: float
     ) -> tuple[Case, str, list[str]]:
-        """Return what `headway advise` asks, a sentence about it, and notes.
+        """Return the case for `headway advise`, a sentence about it, and notes.
 
-        busiest: seconds of the traffic that are simulated.
+        busiest: seconds of the busiest stretch, which is simulated.
         """
         kinds, journal, notes, seen = self._machines()
         whole = self._requests(kinds, journal)
@@ -67,9 +68,9 @@ class JournalSource:
         return case, self._about(part, kinds, longer), notes
 
     def _unknown(self, journal: JournalReader | None, left: int, longer: int) -> str:
-        """Return why what was served cannot be simulated, "" = it can. left: requests that are left out."""
+        """Return why the simulator's error cannot be measured, "" = it can. left: number of requests left out."""
         if journal is None:
-            return "as a trace does not contain what was served; a journal does"
+            return "as a trace, unlike a journal, does not have the served latencies"
         if self.specs:
             return "as these are not the journal's engines: leave out --instance and --fleet to measure it"
         if longer:
@@ -81,14 +82,14 @@ class JournalSource:
         return ""
 
     def scenario(self, load_: float, plan_us: float) -> Recorded:
-        """Return what `headway simulate` simulates. load_: factor of the arrivals' rate."""
+        """Return the scenario for `headway simulate`. load_: factor of the arrivals' rate."""
         kinds, journal, notes, _ = self._machines()
         requests = faster(self._requests(kinds, journal), load_)
         about = " ".join([f"{self._about(requests, kinds, 0)}, at {load_:g}x its rate.", *notes])
         return Recorded(Given(kinds), requests, about, self.seed, plan_us)
 
     def _machines(self) -> tuple[tuple[InstanceSpec, ...], JournalReader | None, list[str], list[str]]:
-        """Return the instances, the journal, notes about both, and what makes the journal suspect."""
+        """Return the instances, the journal, notes on both, and the journal's `suspects`."""
         if (self.journal is None) == (self.trace is None):
             raise ConfigError(
                 "There is no traffic to simulate.", "Give --journal DIR or --trace FILE, and only one of them."
@@ -109,7 +110,7 @@ class JournalSource:
     def _requests(self, kinds: Sequence[InstanceSpec], journal: JournalReader | None) -> Workload:
         if journal is not None:
             return traffic_of(journal, self.seed)
-        assert self.trace is not None, "one of the two is there"
+        assert self.trace is not None, "either a journal or a trace is given"
         trace = result_files.read(self.trace)
         return of_trace(trace, self.classes, parse_slo(self.slo), kinds[0].instance.model)
 
@@ -123,7 +124,7 @@ class JournalSource:
 
 
 def _measured(known: dict[str, Calibration]) -> list[str]:
-    """Say how well each engine is known."""
+    """Return a sentence on the calibration of each engine."""
     return [
         _MEASURED.format(name, one.iterations, one.error, 1000 * one.request, 1000 * one.token)
         for name, one in known.items()

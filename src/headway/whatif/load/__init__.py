@@ -1,1 +1,1 @@
-"""Load generation and the metrics of recorded requests."""
+"""Generates load and computes metrics of the recorded requests."""

@@ -1,8 +1,8 @@
-"""An open-loop load generator for any OpenAI endpoint, in the manner of `vllm bench serve`.
+"""An open-loop load generator for any OpenAI endpoint, similar to `vllm bench serve`.
 
-Each call is sent at its planned time regardless of earlier ones, and timed from then. The generator shares
-the machine with the engine: it builds bodies before the start, parses JSON once per chunk, and records its
-own lateness (sent - at).
+Each call is sent at its planned time regardless of earlier calls, and its latencies count from that time. As the
+generator shares the machine with the engine, it builds bodies before the start, parses JSON once per chunk, and
+records its own lateness (sent - at).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ async def run(
 ) -> list[Record]:
     """Send every call at its time (seconds from now) to `url`; return the records by planned arrival.
 
-    url: of the server, with or without /v1
-    send_priority: put the class's priority in the body (vLLM refuses one other than 0 unless it schedules by
-        priority)
+    url: address of the server, with or without /v1
+    send_priority: put the class's priority in the body (vLLM refuses priorities other than 0 unless it schedules
+        by priority)
     progress: show a bar on stderr
-    patience: seconds that one call may take
-    stream: ask for streams; without, an answer comes as a whole
+    patience: time limit of a call in seconds
+    stream: stream the answers
 
     Refusals, 5xx, disconnects and timeouts are recorded, never raised. When cancelled (Ctrl-C) it returns the
-    calls sent so far, open ones as "cancelled".
+    records so far, with open calls as "cancelled".
     """
     loop = asyncio.get_running_loop()
     tally = Tally()
@@ -68,7 +68,7 @@ async def run(
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None:
-                task.uncancel()  # returns the records instead
+                task.uncancel()  # return the records instead
     return [shot.record() for shot in shots if shot.sent is not None]
 
 
@@ -78,10 +78,10 @@ def was_cut_off(record: Record) -> bool:
 
 
 async def scrape(url: str) -> dict[str, float]:
-    """Return the counters of all engines together, from /metrics of `url`.
+    """Return the sums of counters over all engines, from /metrics of `url`.
 
-    These are preemptions, and `headway_engine_NAME_total` of a gateway as NAME. Counters that cannot be read
-    within 5 seconds are left out; nothing is raised.
+    These are preemptions, and a gateway's `headway_engine_NAME_total` as NAME. If /metrics cannot be read within 5
+    seconds, the result is empty; nothing is raised.
     """
     try:
         limit = aiohttp.ClientTimeout(total=5.0)
@@ -101,7 +101,7 @@ def _totals(text: bytes) -> dict[str, float]:
 
 
 def gained(before: Counters, after: Counters) -> dict[str, float]:
-    """Return the growth of each counter between two readings; counters in only one are left out."""
+    """Return the growth of each counter between two readings, without counters that only one of them has."""
     return {name: after[name] - before[name] for name in after if name in before}
 
 
@@ -118,10 +118,11 @@ async def ask(
     headers: Mapping[str, str],
     endpoint: Endpoint = "chat",
 ) -> Record:
-    """Send a call now and return its record; a failure is recorded, as in `run`. The answer is not streamed.
+    """Send a call now, without streaming, and return its record; a failure is recorded, as in `run`.
 
-    http: as `session` returns it. start: instant of the event loop from which the record's seconds count,
-    also `call.at`, when it should have been sent. headers: beside those of its class and SLO
+    http: a session from `session`
+    start: time of the event loop from which the record's seconds count, as does `call.at`, the planned time
+    headers: headers besides those of its class and SLO
     """
     shot = Shot(call, _body(model, call, endpoint, True, False), Tally())
     await _send(http, _base(url) + _PATHS[endpoint], shot, start, headers)
@@ -224,7 +225,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _allow_files(wanted: int) -> None:
-    """Raise the soft limit of open files as far as allowed: an overload needs more than the usual 1024."""
+    """Raise the soft limit of open files as far as allowed; an overload needs more than the usual 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     target = wanted if hard == unlimited else min(wanted, hard)
@@ -294,9 +295,9 @@ class Shot:
         self.usage, self.first, self.latest, self.closed = json.loads(body).get("usage"), now, now, True
 
     def _token(self, choice: dict[str, Any], now: float) -> None:
-        """Count a chunk as a token; the first visible text is the first token, a role alone is not.
+        """Count a chunk as a token; the first token is the first visible text, not the role.
 
-        Later, a chunk without text is a token too (a special token, or part of a character), unless it only
+        After it, a chunk without text counts as well (a special token, or part of a character), unless it only
         has the finish reason.
         """
         visible = bool(_text(choice))
@@ -319,7 +320,7 @@ class Shot:
             self.error = "empty: a response without a token"
         self.last = self.latest if self.error is None else now
         if self.error is None and self.first is None:
-            self.first = self.latest  # only an end-of-text token: its end counts as its first token
+            self.first = self.latest  # without visible text, the end counts as the first token
         self.tally.done += self.error is None
         self.tally.failed += self.error is not None
         self.tally.changed()

@@ -1,9 +1,9 @@
 """Metrics of a load by class and over all requests: SLO attainment, latency, goodput and throughput.
 
 Latencies are those of completed requests and count from the planned arrival. Attainment is the share of the
-requests with an SLO that met it, and goodput counts these; a failed request did not, and best effort is left
-out, as in /metrics. Rates divide by the makespan: from the first planned arrival to the last completion of
-the system, the same for all its classes.
+requests with an SLO that met it, and goodput their rate; failed requests count as missed, and best effort is left
+out, as in /metrics. Rates divide by the makespan, the time from the system's first planned arrival to its last
+completion, for all classes alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway.whatif.output.results import Row
 ALL = "all"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-# Counters that have a figure of their own, or are part of one.
+# Counters that `memory` does not repeat as engine.NAME.
 _NAMED = ("preemptions", "preempted", "alloc_failures", "recomputed", "busy_seconds", "kv_seconds")
 
 Figure = tuple[str, float | None, str]
@@ -50,7 +50,7 @@ def figures(results: Results) -> list[Row]:
 
 
 def memory(counters: Counters, requests: int) -> list[Figure]:
-    """Return the figures of an engine's KV counters; none when the engine does not count.
+    """Return the figures of an engine's KV counters; none for an engine without counters.
 
     recomputed_tokens: tokens computed a second time
     kv.alloc_failures_pct: failed block allocations of running requests, per 100 requests
@@ -92,7 +92,7 @@ def makespan(records: Sequence[Record]) -> float | None:
 
 
 def attainment(records: Sequence[Record]) -> float | None:
-    """Return the percentage that met its SLO of those that have one; None when none has."""
+    """Return the percentage of requests with an SLO that met it; None without such requests."""
     part = promised(records)
     return 100.0 * sum(record.met for record in part) / len(part) if part else None
 

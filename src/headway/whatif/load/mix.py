@@ -31,11 +31,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # used in an HTTP header and 
 class TrafficTier:
     """One class of requests.
 
-    share: of the requests, relative to the other classes
+    share: its share of the requests, relative to the other classes
     prompts: `generated`, a data set of `$HEADWAY_DATA/prompts`, or a file
     ignore_eos: outputs have exactly max_tokens
     priority: lower is more urgent, as in vLLM
-    prompt_tokens: use only prompts with that many tokens (least, most)
+    prompt_tokens: bounds of the prompts' tokens (least, most)
     Raises ConfigError for impossible values.
     """
 
@@ -97,7 +97,7 @@ _BATCH = TrafficTier(
     priority=10,
     prompt_tokens=(200, 1000),
 )
-# Promised as a whole: about twice what its longest answer takes in a full batch (SmolLM2 on 2 cores).
+# Its deadline is about twice the time of its longest answer in a full batch (SmolLM2 on 2 cores).
 _CODE = TrafficTier("code", 0.3, Slo(e2e=8.0), "code_alpaca_2k", max_tokens=96)
 BUILTIN = {
     "chat-batch": Mix("chat-batch", (_CHAT, _BATCH)),
@@ -106,9 +106,9 @@ BUILTIN = {
 
 
 def load(name: str | Path) -> Mix:
-    """Return a built-in mix by its name, or read one from a TOML file: one table per class.
+    """Return a built-in mix by its name, or read one from a TOML file with one table per class.
 
-    A table's keys are `Tier`'s (share, prompts, max_tokens, ignore_eos, priority, prompt_tokens = [least,
+    The keys are those of `TrafficTier` (share, prompts, max_tokens, ignore_eos, priority, prompt_tokens = [least,
     most]) and slo = "ttft:1500 tpot:150" in milliseconds. Raises ConfigError, naming the nearest key or mix.
     """
     if str(name) in BUILTIN:
@@ -151,8 +151,8 @@ def override(mix: Mix, text: str) -> Mix:
     names = mix.names
     if name not in names or not rest.strip():
         raise ConfigError(
-            f"{text!r} does not say which class is promised what.",
-            f'Say it as "{names[0]} ttft:1500 tpot:150"; the classes are {", ".join(names)}.',
+            f"{text!r} is not a class with its SLO.",
+            f'Write it like "{names[0]} ttft:1500 tpot:150"; the classes are {", ".join(names)}.',
         )
     slo = parse_slo(rest)
     return replace(mix, tiers=tuple(replace(t, slo=slo) if t.name == name else t for t in mix.tiers))
@@ -167,10 +167,10 @@ def format_slo(slo: Slo) -> str:
 def calls(
     mix: Mix, arrivals: Floats, rng: np.random.Generator, *, warn: Callable[[str], None] | None = None
 ) -> list[Call]:
-    """Assign the arrivals (sorted seconds) to the classes by their shares; same seed, same calls.
+    """Assign the arrivals (sorted seconds) to the classes by their shares; the same seed gives the same calls.
 
     warn: called when generated text replaces a data set because HEADWAY_DATA is unset (default: a line on
-        stderr); `describe` says so too
+        stderr); `describe` mentions it too
     Raises ConfigError for prompts that cannot be used.
     """
     for note in filter(None, (prompts.replaced(tier.prompts) for tier in mix.tiers)):
@@ -226,7 +226,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _tier(name: str, table: Any, file: Path) -> TrafficTier:
     if not isinstance(table, dict):
-        raise ConfigError(f"{file}: {name} is outside of a class.", f"Begin a class with [{name}].")
+        raise ConfigError(f"{file}: {name} is not in the table of a class.", f"Begin a class with [{name}].")
     for key, value in table.items():
         if key not in _KINDS:
             raise ConfigError(f"{file}: class {name} has an unknown key {key}.", _nearest(key, _KINDS))

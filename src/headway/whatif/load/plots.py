@@ -16,13 +16,13 @@ from headway.whatif.output.plots import colours, legend, png, sheet
 
 _MEMORY = ("be.tokens_per_s", "preemptions", "recomputed_tokens", "kv.alloc_failures_pct", "kv.utilization")
 _WINDOW = 20
-_LONG = 10.0  # seconds from which an axis counts in seconds: labels in milliseconds would overlap
+_LONG = 10.0  # seconds from which an axis is in seconds: labels in milliseconds would overlap
 
 
 def draw(results: Results, mark: str = "") -> dict[str, bytes]:
-    """Return {name: PNG}: attainment, latency, timeline (if a class has an SLO), memory (if engines count).
+    """Return {name: PNG}: attainment, latency, timeline (if a class has an SLO), memory (with KV counters).
 
-    mark: text on each picture, such as SIMULATED, so that a copied picture carries it
+    mark: text on each picture, such as SIMULATED, which copies of the picture keep
     """
     pictures = {"attainment": _attainment(results), "latency": _latency(results)}
     if any(_with_slo(records) for records, _ in results.values()):
@@ -65,7 +65,7 @@ def _latency(results: Results) -> Figure:
 
 
 def _cdf(axes: Axes, results: Results, tier: str, metric: str) -> None:
-    """Draw the share of all requests up to a latency; failed requests keep the curve below 100 %."""
+    """Draw the share of all requests up to each latency; failed requests keep the curve below 100 %."""
     parts = [[record for record in records if record.tier == tier] for records, _ in results.values()]
     limit = _limit(results, tier, metric)
     longest = max((values.max(initial=0.0) for values in _values(parts, metric)), default=0.0)
@@ -75,7 +75,7 @@ def _cdf(axes: Axes, results: Results, tier: str, metric: str) -> None:
     for shade, part, points in zip(colours(results).values(), parts, seen, strict=True):
         total = max(points.size + sum(not record.ok for record in part), 1)
         shares = np.arange(1, points.size + 1) / total * 100
-        # Extended to the edge, so that a curve that ends early shows its final height.
+        # Extend the curve to the edge to show its final height.
         x, y = np.append(points, edge), np.append(shares, points.size / total * 100)
         axes.step(x, y, where="post", color=shade, linewidth=1.8)
     axes.set(ylim=(0, 103), title=f"{tier}: {metric}", xlabel=unit, ylabel="requests, %")
@@ -105,7 +105,7 @@ def _axis(axes: Axes, seen: Floats, limit: float | None) -> float:
 
 
 def _line(axes: Axes, limit: float, label: str) -> None:
-    """Mark the SLO, with its label on the side that has space."""
+    """Mark the SLO, with its label on the wider side."""
     axes.axvline(limit, color="#444444", linestyle="--", linewidth=1)
     left = axes.transAxes.inverted().transform(axes.transData.transform((limit, 0)))[0] > 0.5
     axes.annotate(
@@ -136,7 +136,7 @@ def _timeline(results: Results) -> Figure:
 
 
 def _panels(results: Results) -> dict[str, list[float | None]]:
-    """Return {title: value per system} of each KV figure that some engine counted."""
+    """Return {title: value per system} of each KV figure that any system has."""
     if not any(metrics.memory(counters, 1) for _, counters in results.values()):
         return {}
     rows = {(row.id, row.system): row for row in metrics.figures(results) if row.setting == metrics.ALL}
@@ -151,7 +151,7 @@ def _panels(results: Results) -> dict[str, list[float | None]]:
 
 
 def _memory(panels: dict[str, list[float | None]], systems: Sequence[str]) -> Figure:
-    """Draw one bar per system, and a dash for an engine that does not count."""
+    """Draw one bar per system, and a dash for a missing value."""
     figure, grid = sheet(1, len(panels), 1.0 + 2.3 * len(panels), 3.0)
     shades = list(colours(systems).values())
     for axes, (title, heights) in zip(grid, panels.items(), strict=True):
@@ -164,7 +164,7 @@ def _memory(panels: dict[str, list[float | None]], systems: Sequence[str]) -> Fi
 
 
 def running(records: Sequence[Record], window: int = _WINDOW) -> tuple[Floats, Floats]:
-    """Return planned arrivals in order and, at each, the percentage on time of the last `window`."""
+    """Return planned arrivals in order and, at each, the percentage of the last `window` that was on time."""
     ordered = sorted(records, key=lambda record: record.at)
     met = np.concatenate([[0.0], np.cumsum([float(record.met) for record in ordered])])
     ends = np.arange(1, len(ordered) + 1)
@@ -182,7 +182,7 @@ def _with_slo(records: Sequence[Record]) -> set[str]:
 
 
 def _limit(results: Results, tier: str, metric: str) -> float | None:
-    """Return the SLO of a class for ttft, tpot or e2el in seconds; None when it has none or several."""
+    """Return the SLO of a class for ttft, tpot or e2el in seconds; None unless it has exactly one."""
     name = "e2e" if metric == "e2el" else metric
     mine = {getattr(r.slo, name) for records, _ in results.values() for r in records if r.tier == tier}
     return next(iter(mine)) if len(mine) == 1 else None

@@ -1,7 +1,7 @@
 """Prompts: real text from `$HEADWAY_DATA/prompts` or a file, or generated text without data.
 
-Real prompts keep their recorded token counts, so that a class can select a band of lengths. Generated prompts
-draw theirs from `sim.workload.lengths`: ShareGPT's first user turns, at most 1024 tokens.
+Real prompts keep their recorded token counts, so that a class can select a band of lengths. The lengths of
+generated prompts follow `simulate.workload.lengths`: ShareGPT's first user turns, at most 1024 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATA_SETS = (
     "sharegpt_first_turn",
     "sharegpt_mixed_roles",
 )
-# Engines of these benchmarks have a context of 2048 tokens and refuse longer prompts.
+# Engines of the benchmarks have a context of 2048 tokens and refuse longer requests.
 LONGEST = 1400
 
 # Everyday words, each one token after a space (checked with SmolLM2's tokenizer).
@@ -56,7 +56,7 @@ Band = tuple[int, int]
 
 
 def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list[str]:
-    """Return n prompts of a source: `generated`, a data set's name, a .jsonl or .jsonl.gz file.
+    """Return n prompts of a source: `generated`, the name of a data set, or a .jsonl or .jsonl.gz file.
 
     band: least and most prompt tokens, inclusive
 
@@ -69,7 +69,7 @@ def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list
     texts = [text for text, tokens, size in _read(file) if size <= LONGEST and _inside(tokens, band)]
     if not texts:
         wanted = f" of {band[0]} to {band[1]} tokens" if band else ""
-        raise ConfigError(f"{file} has no prompt{wanted} that fits.", "Widen prompt_tokens of the class.")
+        raise ConfigError(f"{file} has no usable prompt{wanted}.", "Widen prompt_tokens of the class.")
     rounds = -(-n // len(texts))
     order = [i for _ in range(rounds) for i in rng.permutation(len(texts))]
     return [texts[i] for i in order[:n]]
@@ -122,7 +122,7 @@ def _text(tokens: int, rng: np.random.Generator) -> str:
 
 
 def _read(file: Path) -> Iterator[tuple[str, float, float]]:
-    """Yield (prompt, its tokens by any recorded count, its tokens for the cap)."""
+    """Yield (prompt, its tokens by a recorded count, its tokens by SmolLM2's count, if necessary estimated)."""
     try:
         with _open(file) as lines:
             for number, line in enumerate(lines, 1):

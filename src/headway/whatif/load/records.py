@@ -1,4 +1,4 @@
-"""Planned requests (`Call`) and their outcomes (`Record`), of real and of simulated runs alike."""
+"""Planned requests (`Call`) and their outcomes (`Record`), in real and simulated runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call:
 
     tier: class of the request
     priority: lower is more urgent, as in vLLM
-    model: that it asks for, None = the one of the run
+    model: requested model, None = the model of the run
     """
 
     at: float
@@ -37,13 +37,13 @@ class Call:
 class Record:
     """One request as the client measured it; times are seconds after the start of the run.
 
-    at: planned arrival, from which ttft and e2el count, so that a late sender hides no queueing
-    first: first visible token; of an answer that is not streamed, its arrival
+    at: planned arrival, from which ttft and e2el count, so that a late sender does not hide queueing
+    first: first visible token, or the arrival of an answer that is not streamed
     last: end of the response, or of the attempt
     itl: seconds between visible chunks
     status: HTTP status, None = no response
     error: None = completed; the text up to the first colon is the kind of failure
-    counted: the endpoint reported no usage; output_tokens counts chunks and prompt_tokens is 0
+    counted: the endpoint did not report usage, so output_tokens counts chunks and prompt_tokens is 0
     id: x-request-id of the response, None without one
     model: as in `Call`
     """
@@ -80,17 +80,17 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None below two tokens or when not completed."""
+        """Seconds per output token after the first; None below two tokens or if it did not complete."""
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.ok and self.output_tokens > 1 else None
 
     @property
     def met(self) -> bool:
-        """Tell whether it completed within its SLO (as in vLLM, one token has a tpot of 0)."""
+        """Tell whether it completed within its SLO (as in vLLM, the tpot of one token is 0)."""
         return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el)
 
 
 # Counters of an engine during a run, by name: preemptions, and those of `scheduler_stats.py` and `hook.py` in
 # `engines/vllm/plugin`. A missing counter is unknown.
 Counters = Mapping[str, float]
-# {system: (its records, its counters)}; the others are compared with the first system.
+# {system: (its records, its counters)}; the first system is the baseline.
 Results = Mapping[str, tuple[Sequence[Record], Counters]]

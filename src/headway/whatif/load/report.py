@@ -1,6 +1,6 @@
-"""The report of a load: figures of `load/metrics.py` by class for one system, side by side for several.
+"""The report of a load: figures of `load/metrics.py`, by class for one system, side by side for several.
 
-Several systems are compared with the first: a cell shows the value and its ratio to the first system's.
+The first of several systems is the baseline: cells of the others also show the ratio to its value.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headway.whatif.output.results import SIMULATED, About, Grid, Host, Report, 
 
 _LATE = 0.05  # seconds of p99 lateness from which the generator itself distorts the figures
 _RATES = (
-    "Rates (goodput, throughput) divide by the seconds from the first arrival to the last completion, those "
-    "after the last arrival included."
+    "Rates (goodput, throughput) divide by the seconds from the first arrival to the last completion, including "
+    "those after the last arrival."
 )
 _HEADLINES = (
     "requests",
@@ -52,8 +52,8 @@ def build(
 ) -> Report:
     """Return the report of the results; the terminal shows headlines, the page every figure.
 
-    notes: lines that follow those of `warnings`.
-    variant: of the load, follows the class in each row's setting: "chat, burstiness 0.1"
+    notes: lines after those of `warnings`
+    variant: variant of the load, such as "burstiness 0.1"; it follows the class in each row's setting
     """
     rows = metrics.figures(results)
     if len(results) == 1:
@@ -85,7 +85,7 @@ def warnings(results: Results) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _ReportLine:
-    """A line of the table; a rule separates sections."""
+    """A line of the table, in a section that rules separate from others."""
 
     section: str
     label: str
@@ -115,7 +115,7 @@ def _by_system(rows: Sequence[Row], systems: Sequence[str], only: Sequence[str] 
     for row in rows:
         if only is None or _kind(row) in only:
             found.setdefault(row.setting, {}).setdefault(_kind(row), {})[row.system] = row
-    found[ALL] = found.pop(ALL, {})  # last, also when a later system has a class of its own
+    found[ALL] = found.pop(ALL, {})  # last, even if only a later system has some class
     lines = [
         _ReportLine(setting, f"{setting}: {_label(next(iter(line.values())))}", _compare(line, systems))
         for setting, kinds in found.items()

@@ -1,1 +1,1 @@
-"""Measurements of real engines: profiles, KV sizing, starts, comparisons."""
+"""Measures real engines: profiles, KV sizes, starts, comparisons."""

@@ -1,7 +1,7 @@
 """`headway bench compare`: stock vLLM and Headway's recipes on one trace and one machine.
 
-Each round sends the same calls to every system in turn, so that drift of the machine affects all. The load is
-a multiple of the capacity of the first system (stock vLLM by default), which is measured first.
+Each round sends the same calls to every system in turn, so that drift of the machine affects all systems. The
+load is a multiple of the measured capacity of the first system (stock vLLM by default).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from headway.whatif.load.records import Call, Counters, Record
 from headway.whatif.measured.systems import STANDARD, check, counted, running
 
 BURST = 64  # calls at once that measure the capacity
-LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # what the ids of a comparison's figures do not name
+LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # defaults, which a comparison's `variant` leaves out
 _console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class CompareSetup:
-    """What to compare.
+    """The setup of a comparison.
 
     load: arrivals per second as a multiple of the measured capacity
     rate: arrivals per second, instead of `load`
     duration: seconds of arrivals per round
-    together: keep all systems running at once; saves restarts, needs memory for all engines
-    tight: so few KV blocks that a full batch of this mix overflows them (`tight`), unless the
-        engine has a number of blocks
+    together: run all systems at once; saves restarts, but needs memory for all engines
+    tight: choose so few KV blocks that a full batch of this mix overflows them (`tight`), unless the engine sets
+        their number
     burstiness: shape of the gamma-distributed gaps between arrivals, 1 = Poisson, lower is burstier
     """
 
@@ -62,7 +62,7 @@ class CompareSetup:
 
     @property
     def variant(self) -> str:
-        """Name mix, load, KV and burstiness where they are not the defaults; "" where all are."""
+        """Name mix, load, KV and burstiness if they differ from the defaults, else ""."""
         words = {
             self.mix.name: self.mix.name != DEFAULT_MIX,
             f"{self.rate:g} req/s" if self.rate else f"{self.load:g}x": self.rate or self.load != LOAD,
@@ -75,9 +75,9 @@ class CompareSetup:
 
 @dataclass(frozen=True, slots=True)
 class Systems:
-    """The systems of a setup: all running at once, or each started for every run of its own.
+    """The systems of a setup, running all at once or started for each of their runs.
 
-    urls: {system: address} of those that run
+    urls: {system: address} of running systems
     """
 
     setup: CompareSetup
@@ -85,10 +85,10 @@ class Systems:
     logs: Path
 
     async def send(self, name: str, calls: Sequence[Call], label: str) -> tuple[list[Record], Counters]:
-        """Send the calls to a system; return the records and what its counters gained.
+        """Send the calls to a system; return the records and the growth of its counters.
 
-        label: shown when it begins. Raises KeyboardInterrupt when it was cut off, and EngineError when the
-        system does not start.
+        label: text to print at the start. Raises KeyboardInterrupt when the run was cut off, and EngineError when
+        the system does not start.
         """
         async with self._at(name) as url:
             before = await counted(name, url)
@@ -113,19 +113,19 @@ class Systems:
 
     @asynccontextmanager
     async def _at(self, name: str) -> AsyncIterator[str]:
-        """Yield the address of a system, which is started if it does not run."""
+        """Yield the address of a system; start it unless it is running."""
         if name in self.urls:
             yield self.urls[name]
             return
         async with AsyncExitStack() as stack:
-            url = await _up(stack, name, self.setup, self.logs)
+            url = await _start(stack, name, self.setup, self.logs)
             await _warm(url, self.setup)
             yield url
 
 
 @dataclass(slots=True)
 class CompareOutcome:
-    """The result.
+    """The result of a comparison.
 
     results: records and counters by system
     rate: arrivals per second
@@ -155,7 +155,7 @@ async def run(setup: CompareSetup) -> CompareOutcome:
 
 @asynccontextmanager
 async def started(setup: CompareSetup) -> AsyncIterator[Systems]:
-    """Check the setup, size its KV, start and warm what runs throughout, and stop it in the end.
+    """Check the setup, size its KV, start and warm systems that run throughout, and stop them in the end.
 
     Raises ConfigError or EngineError when a system cannot be run.
     """
@@ -168,19 +168,19 @@ async def started(setup: CompareSetup) -> AsyncIterator[Systems]:
     _console.print(f"[dim]logs: {escape(str(logs))}[/]")
     async with AsyncExitStack() as stack:
         names = setup.systems if setup.together else ()
-        urls = await asyncio.gather(*(_up(stack, name, setup, logs) for name in names))
-        for url in urls:  # one after the other: engines that compute at once spin on each other's cores
+        urls = await asyncio.gather(*(_start(stack, name, setup, logs) for name in names))
+        for url in urls:  # one by one: concurrent engines would compete for cores
             await _warm(url, setup)
         yield Systems(setup, dict(zip(names, urls, strict=True)), logs)
 
 
-async def _up(stack: AsyncExitStack, name: str, setup: CompareSetup, logs: Path) -> str:
+async def _start(stack: AsyncExitStack, name: str, setup: CompareSetup, logs: Path) -> str:
     _console.print(f"[dim]starting {escape(name)} ...[/]")
     return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
 
 
 async def _warm(url: str, setup: CompareSetup) -> None:
-    """Send a few requests that are not measured: the first batches of a new engine are slow."""
+    """Send a few unmeasured requests, because the first batches of a new engine are slow."""
     calls = [replace(call, at=0.0, max_tokens=8) for call in _calls(setup, 4.0, 1000, duration=3.0)]
     await generator.run(url, setup.engine.name, calls, progress=False)
 
@@ -188,7 +188,7 @@ async def _warm(url: str, setup: CompareSetup) -> None:
 def shortened(setup: CompareSetup) -> CompareSetup:
     """Return a setup of about a minute: two systems, started together, at a fixed rate.
 
-    Small batches, so that few requests are enough to wait for each other.
+    Its batches are small, so that a few requests suffice to make others wait.
     """
     both = ("vllm-fcfs", "headway")
     names = tuple(name for name in setup.systems if name in both) or setup.systems[:2]
@@ -213,7 +213,7 @@ def describe(setup: CompareSetup, outcome: CompareOutcome) -> str:
 
 
 def _kv_size(engine: Engine) -> str:
-    """Describe the engines' KV when its size was set."""
+    """Describe the engines' KV if its size is set."""
     if engine.blocks is None:
         return ""
     return (
@@ -223,14 +223,14 @@ def _kv_size(engine: Engine) -> str:
 
 
 def steady(records: Sequence[Record]) -> float:
-    """Return completions per second between the first and the third quarter, without ramp-up and drain."""
+    """Return completions per second from the first to the third quartile, without ramp-up and drain."""
     ends = np.sort([record.last for record in records if record.ok and record.last is not None])
     low, high = len(ends) // 4, 3 * len(ends) // 4
     return float((high - low) / (ends[high] - ends[low]))
 
 
 def _calls(setup: CompareSetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:
-    """Return the calls of a round: the same for every system, different for every round."""
+    """Return the calls of a round, the same for every system."""
     rng = np.random.default_rng([setup.seed, number])
     seconds = duration or setup.duration
     if setup.burstiness == 1.0:
@@ -241,7 +241,7 @@ def _calls(setup: CompareSetup, rate: float, number: int, *, duration: float | N
 
 
 def rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """Return the systems in another order for each round, so that none always runs first."""
+    """Return the systems in the round's order, so that none always runs first."""
     start = number % len(systems)
     return systems[start:] + systems[:start]
 
@@ -271,7 +271,7 @@ _NULL = 1  # vLLM's null block
 
 
 def fewest_blocks(engine: Engine) -> int:
-    """Return the fewest blocks that vLLM starts with: one request of max_model_len, and the null block."""
+    """Return the fewest blocks with which vLLM starts: one request of max_model_len, and the null block."""
     return -(-expected(engine).max_model_len // block_size(engine)) + _NULL
 
 
@@ -279,7 +279,7 @@ def check_blocks(engine: Engine) -> None:
     """Raise ConfigError when the configured blocks cannot hold one request of max_model_len."""
     if engine.blocks is not None and engine.blocks < fewest_blocks(engine):
         raise ConfigError(
-            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's own, cannot hold "
+            f"{engine.blocks} KV blocks of {block_size(engine)} tokens, one of them vLLM's null block, cannot hold "
             f"one request of {expected(engine).max_model_len} tokens.",
             f"Give {fewest_blocks(engine)} or more.",
             param="engines.blocks",
@@ -287,7 +287,7 @@ def check_blocks(engine: Engine) -> None:
 
 
 async def tight(engine: Engine, load: mix.Mix, seed: int) -> Engine:
-    """Return the engine with KV for `SHARE` of a full batch of this mix, and at least for one request.
+    """Return the engine with KV for `SHARE` of a full batch of this mix, but at least one request.
 
     Raises ConfigError when the model has no tokenizer or the mix no prompts.
     """

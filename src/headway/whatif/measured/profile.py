@@ -1,8 +1,8 @@
-"""Measurement of a live engine for a latency profile, by real requests over HTTP.
+"""Measures a live engine for a latency profile, with real requests over HTTP.
 
-The load patterns of `policy/forecast/latency/measurement.py` run as streamed completions of exact lengths;
-iteration times come from the log that Headway's scheduler keeps inside the engine. So the profile includes
-what an iteration costs while the API server streams tokens on the same cores.
+It plays the load patterns of `policy/forecast/latency/measurement.py` as streamed chats of exact lengths; the
+iteration times come from the log of Headway's scheduler in the engine. So the profile includes the cost of
+streaming tokens from the API server on the same cores.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from headway.whatif.measured.systems import answering
 Rows = list[list[float | None]]
 _TEMPLATE = 30  # approximate tokens of a chat template
 _SCATTER = 0.06  # seconds of random delay before a prompt
-_SOON = 1e-3  # seconds after an event, within the iteration that follows it
-_ALL = 10**6  # rows of a log: all that the engine keeps
+_SOON = 1e-3  # seconds after an event; lies within the next iteration
+_ALL = 10**6  # more rows than any log of the engine has
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileTarget:
-    """A live engine.
+    """A live engine to measure.
 
     url: address for requests
     control: address of the scheduler's control route
@@ -82,9 +82,9 @@ class ProfileMeasurement:
 
     rows: the engine's log of iterations
     seen: times of single prompts, at the client and in the scheduler
-    moments: times at which requests were sent, and just after their first token and their end, when the
-        API server works on them
-    passes: rows of each pass over the load patterns
+    moments: times at which the API server works on requests: when they are sent, and just after their first token
+        and their end
+    passes: number of rows of each pass over the load patterns
     """
 
     target: ProfileTarget
@@ -96,7 +96,7 @@ class ProfileMeasurement:
     passes: list[int] = field(default_factory=list)
 
     def add(self, other: ProfileMeasurement) -> None:
-        """Add another pass over the same engine."""
+        """Add the samples of another pass over the same engine."""
         self.passes += other.passes
         self.rows += other.rows
         self.seen += other.seen
@@ -104,12 +104,12 @@ class ProfileMeasurement:
             self.moments[name] += times
 
     def interruption(self) -> tuple[float, Rows]:
-        """Return the seconds that a request adds to iterations in total, and the rows without them."""
+        """Return the seconds that each request adds to iterations in total, and the rows without them."""
         each, rows = interruptions(self.rows, [np.array(times) for times in self.moments.values()])
         return sum(each), [list(row) for row in rows]
 
     def spread(self, law: LatencyLaw) -> float | None:
-        """Return the difference between passes as a fraction of a law's forecast; None for a single pass."""
+        """Return the difference between passes relative to a law's forecast; None for a single pass."""
         if len(self.passes) < 2:
             return None
         rows, ends = self.interruption()[1], np.cumsum(self.passes)
@@ -117,7 +117,7 @@ class ProfileMeasurement:
         return max(off) - min(off)
 
     def fits(self) -> Fits:
-        """Return every latency law, fitted to the intervals between decisions without interruptions."""
+        """Fit every latency law to the intervals between decisions, without interruptions."""
         return fit_all(Samples.of(self.interruption()[1]))
 
     def profile(self, fits: Fits, device: str, dummy: bool = False) -> LatencyProfile:
@@ -184,7 +184,7 @@ async def attached(url: str, model: str | None) -> ProfileTarget:
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"No vLLM answers at {url} ({type(error).__name__}).",
-            "Check that it is running, or start one with --model NAME.",
+            "Check that it is running, or start a vLLM with --model NAME.",
         ) from error
     return ProfileTarget(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
 
@@ -201,7 +201,7 @@ async def engine_state(session: aiohttp.ClientSession, target: ProfileTarget) ->
         text = repr(error)
     raise ConfigError(
         f"{target.control} has no control route: {text[:200]}.",
-        "Only a vLLM with Headway's scheduler inside can be profiled; --model NAME starts one.",
+        "Only a vLLM with Headway's scheduler can be profiled; --model NAME starts one.",
     )
 
 
@@ -231,7 +231,7 @@ async def measure(
                     progress.advance(task, scene.tokens)
         after = await engine_state(session, target)
     rows = [row for row in after["iterations"] if row[0] >= start]
-    seen = _both(stage.shown, after["requests"])
+    seen = _joined(stage.shown, after["requests"])
     requests = [row for row in after["requests"] if row[1] >= start]
     moments = {"sent": stage.sent} | {
         name: [float(row[place]) + _SOON for row in requests] for name, place in (("begun", 2), ("ended", 3))
@@ -247,7 +247,7 @@ async def _limits(session: aiohttp.ClientSession, target: ProfileTarget, state: 
     return Limits(int(state["max_running"]), tokens, int(served["max_model_len"]))
 
 
-def _both(shown: dict[str, tuple[float, float]], requests: Sequence[Sequence[Any]]) -> list[Seen]:
+def _joined(shown: dict[str, tuple[float, float]], requests: Sequence[Sequence[Any]]) -> list[Seen]:
     """Join the client's times of single prompts with the scheduler's."""
     return [
         Seen(shown[id][0], float(entered), float(first), shown[id][1])
@@ -281,7 +281,7 @@ class _Stage:
             raise EngineError(f"The engine went away: {error!r}.", "See its log.") from error
 
     async def _play(self, scene: Scene) -> None:
-        """Start the long outputs, send the prompts one after another, and wait for all to end."""
+        """Start the long outputs, send the prompts one after another, and wait until all have ended."""
         begun = [asyncio.Event() for _ in scene.answers]
         async with asyncio.TaskGroup() as group:
             for (prompt, output), event in zip(scene.answers, begun, strict=True):
@@ -308,7 +308,7 @@ class _Stage:
                 raise EngineError(f"The engine refused a probe: {(await answer.text())[:300]}", "See its log.")
             shot.id = answer.headers.get("x-request-id", shot.id)
             await listen(answer, shot, clock.now, 0.0)
-        begun()  # a response need not have visible text
+        begun()  # even if the response had no visible text
         shot.end(clock.now())
         if shot.error is not None:
             raise EngineError(f"The engine did not complete a probe: {shot.error}.", "See its log.")

@@ -1,4 +1,4 @@
-"""`headway profile`: latency profile of an engine, and residuals of each latency law by kind of batch."""
+"""`headway profile`: an engine's latency profile, and residuals of each latency law by kind of batch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _COLOURS = {"prefill": "#D55E00", "decode": "#0072B2", "mixed": "#009E73"}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The samples of an engine, the fitted laws and the latency profile."""
+    """The samples, fitted laws and latency profile of an engine."""
 
     measured: ProfileMeasurement
     fits: Fits
     profile: LatencyProfile
 
     def rows(self) -> list[Row]:
-        """Return residual.{mean,p90}_pct (system = law, setting = kind of batch) and the engine's figures."""
+        """Return the laws' residual.{mean,p90}_pct by kind of batch, and the engine's figures."""
         rows = [
             Row(f"residual.{name}_pct", form, kind, 100 * getattr(error, name), "%")
             for form, kinds in self.fits.errors.items()

@@ -1,4 +1,4 @@
-"""The wait for a server that starts: long where a machine is busy, and never silent."""
+"""Waits for a server to start: long enough for a busy machine, and with signs of life."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 from headway.engines.vllm.process.launch import Child
 from headway.errors import EngineError
 
-START_S = 900.0  # on a machine with all cores busy; a child that ends is noticed at once
+START_S = 900.0  # enough with all cores busy; the end of the child is noticed at once
 _SILENT_S = 60.0
 _console = Console(stderr=True)
 
@@ -19,9 +19,9 @@ _console = Console(stderr=True)
 def attempts(
     name: str, child: Child, seconds: float = START_S, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Yield as often as a server should be asked whether it is ready; the caller sleeps in between.
+    """Yield for each check whether a server is ready; the caller sleeps in between.
 
-    Says every minute that the wait goes on. EngineError when the child has ended or `seconds` are over.
+    Prints a line every minute. EngineError when the child has ended or after `seconds`.
     """
     began = said = clock()
     while (now := clock()) < began + seconds:

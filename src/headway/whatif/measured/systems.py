@@ -1,8 +1,7 @@
-"""The systems of a comparison: stock vLLM with its own policies, and Headway with its recipes.
+"""The systems of a comparison: stock vLLM with its policies, and Headway with its recipes.
 
-Each is a real server in processes of its own, with the same model, cores, batch limit and KV. Systems differ
-only in the scheduler and, for Headway, in the gateway in front. A recipe that swaps KV also has host memory,
-which stock vLLM cannot use.
+Each is a real server in separate processes, with the same model, cores, batch limit and KV. Systems differ only in
+the scheduler and Headway's gateway. Recipes that swap KV also have host memory, which stock vLLM cannot use.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ def check(systems: tuple[str, ...], engine: Engine) -> None:
 
 
 def _usable(name: str, engine: Engine) -> Engine:
-    """Return the engine, without a host pool if the recipe cannot use one."""
+    """Return the engine, without host memory for KV if the recipe cannot use it."""
     return engine if find(name).wants.saves else replace(engine, host_kv_gib=0.0)
 
 
 async def counted(name: str, url: str) -> dict[str, float]:
-    """Return the counters of a running system's engine; all systems count with the same code.
+    """Return the counters of a running system's engine, which the same code counts in all systems.
 
-    A gateway exports them on /metrics, stock vLLM on our control route (`plugin/scheduler_stats.py`).
+    A gateway exports them on /metrics, stock vLLM on Headway's control route (`plugin/scheduler_stats.py`).
     """
     found = await generator.scrape(url)
     if name in STOCK:
@@ -67,7 +66,7 @@ async def counted(name: str, url: str) -> dict[str, float]:
 
 
 async def counts(url: str) -> Counts:
-    """Return a gateway's counters: (name, *values of the labels in the order of their names)."""
+    """Return a gateway's counters: (name, *values of the labels, by label name) -> value."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
         text = await answer.text()
     return {
@@ -79,7 +78,7 @@ async def counts(url: str) -> Counts:
 
 
 def total(counts: Counts, name: str, *labels: str) -> float:
-    """Return the sum of a counter over all samples that have these values among their labels."""
+    """Return the sum of a counter over all samples with these label values."""
     return sum(value for key, value in counts.items() if key[0] == name and set(labels) <= set(key[1:]))
 
 
@@ -95,7 +94,7 @@ async def running(
 ) -> AsyncIterator[str]:
     """Start a system, yield its URL once it is ready, then stop all of its processes.
 
-    classes: of the requests that it will get; a gateway refuses those that it does not know
+    classes: classes of the requests; a gateway refuses unknown ones
     keys, graphs: as in `gateway`; stock vLLM has neither
     Raises EngineError, with the last lines of the log, when it does not start.
     """
@@ -111,7 +110,7 @@ async def running(
 
 @asynccontextmanager
 async def answering(name: str, child: Child, url: str) -> AsyncIterator[None]:
-    """Start a server, wait until a GET of `url` is answered with 200, and stop its processes in the end.
+    """Start a server, wait until it answers a GET of `url` with 200, and stop its processes in the end.
 
     Raises EngineError, with the last lines of the log, when it does not start.
     """
@@ -139,10 +138,10 @@ def gateway(
     graphs: Sequence[Graph] = (),
     journal: str | None = None,
 ) -> Child:
-    """Return a gateway with sqlite in front of these engines; requests bring their own SLOs.
+    """Return a gateway with sqlite in front of these engines; requests state their own SLOs.
 
-    keys: of its tenants, () = one tenant. graphs: of applications, which it knows from the start
-    journal: its folder, None = beside the queue
+    keys: keys of its tenants, () = one tenant. graphs: demand graphs that it has from the start
+    journal: folder of its journal, None = beside the queue
     """
     folder = Path(tempfile.mkdtemp(prefix=f"headway-{name.replace(':', '-')}-"))
     config = Config(
@@ -180,6 +179,6 @@ async def _ready(name: str, child: Child, url: str) -> None:
 def standard_engine(model: str, *, max_running: int, blocks: int | None, host_kv_gib: float = 0.0) -> Engine:
     """Return the engine that all systems share.
 
-    host_kv_gib: host memory, for recipes that swap KV only
+    host_kv_gib: host memory, only for recipes that swap KV
     """
     return Engine(model=model, max_running=max_running, blocks=blocks, host_kv_gib=host_kv_gib, start_timeout_s=START_S)

@@ -1,1 +1,1 @@
-"""The only writer of results: tables, JSON, plots, pages."""
+"""Writes results as tables, JSON, plots and pages."""

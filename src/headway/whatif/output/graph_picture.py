@@ -1,4 +1,4 @@
-"""The picture of a demand graph: units from left to right, arrows by the share of visits that take them."""
+"""Draws a demand graph: units from left to right, arrows as thick as their share of the visits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from headway.policy.apps.graph import END, LLM, Graph
 from headway.whatif.output import plots
 
-_LEAST = 0.05  # share of the visits; rarer ways are left out
+_LEAST = 0.05  # share of a unit's visits below which an arrow is left out
 _WIDTH, _HEIGHT = 2.6, 1.5  # inches per unit
 
 Place = tuple[float, float]
 
 
 def picture(graph: Graph) -> bytes:
-    """Return a graph as PNG: LLM units in blue, others in orange; percentages are shares of next units."""
+    """Return a graph as PNG: LLM units in blue, others in orange, with the shares of next units in percent."""
     edges = {name: unit.next_units for name, unit in graph.units.items()}
     places = _layout(list(graph.first_units), edges)
     columns = 1 + max(x for x, _ in places.values())
@@ -33,14 +33,12 @@ def picture(graph: Graph) -> bytes:
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(-rows / 2 - 0.2, rows / 2 + 0.2)
     axes.set_axis_off()
-    axes.set_title(
-        f"{graph.app}: {graph.runs} runs (ways that less than {_LEAST:.0%} take are left out)", loc="left", fontsize=10
-    )
+    axes.set_title(f"{graph.app}: {graph.runs} runs (without arrows below {_LEAST:.0%})", loc="left", fontsize=10)
     return plots.png(figure)
 
 
 def _layout(starts: list[str], edges: Mapping[str, Mapping[str, float]]) -> dict[str, Place]:
-    """Return a place per unit: its distance from the first units to the right, the end last."""
+    """Return each unit's place: x is its distance from the first units, and the end is last."""
     depth = dict.fromkeys(starts, 0)
     ahead = list(starts)
     for name in ahead:
@@ -74,7 +72,7 @@ def _node(axes: Axes, place: Place, name: str, colour: str) -> None:
 
 
 def _arrow(axes: Axes, start: Place, end: Place, share: float) -> None:
-    """Draw an arrow: straight to the next column, curved elsewhere so that it passes other units."""
+    """Draw an arrow, straight to the next column, otherwise curved around other units."""
     width = 0.8 + 2.2 * share
     if start == end:
         axes.annotate(

@@ -1,6 +1,6 @@
-"""The page of a result: one self-contained HTML file, and the same table in Markdown.
+"""The page of a result as one self-contained HTML file, and its table in Markdown.
 
-The HTML has its plots inside, and says which command printed the figures, with which seed and versions.
+The HTML embeds the plots and states the command, the seed and the versions behind the figures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """Return the page as one HTML document that needs no other file."""
+    """Return the page as one self-contained HTML document."""
     parts = [f"<h1>{escape(page.title)}</h1>", f"<p>{escape(page.workload)}</p>" if page.workload else ""]
     parts += [f'<p class="note">{escape(line)}</p>' for line in page.notes]
     parts += [_picture(name, png) for name, png in page.pictures.items()]

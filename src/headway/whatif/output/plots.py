@@ -1,6 +1,6 @@
-"""Figures as PNG: one style of axes, colours and legends for every benchmark.
+"""Figures as PNG, with one style of axes, colours and legends for all benchmarks.
 
-Drawn with matplotlib's Figure objects alone: no display, no global state.
+It uses only matplotlib's Figure objects, without a display or global state.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 
-# What a system has in every picture where no other one of it has the same.
-_OWN = {
+# A system's colour in every picture, unless another system there has it already.
+_PREFERRED = {
     "headway": 0,
     "edf": 1,
     "edf-model-swap": 1,
@@ -58,7 +58,7 @@ def sheet(
 
 
 def legend(figure: Figure, systems: Sequence[str]) -> None:
-    """Name the systems, in their colours, below the axes; one system needs no legend."""
+    """Name the systems with their colours below the axes, if there are several."""
     if len(systems) < 2:
         return
     patches = [Patch(color=shade, label=system) for system, shade in colours(systems).items()]
@@ -66,18 +66,18 @@ def legend(figure: Figure, systems: Sequence[str]) -> None:
 
 
 def line_legend(figure: Figure, columns: int) -> None:
-    """Name the labelled lines of the first axes below all axes."""
+    """Put the legend of the first axes below all axes."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def colours(systems: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each system of a picture: its own where it has one, else the first unused one."""
+    """Return the colour of each system of a picture: its preferred one, else the first unused one."""
     names = list(dict.fromkeys(systems))
     taken: dict[str, int] = {}
     for name in names:
-        if name in _OWN and _OWN[name] not in taken.values():
-            taken[name] = _OWN[name]
+        if name in _PREFERRED and _PREFERRED[name] not in taken.values():
+            taken[name] = _PREFERRED[name]
     unused = [number for number in range(len(_COLOURS)) if number not in taken.values()]
     others = [name for name in names if name not in taken]
     taken |= dict(zip(others, cycle(unused or range(len(_COLOURS)))))
@@ -85,7 +85,7 @@ def colours(systems: Iterable[str]) -> dict[str, str]:
 
 
 def colour(number: int) -> str:
-    """Return the colour of what has this number in a picture."""
+    """Return the colour with this number, in turn."""
     return _COLOURS[number % len(_COLOURS)]
 
 

