@@ -260,7 +260,7 @@ def _card_memory(config: Config) -> Iterator[Finding]:
         if engine.url is not None or not seen or not (weights := _weights(engine)):
             continue
         used = 1 if engine.cards is None else len(places)
-        # A process that sees exactly as many GPUs as one engine needs gives it all of them (`visible_to`).
+        # A process that sees exactly the number of GPUs of one engine gives it all of them (`visible_to`).
         given = seen if len(seen) == len(places) else [seen[place] for place in places if place < len(seen)]
         if not given:
             continue  # the check of the configuration reports it

@@ -260,7 +260,7 @@ def deliver(report: Report, *, as_json: bool, out: Path | None, pictures: Callab
 
 
 def emit(data: Mapping[str, Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
-    """Print one JSON object or what `shown` returns."""
+    """Print one JSON object, or the result of `shown`."""
     if as_json:
         print(json.dumps(data, allow_nan=False))
     else:
