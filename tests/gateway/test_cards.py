@@ -67,8 +67,8 @@ def test_a_table_for_eight() -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"count": 2, "url": "http://h:1"}, "count = 2 and url"),
-        ({"count": 2, "cards": "0"}, "count = 2 and cards"),
+        ({"count": 2, "url": "http://h:1"}, "count = 2, but its url"),
+        ({"count": 2, "cards": "0"}, "count = 2, but its cards"),
         ({"count": 2, "cores": "0-2"}, "3 cores for 2 engines"),
         ({"cards": "a-b"}, "which is not a list of numbers"),
         ({"gpus": 1, "url": "http://h:1"}, "GPUs and a url"),
