@@ -330,7 +330,7 @@ def test_too_little_traffic_measures_nothing() -> None:
     journal = JournalReader([request("a")], engines={"e0": ENGINE})
     with pytest.raises(ConfigError, match="too few"):
         instances_of(journal)
-    with pytest.raises(ConfigError, match="see into an agent's") as caught:
+    with pytest.raises(ConfigError, match="does not log the engines of its agents") as caught:
         instances_of(JournalReader([request("a")]))
     assert "headway profile" in caught.value.hint
     with pytest.raises(ConfigError, match="without Headway's scheduler"):
