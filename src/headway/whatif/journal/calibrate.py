@@ -90,7 +90,7 @@ def _calibration(journal: JournalReader, name: str) -> Calibration:
     if prompts < _LEAST or len(rows) - prompts < _LEAST:
         raise ConfigError(
             f"The journal has {len(rows)} iterations of {name} without a pause after them, {prompts} of them "
-            f"with prompts: a fit needs {_LEAST} with prompts and {_LEAST} without.",
+            f"with prompts: too few for a fit, which needs {_LEAST} of each kind.",
             f"Choose a longer time (--since), or let the gateway serve more. {_DESCRIBE}",
         )
     each, shorter = interruptions(rows, _moments(journal, name))

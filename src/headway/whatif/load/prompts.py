@@ -69,7 +69,7 @@ def draw(name: str, band: Band | None, n: int, rng: np.random.Generator) -> list
     texts = [text for text, tokens, size in _read(file) if size <= LONGEST and _inside(tokens, band)]
     if not texts:
         wanted = f" of {band[0]} to {band[1]} tokens" if band else ""
-        raise ConfigError(f"{file} has no usable prompt{wanted}.", "Widen prompt_tokens of the class.")
+        raise ConfigError(f"{file} has no prompt{wanted} that fits.", "Widen prompt_tokens of the class.")
     rounds = -(-n // len(texts))
     order = [i for _ in range(rounds) for i in rng.permutation(len(texts))]
     return [texts[i] for i in order[:n]]
