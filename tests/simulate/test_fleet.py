@@ -190,7 +190,7 @@ def test_a_scene_is_a_fleet_and_its_traffic(tmp_path: Path) -> None:
         ("", "names no instance"),
         ("[[instances", "not TOML"),
         ("[instances]\nprofile = 'x'", "[[instances]]"),
-        ("[[machines]]", "a table 'machines'"),
+        ("[[machines]]", "unknown table 'machines'"),
         ("[[instances]]\nprofile = 'x'\ncuont = 1", "'count'"),
         ("[[instances]]\nprofile = 'x'\n[[traffic]]\nname = 'c'\nshare = 'a'", "share of [[traffic]]"),
         ("[[instances]]\nprofile = 'x'\n[[traffic]]\nname = 'c'\nslos = ''", "'slo'"),
