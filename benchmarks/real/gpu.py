@@ -1,4 +1,4 @@
-"""`headway bench gpu`: stock vLLM and Headway on this machine's device, one table within 8 minutes.
+"""`headway bench gpu`: stock vLLM and Headway on this machine's device, in one table.
 
 Stock `vllm serve` (first come first served, then by priority) and `headway` start one after the other. Each gets
 the same requests at 0.9 and 1.3 times the capacity that the first one has under saturation. The engine of
@@ -20,13 +20,14 @@ import aiohttp
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import hook_overhead
-from benchmarks.validate.replay import ReplayRun, ReplaySetup, calls_at, capacity_of, live, profiled, warm
+from benchmarks.validate.replay import ReplayRun, ReplaySetup, answered, calls_at, capacity_of, live, profiled, warm
 from benchmarks.validate.report import compared, overheads
 from benchmarks.validate.twin import TwinPair, pair
 from headway.config import Engine
 from headway.engines.vllm.process.cards import cards
 from headway.models.resolve import resolve
-from headway.whatif.load import generator, metrics, mix, plots
+from headway.policy.forecast.latency.measurement import Limits
+from headway.whatif.load import metrics, mix, plots
 from headway.whatif.load.records import Record
 from headway.whatif.measured.profile import ProfileTarget, device, engine_state
 from headway.whatif.measured.systems import STOCK, running
@@ -72,7 +73,7 @@ def main(ask: Ask, model: str, dummy: bool, mix_: mix.Mix, duration: float) -> R
 
 
 def shortened(setup: ReplaySetup) -> ReplaySetup:
-    """Return a setup of a minute on a small CPU: fixed rates, a few seconds of short answers, small batches."""
+    """Return a short setup: fixed rates, a few seconds of short answers, and on a CPU small batches."""
     tiers = tuple(replace(tier, max_tokens=min(tier.max_tokens, _QUICK_TOKENS)) for tier in setup.mix.tiers)
     engine = setup.engine if cards() else replace(setup.engine, max_running=8)
     return replace(
@@ -106,7 +107,7 @@ async def measure(setup: ReplaySetup, stock: Sequence[str], *, together: bool = 
                     await _load(name, target, setup, found)
                     continue
                 found.run = run = await profiled(name, target, setup, found.capacity)
-                setup = replace(setup, engine=await _resolved(target, setup.engine))
+                setup = replace(setup, engine=await _resolved(target, setup.engine, run.measured.limits))
     for replay in run.replays:
         found.records[replay.system, replay.setting] = replay.records
         found.pairs.append(pair(replay, run, setup))
@@ -134,16 +135,13 @@ async def _load(name: str, target: ProfileTarget, setup: ReplaySetup, found: Gpu
         found.capacity = await capacity_of(target, setup, 2 * (await _state(target))["max_running"])
     for number, (setting, load) in enumerate(setup.loads.items()):
         rate = setup.rates[setting] if setup.rates else load * (found.capacity or 0.0)
-        found.records[name, setting] = await generator.run(target.url, target.name, calls_at(setup, rate, number))
+        found.records[name, setting] = await answered(target, calls_at(setup, rate, number))
 
 
-async def _resolved(target: ProfileTarget, engine: Engine) -> Engine:
+async def _resolved(target: ProfileTarget, engine: Engine, limits: Limits) -> Engine:
     """Return the engine with the sizes that its vLLM has chosen, for its simulated twin."""
-    state = await _state(target)
-    async with aiohttp.ClientSession() as session, session.get(f"{target.control}/v1/models") as answer:
-        context = int((await answer.json())["data"][0]["max_model_len"])
-    running, tokens = state["max_running"], state["token_budget"]
-    return replace(engine, max_running=running, max_batched_tokens=tokens, max_model_len=context)
+    sizes = replace(engine, max_running=limits.max_running, max_model_len=limits.max_model_len)
+    return replace(sizes, max_batched_tokens=(await _state(target))["token_budget"])
 
 
 async def _state(target: ProfileTarget) -> dict[str, int]:

@@ -179,14 +179,20 @@ async def profiled(name: str, target: ProfileTarget, setup: ReplaySetup, capacit
 
 async def _replay(system: str, setting: str, rate: float, calls: list[Call], target: ProfileTarget) -> Replay:
     started = clock.now()
-    records = await generator.run(target.url, target.name, calls)
-    if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
-        raise KeyboardInterrupt  # a partial replay cannot be compared
+    records = await answered(target, calls)
     async with aiohttp.ClientSession() as session:
         state = await engine_state(session, target)
     rows = [row for row in state["iterations"] if row[0] >= started]
     requests = [tuple(row) for row in state["requests"] if row[1] >= started]
     return Replay(system, setting, rate, calls, records, rows, requests, started)
+
+
+async def answered(target: ProfileTarget, calls: Sequence[Call]) -> list[Record]:
+    """Send the calls and return their records. Raise KeyboardInterrupt if any was cut off."""
+    records = await generator.run(target.url, target.name, calls)
+    if len(records) < len(calls) or any(generator.was_cut_off(record) for record in records):
+        raise KeyboardInterrupt
+    return records
 
 
 def calls_at(setup: ReplaySetup, rate: float, number: int, *, duration: float | None = None) -> list[Call]:

@@ -49,7 +49,7 @@ _MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wron
 class Finding:
     """The result of a check.
 
-    what: name of the check. found: its result in words. mend: the fix; empty for a good result.
+    what: name of the check. found: its result in words. mend: how to fix it; empty for a good result.
     """
 
     what: str

@@ -129,7 +129,7 @@ def advise(
 
 
 def folder_of(journal: Path | None, config: Path | None) -> Path:
-    """Return --journal, by default the folder of `headway serve`. ConfigError if there is no journal."""
+    """Return the journal folder: --journal, or that of `headway serve`. Raise ConfigError if it has no journal."""
     if journal is not None:
         return journal
     from headway.config import load

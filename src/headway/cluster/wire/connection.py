@@ -175,7 +175,7 @@ class RabbitConnection:
                 raise Unroutable(key) from error
 
     async def ack(self, tag: int) -> None:
-        """Acknowledge a delivery. RabbitLost when that is no longer possible."""
+        """Acknowledge a delivery. Raise RabbitLost if the connection is gone."""
         with self._losing():
             await self.channel.basic_ack(tag)
 

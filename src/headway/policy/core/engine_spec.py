@@ -112,8 +112,8 @@ class PromisesConfig(NamedTuple):
     overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
         first; the second for kept streams and those whose deadline is far.
     near_s: requests that have begun and are due within this go before those that have not.
-    overdue_seen: of the requests that were due before they began an iteration looks at this many that are due
-        first, and at as many that are due last (`promises/sight.py`).
+    overdue_seen: overdue requests that an iteration considers: this many from the front of their order, and
+        this many from its end (`promises/sight.py`).
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
     alone_share: a prompt that would be late beside the answers, and takes more than this share of its ttft
         there, runs without those that can wait; inf = never.

@@ -148,7 +148,9 @@ def known_id(id: str) -> HeadwayError:
 
 def unknown_id(id: str) -> HeadwayError:
     """Return the error of an attempt at a job that was never put, or is forgotten (status 404)."""
-    return HeadwayError(f"There is no job {id!r}.", "Put the job before counting attempts.", status=404)
+    return HeadwayError(
+        f"There is no job {id!r}.", "Store the job first; its attempts are counted afterwards.", status=404
+    )
 
 
 def queue_unavailable(problem: str, what: str = "nothing") -> HeadwayError:

@@ -68,7 +68,7 @@ def main(case: Case, about: str, notes: Sequence[str], *, seed: int, as_json: bo
     """Print the advice, and write it to a folder."""
     if not case.requests.promised.any():
         raise ConfigError(
-            "No request of this traffic has an SLO, so there is no promise to keep.",
+            "None of these requests has an SLO, so there are no promises to plan for.",
             "Give classes SLOs (docs/classes.md), or with --trace give --slo.",
         )
     began = time.perf_counter()

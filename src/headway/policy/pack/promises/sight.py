@@ -1,9 +1,9 @@
 """Which of the overdue requests the packer looks at. Compiled.
 
 In a long overload thousands of requests wait in the engine and cannot be on time: they were due before they
-began, or their answers lost their KV and fell behind. An iteration looks at `PromisesConfig.overdue_seen` of
-those that are first in order, since they come in next, and at as many of those due last, since they show that
-there is an overload (`outlook.pressure_of`). Its cost does not grow with the number of the others.
+began, or their answers lost their KV and fell behind. An iteration considers `PromisesConfig.overdue_seen` from
+the front of their order, which are admitted next, and the same number from its end, which show that there is an
+overload (`outlook.pressure_of`). So its cost does not grow with the length of that queue.
 """
 
 from __future__ import annotations
