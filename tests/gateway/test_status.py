@@ -73,7 +73,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             and name.removeprefix("headway_engine_") not in ("up", "scraped", "model", "requests")
         }
         assert counted == {
-            f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions", "restarts")
+            f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions", "restarts", "kv")
         }
         assert sorted(by["instance"] for _, by, _ in found["headway_engine_evictions"]) == ["e0", "e1"]
         tokens = {labels["kind"]: value for name, labels, value in found["headway_tokens"] if name.endswith("_total")}
