@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.vllm.plugin import right_aligned_attention
+from headway.engines.vllm.plugin import right_aligned_cpu
 from headway.engines.vllm.plugin.slot_copies import IN, OUT, WITHIN, HostSlots, copies_of
 from headway.policy.memory.two_ended import allocation, block_table, checkpoint
 from headway.policy.memory.two_ended.block_table import BEST_EFFORT, FREE, REAL_TIME, SAVE
@@ -108,13 +108,13 @@ def test_a_slot_copied_elsewhere_reads_as_before(kind: str, size: int, heads: in
     dtype = getattr(torch, kind)
     cache = torch.zeros(4, heads, size, 2 * dim, dtype=dtype)
     query = torch.randn(1, heads, dim).to(dtype)
-    right_aligned_attention._write(cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size))
-    where, flat = right_aligned_attention.layout(cache, size), cache.view(4, -1)
+    right_aligned_cpu._write(cache, torch.randn(size, 2, heads, dim).to(dtype), size + torch.arange(size))
+    where, flat = right_aligned_cpu.layout(cache, size), cache.view(4, -1)
     assert sorted(where.flatten().tolist()) == list(range(cache[0].numel()))
     backwards = torch.arange(size).flip(0)
     flat[2][where[backwards]] = flat[1][where]
     flat[3][where[backwards]] = flat[2][where]
-    first, turned, back = (right_aligned_attention.attend(cache, query, [block], size, -1) for block in (1, 2, 3))
+    first, turned, back = (right_aligned_cpu.attend(cache, query, [block], size, -1) for block in (1, 2, 3))
     assert first.abs().max() > 0
     near = 2e-2 if kind == "bfloat16" else 1e-5
     assert torch.allclose(turned.float(), first.float(), atol=near), "the same tokens, turned round"
@@ -128,7 +128,7 @@ def test_the_attention_reads_from_the_right_only_through_the_window(
 ) -> None:
     import torch
 
-    dtype, attend = getattr(torch, kind), right_aligned_attention.attend
-    assert right_aligned_attention.reads_from_the_right(size, heads, dim, dtype)
-    monkeypatch.setattr(right_aligned_attention, "attend", lambda *args: attend(*args[:-1], -1))
-    assert not right_aligned_attention.reads_from_the_right(size, heads, dim, dtype)
+    dtype, attend = getattr(torch, kind), right_aligned_cpu.attend
+    assert right_aligned_cpu.reads_from_the_right(size, heads, dim, dtype)
+    monkeypatch.setattr(right_aligned_cpu, "attend", lambda *args: attend(*args[:-1], -1))
+    assert not right_aligned_cpu.reads_from_the_right(size, heads, dim, dtype)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headway.engines.vllm.kv_transfer import two_ended_pool
-from headway.engines.vllm.plugin import right_aligned_attention
+from headway.engines.vllm.plugin import right_aligned_cpu
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.two_ended import allocation
 from headway.policy.pack.bros.packer import BatchSize, Bros
@@ -155,7 +155,7 @@ def test_without_the_window_tokens_would_be_wrong(
     engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These tests can see it when best effort attends to another request's KV."""
-    monkeypatch.setattr(right_aligned_attention, "_call", lambda *_: None)
+    monkeypatch.setattr(right_aligned_cpu, "_call", lambda *_: None)
     wrong = 0
     for seed in range(5, 13):  # a single seed may change no answer: the strongest token often stays the same
         engine.scheduler.packer = Chaos(seed)
@@ -179,7 +179,7 @@ class Everybody(Packer):
 @pytest.mark.parametrize("shared", [0, 4, 8])
 def test_what_sharing_costs_an_iteration(engine: Engine, monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
     """Eight of each kind decode; fillers leave so few empty blocks that so many real-time ones share."""
-    scheduler, attend = engine.scheduler, right_aligned_attention._call
+    scheduler, attend = engine.scheduler, right_aligned_cpu._call
     seconds: dict[bool, list[float]] = {True: [], False: []}
     made: list[bool] = []
     calls = True
@@ -200,7 +200,7 @@ def test_what_sharing_costs_an_iteration(engine: Engine, monkeypatch: pytest.Mon
     for i in range(8):
         engine.add(f"r{i}", ask(0)[:4], 13, ttft=1.0)
     engine.step()
-    monkeypatch.setattr(right_aligned_attention, "_call", call)
+    monkeypatch.setattr(right_aligned_cpu, "_call", call)
     for i in range(8):
         calls = i % 2 == 0  # every second iteration without them: wrong, but timed
         began = time.perf_counter()

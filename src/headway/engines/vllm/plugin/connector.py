@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from headway.engines.vllm.plugin.host_copies import HostBlocks, Streams
+
 _GIB = 1 << 30
 _PROBE = 32 << 20  # bytes copied to learn how fast the memory is
 
@@ -39,8 +41,8 @@ class HostPool(KVConnectorBase_V1):
     copy_seconds: seconds to copy one token's KV, by the speed of this host's memory (a GPU's bus is about as
         fast).
 
-    The device's stream orders the copies: blocks freed in this step are read before they are written, and
-    restored blocks are written before they are read.
+    free: blocks of the pool, in the scheduler. What a step gives back is free in the next one: the worker saves
+        before it restores.
     """
 
     requires_kv_delivery = False
@@ -51,13 +53,17 @@ class HostPool(KVConnectorBase_V1):
         size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         each = max(size // max(kv_cache_config.num_blocks, 1), 1)
         self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
+        self._blocks_in_all = self.free
         self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
         self.copy_seconds = float(options.get("copy_seconds") or _copy_seconds(each / self.size))
         self.saved: dict[str, int] = {}
         self._held: dict[str, int] = {}  # blocks of the pool per request
+        self._returned = 0
         self._next = Copies()
         self._caches: list[Any] = []
-        self._host: dict[str, list[Any]] = {}
+        self._host: HostBlocks | None = None
+        self._unused = list(range(self.free))  # places of the pool, in the worker
+        self._places: dict[str, list[int]] = {}
 
     # ---- the scheduler's side
 
@@ -87,6 +93,7 @@ class HostPool(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         """Return the worker's copies of this step."""
+        self.free, self._returned = self.free + self._returned, 0
         copies, self._next = self._next, Copies()
         return copies
 
@@ -108,32 +115,47 @@ class HostPool(KVConnectorBase_V1):
 
     def _release(self, id: str) -> None:
         self.saved.pop(id)
-        self.free += self._held.pop(id)
+        self._returned += self._held.pop(id)
 
     # ---- the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Keep each layer's cache as a view whose first dimension is the block."""
         self._caches = [self._by_block(cache) for cache in kv_caches.values()]
+        self._reserve(kv_caches)
+
+    def _reserve(self, kv_caches: dict[str, Any]) -> None:
+        """Allocate the host's memory at start: pinning it takes a third of a second per GiB."""
+        if self._unused:
+            self._blocks()
 
     def _by_block(self, cache: Any) -> Any:
         return cache.movedim(list(cache.shape).index(self.num_blocks), 0)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Copy freed blocks to the host; vLLM calls this before anything writes."""
-        for id, blocks in kv_connector_metadata.out:
-            self._host[id] = [_to_host(cache[blocks]) for cache in self._caches]
-        for id in kv_connector_metadata.drop:
-            self._host.pop(id)
+        metadata = kv_connector_metadata
+        for id, blocks in metadata.out:
+            places, self._unused = self._unused[: len(blocks)], self._unused[len(blocks) :]
+            self._blocks().save(blocks, places)
+            self._places[id] = places
+        for id in metadata.drop:
+            self._unused += self._places.pop(id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy restored blocks to the device, before the forward pass."""
         for id, blocks, there in self._get_connector_metadata().back:
-            for cache, host in zip(self._caches, self._host.pop(id), strict=True):
-                cache[blocks[there:]] = host[there:].to(cache.device, non_blocking=True)
+            places = self._places.pop(id)
+            self._blocks().load(places[there:], blocks[there:])
+            self._unused += places
+
+    def _blocks(self) -> HostBlocks:
+        if self._host is None:
+            self._host = HostBlocks(self._caches, self._blocks_in_all, Streams(self._caches[0].device))
+        return self._host
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: copies run on the compute stream."""
+        """Do nothing: what is computed waits for the copies by itself."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: copies to the host come before the forward pass."""
@@ -148,12 +170,3 @@ def _copy_seconds(size: float) -> float:
     began = time.perf_counter()
     probe.clone()
     return (time.perf_counter() - began) * size / _PROBE
-
-
-def _to_host(blocks: Any) -> Any:
-    """Return a copy in host memory, pinned on a GPU so that it does not delay the next kernels."""
-    if blocks.device.type == "cpu":
-        return blocks  # indexing made a copy already
-    host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-    host.copy_(blocks, non_blocking=True)
-    return host

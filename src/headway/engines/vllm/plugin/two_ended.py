@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
-from headway.engines.vllm.plugin.right_aligned_attention import reads_from_the_right
+from headway.engines.vllm.plugin import right_aligned_cpu
 from headway.engines.vllm.plugin.slot_copies import HostSlots, copies_of
 from headway.engines.vllm.plugin.two_ended_pool import TwoEndedPool
 from headway.policy.core.engine_spec import Obstacle
@@ -27,7 +27,7 @@ from headway.types import Ints, Step
 
 _NO_ROWS = np.empty(0, np.int64)
 _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens"))
-_MULTIPLE = 32  # tokens: what the CPU attention's blocks consist of
+_MULTIPLE = {True: right_aligned_cpu.MULTIPLE, False: 16}  # tokens, on a CPU and on a GPU
 
 
 def obstacle(scheduler: Any) -> Obstacle | None:
@@ -37,9 +37,9 @@ def obstacle(scheduler: Any) -> Obstacle | None:
     config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec
+    on_cpu = config.device_config.device_type == "cpu" and not config.attention_config.backend
     plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
     reasons = {
-        "it is not the CPU's attention": config.device_config.device_type != "cpu",
         "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
         "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
         "KV is quantized": cache.cache_dtype != "auto",
@@ -49,10 +49,14 @@ def obstacle(scheduler: Any) -> Obstacle | None:
         "decoding is speculative": config.speculative_config is not None,
         "scheduling is asynchronous": config.scheduler_config.async_scheduling,
         "it is vLLM's model runner V2": scheduler.use_v2_model_runner,
-        f"blocks are not multiples of {_MULTIPLE} tokens": scheduler.block_size % _MULTIPLE != 0,
+        "attention is compiled together with the quantization of its output": bool(
+            config.compilation_config.pass_config.fuse_attn_quant
+        ),
+        f"blocks are not multiples of {_MULTIPLE[on_cpu]} tokens": scheduler.block_size % _MULTIPLE[on_cpu] != 0,
     }
     found = next((why for why, hinders in reasons.items() if hinders), None)
-    if not (found or reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
+    reads = right_aligned_cpu.reads_from_the_right
+    if on_cpu and not (found or reads(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
         found = "this machine's attention does not read a block from the right"
     return Obstacle(found, "choose bros-plain-blocks") if found else None
 
@@ -166,7 +170,9 @@ class TwoEndedKv:
         row = rows[kv.kind[rows] == BEST_EFFORT]
         last = kv.num_blocks[row] - 1
         right = kv.mirrored[kv.block_ids[row, last]] == 1
-        metadata.right = list(zip(self.jobs.names(row[right]), last[right].tolist(), strict=True))
+        kept = kv.num_tokens[row] - last * int(kv.state[0]["block_size"])
+        columns = (values[right].tolist() for values in (last, kept))
+        metadata.right = list(zip(self.jobs.names(row[right]), *columns, strict=True))
 
     def _lost_rows(self, rows: Ints) -> Ints:
         """Return the rows that have lost all KV; correct vLLM's count of those that have lost its end."""

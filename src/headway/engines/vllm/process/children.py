@@ -47,7 +47,7 @@ class Children:
         """End the current process and start one with this configuration in its place."""
         self.end_current()
         argv = command(config, self._port, self._recipe, host=self._host)
-        child = Child(argv, environment(config, self.secret), self._log)
+        child = Child(argv, environment(config, self.secret, self._recipe), self._log)
         child.start()
         self.current = child
 

@@ -84,7 +84,7 @@ def command(
     line += ["--num-gpu-blocks-override", str(engine.blocks)] if engine.blocks else []
     line += parsers.options(engine)
     line += ["--worker-extension-cls", WORKER_EXTENSION]
-    line += _hook_options(engine, recipe, on_cpu) if recipe else _stock_options(engine, policy)
+    line += _hook_options(engine, recipe) if recipe else _stock_options(engine, policy)
     return [*line, *engine.args]
 
 
@@ -124,11 +124,8 @@ def has_fast_bfloat16(cpuinfo: str) -> bool:
     return flags is None or not {"avx512bw", "amx_bf16"}.isdisjoint(flags.split())
 
 
-def spec(engine: Engine, *, on_cpu: bool | None = None) -> EngineSpec:
-    """Return what an engine of this configuration can do, as far as it is known before it runs.
-
-    on_cpu: None = where this environment's vLLM runs.
-    """
+def spec(engine: Engine) -> EngineSpec:
+    """Return what an engine of this configuration can do, as far as it is known before it runs."""
     hinders = {
         Obstacle("shares prefixes", "Take --enable-prefix-caching out of args"): "--enable-prefix-caching"
         in engine.args,
@@ -142,17 +139,17 @@ def spec(engine: Engine, *, on_cpu: bool | None = None) -> EngineSpec:
         block_size(engine),
         sizes.max_model_len,
         host_tokens=None if engine.host_kv_gib else 0,  # how many are known when the model is loaded
-        two_ended=is_cpu_build() if on_cpu is None else on_cpu,
+        two_ended=True,
         reservations=why is None,
         why_not={} if why is None else {"reservations": why},
     )
 
 
-def _hook_options(engine: Engine, recipe: str, on_cpu: bool) -> list[str]:
+def _hook_options(engine: Engine, recipe: str) -> list[str]:
     options = {"recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s}
     config = {"headway": {name: value for name, value in options.items() if value is not None}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
-    use = find(recipe).packer(spec(engine, on_cpu=on_cpu)).kv
+    use = find(recipe).packer(spec(engine)).kv
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
         line += ["--no-async-scheduling"] if engine.async_scheduling is None else []
@@ -176,11 +173,12 @@ def block_size(engine: Engine) -> int:
     return 128 if is_cpu_build() else 16
 
 
-def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
+def environment(engine: Engine, secret: str | None = None, recipe: str | None = None) -> dict[str, str]:
     """Return the child's environment: Headway's plugin, no telemetry, CPU settings for the CPU build.
 
     secret: without which the child answers nothing but /health (`plugin/guard.py`); None = it answers all.
         Other users can read a command line, but not an environment.
+    recipe: the child's, None = stock vLLM or a program that is not an engine.
     """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/orphan.py`
@@ -190,6 +188,8 @@ def environment(engine: Engine, secret: str | None = None) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if (visible := visible_to(engine)) is not None:
         env[VISIBLE] = visible
+    if recipe is not None and find(recipe).packer(spec(engine)).kv.two_ended:
+        env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # its batches are built where no block table can be changed
     if is_cpu_build():
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -2,20 +2,19 @@
 
 When decoding, attention does not depend on the order of the cached tokens: their positions are already in the
 keys. So the shared block comes first in the request's block table, and the kernel's sliding window, as long
-as the request, cuts off the slots at that block's left, which belong to another request. Three of vLLM's
-methods are wrapped: the slot of a new token, the attention metadata, and the attention itself, which makes
-one more kernel call per layer for each such request.
+as the request, cuts off the slots at that block's left, which belong to another request. Two of vLLM's methods
+are wrapped, the attention metadata and the attention itself: one more kernel call per layer for each such row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-# Of this step, for requests whose last block fills from the right: row in the batch, index of that block.
-_right_aligned: list[tuple[int, int]] = []
+from headway.engines.vllm.plugin.right_aligned_rows import RightAligned, rows, wrap
+
+MULTIPLE = 32  # tokens: what blocks of this attention consist of
 
 
 class AttentionCall(NamedTuple):
@@ -38,73 +37,28 @@ class AttentionCall(NamedTuple):
 
 
 def install() -> None:
-    """Wrap vLLM's methods in this process, once."""
+    """Wrap the attention's methods in this process, once."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
-    from vllm.v1.worker.block_table import MultiGroupBlockTable
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    _wrap(GPUModelRunner, "_update_states", _update_states)
-    _wrap(MultiGroupBlockTable, "compute_slot_mapping", _compute_slot_mapping)
-    _wrap(CPUAttentionMetadataBuilder, "build", _build)
-    _wrap(CPUAttentionBackendImpl, "forward", _forward)
-
-
-def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    stock = getattr(kind, name)
-    if hasattr(stock, "headway"):
-        return
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(stock, self, *args, **kwargs)
-
-    wrapped.headway = stock  # type: ignore[attr-defined]
-    setattr(kind, name, wrapped)
-
-
-def _update_states(stock: Any, runner: Any, output: Any) -> Any:
-    """Before stock builds the batch: rewrite changed block tables. After it: find the right-aligned rows."""
-    metadata = output.kv_connector_metadata
-    for id, table in getattr(metadata, "tables", {}).items():
-        _rewrite(runner, id, table)
-    result = stock(runner, output)
-    rows = runner.input_batch.req_id_to_index
-    _right_aligned[:] = [(rows[id], k) for id, k in getattr(metadata, "right", ()) if id in rows]
-    return result
-
-
-def _rewrite(runner: Any, id: str, table: list[int]) -> None:
-    runner.requests[id].block_ids = (list(table),)
-    row = runner.input_batch.req_id_to_index.get(id)
-    if row is not None:
-        runner.input_batch.block_table.clear_row(row)
-        runner.input_batch.block_table.add_row((table,), row)
-
-
-def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, positions: Any) -> None:
-    stock(tables, count, starts, positions)
-    table = tables.block_tables[0]
-    for row, k in _right_aligned:
-        if row < count:
-            at, size = int(starts[row]), table.block_size
-            slot = size - 1 - int(positions[at]) % size
-            table.slot_mapping.gpu[at] = int(table.block_table.np[row, k]) * size + slot
+    wrap(CPUAttentionMetadataBuilder, "build", _build)
+    wrap(CPUAttentionBackendImpl, "forward", _forward)
 
 
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
     metadata = stock(builder, common_prefix_len, common, *args, **kwargs)
-    metadata.headway = [
-        call for row, k in _right_aligned if row < common.num_reqs and (call := _call(builder, common, row, k))
-    ]
+    now = [one for one in rows.now if one.row < common.num_reqs]
+    metadata.headway = [call for one in now if (call := _call(builder, common, one))]
     return metadata
 
 
-def _call(builder: Any, common: Any, row: int, k: int) -> AttentionCall | None:
-    """Return the kernel call of a request whose k-th block is its last; None when that block is full."""
+def _call(builder: Any, common: Any, right: RightAligned) -> AttentionCall | None:
+    """Return the kernel call of a row; None when its last block is full."""
     from vllm import _custom_ops as ops
     from vllm import envs
 
-    size, tokens, start = builder.block_size, int(common.seq_lens[row]), int(common.query_start_loc[row])
-    if tokens == (k + 1) * size:
+    size, (row, k, kept), start = builder.block_size, right, int(common.query_start_loc[right.row])
+    tokens = k * size + kept
+    if kept == size:
         return None  # all of its slots are the request's own, in any order
     blocks = common.block_table_tensor[row]
     table = torch.cat([blocks[k : k + 1], blocks[:k]])[None].contiguous()
@@ -206,6 +160,24 @@ def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) 
         query, *_halves(cache), out, starts, lengths, (width // 2) ** -0.5, True, None, window, table, 0.0, plan, None
     )
     return out
+
+
+class Slots:
+    """Reads and writes the KV of single slots, whose elements this machine's kernels keep in an order of their own."""
+
+    def __init__(self, cache: Any, size: int) -> None:
+        self._size, self._where = size, layout(cache, size)
+
+    def read(self, cache: Any, slots: Any) -> Any:
+        """Return the KV of slots, (slots, elements)."""
+        return cache.view(cache.shape[0], -1)[self._index(slots)]
+
+    def write(self, cache: Any, slots: Any, data: Any) -> None:
+        """Write the KV of slots."""
+        cache.view(cache.shape[0], -1)[self._index(slots)] = data
+
+    def _index(self, slots: Any) -> tuple[Any, Any]:
+        return slots[:, None] // self._size, self._where[slots % self._size]
 
 
 def layout(cache: Any, size: int) -> Any:
