@@ -49,6 +49,11 @@ class Streams:
         self._copying.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._copying)
 
+    def keep(self, tensor: Any) -> None:
+        """Keep the memory of what is copied until that is done."""
+        if self._copying is not None:
+            tensor.record_stream(self._copying)
+
     def join(self) -> None:
         """Let what is computed next start after all copies."""
         if self._copying is not None:
@@ -73,6 +78,7 @@ class HostBlocks:
     def save(self, blocks: list[int], places: list[int]) -> None:
         """Copy blocks to places on the host; from the next kernel on, the blocks may be written."""
         source, target = index(blocks, self._device), index(places, self._device)
+        self._streams.keep(target)
         for cache, host in zip(self._caches, self._host, strict=True):
             each = cache[0].numel() * cache.element_size()
             step = self._aside.numel() // each
