@@ -2,8 +2,8 @@
 
 Stock `vllm serve` (first come first served, then by priority) and `headway` start one after the other. Each gets
 the same requests at 0.9 and 1.3 times the capacity that the first one has under saturation. The engine of
-`headway` is profiled, too, and the simulator, with that profile, forecasts the same runs. Without a GPU this is
-a rehearsal of the same steps on the CPU.
+`headway` is profiled, too, and the simulator, with that profile, forecasts the same runs. Its model is swapped for
+itself in the end, and sent to sleep. Without a GPU this is a rehearsal of the same steps on the CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from benchmarks.validate.report import compared, overheads
 from benchmarks.validate.twin import TwinPair, pair
 from headway.config import Engine
 from headway.engines.vllm.process.cards import cards
+from headway.errors import EngineError
+from headway.models.compare import weight_bytes
 from headway.models.resolve import resolve
 from headway.policy.forecast.latency.measurement import Limits
 from headway.whatif.load import metrics, mix, plots
@@ -34,7 +36,8 @@ from headway.whatif.measured.systems import STOCK, running
 from headway.whatif.output.results import SIMULATED, Ask, Row
 
 LOADS = {"0.9x": 0.9, "1.3x": 1.3}
-REHEARSAL = "There is no GPU here: this is a rehearsal of the same steps on the CPU."
+REHEARSAL = "There is no GPU here: this is a rehearsal of the same steps on the CPU, where vLLM has no sleep mode."
+NO_WEIGHTS = "The model's directory has no weights: what a swap takes is not known."
 _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"0.9x": 3.0, "1.3x": 6.0}, 3.0, 32
 _SHOWN = ("attainment.all", "throughput.output_tokens_per_s", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "failed")
 _RUNNING, _STEPS = 256, 200  # with which the cost of the hook is measured
@@ -55,19 +58,20 @@ class GpuFindings:
     run: ReplayRun | None = None
     pairs: list[TwinPair] = field(default_factory=list)
     hook: list[Row] = field(default_factory=list)
+    swaps: list[Row] = field(default_factory=list)
 
 
 @experiment("gpu", "vllm", f"Stock vLLM and Headway on this device, with the simulator's forecast ({SIMULATED})")
 def main(ask: Ask, model: str, dummy: bool, mix_: mix.Mix, duration: float) -> Result:
     """Measure; dummy: weights are made up, so the model's directory needs none."""
-    engine = Engine(model=model, args=("--load-format", "dummy") if dummy else ())
+    engine = Engine(model=model, args=("--load-format", "dummy") if dummy else (), sleep_mode=bool(cards()))
     setup = ReplaySetup(mix_, engine, ("headway",), dict(LOADS), None, duration, ask.seed, quick=True)
     stock = tuple(STOCK)
     if ask.quick:
         setup, stock = shortened(setup), stock[:1]
     found = asyncio.run(measure(setup, stock, together=ask.quick and not cards()))
     found.hook = hook_overhead.cost(_RUNNING, 0, ("headway",), _STEPS, ask.seed)
-    notes = [] if cards() else [REHEARSAL]
+    notes = ([] if cards() else [REHEARSAL]) + ([] if weight_bytes(resolve(model)) else [NO_WEIGHTS])
     workload = f"{device()}, {model}{' with dummy weights' if dummy else ''}; {mix.describe(setup.mix)}"
     return Result(rows(found), workload, lambda: pictures(found), notes=notes)
 
@@ -108,6 +112,7 @@ async def measure(setup: ReplaySetup, stock: Sequence[str], *, together: bool = 
                     continue
                 found.run = run = await profiled(name, target, setup, found.capacity)
                 setup = replace(setup, engine=await _resolved(target, setup.engine, run.measured.limits))
+                found.swaps = await _swaps(target, setup.engine)
     for replay in run.replays:
         found.records[replay.system, replay.setting] = replay.records
         found.pairs.append(pair(replay, run, setup))
@@ -149,6 +154,33 @@ async def _state(target: ProfileTarget) -> dict[str, int]:
         return await engine_state(session, target)
 
 
+async def _swaps(target: ProfileTarget, engine: Engine) -> list[Row]:
+    """Return what it takes to load the model in place, its files in memory, and to put it to sleep and wake it."""
+    gigabytes = weight_bytes(target.model) / 1e9
+
+    async def seconds(op: str, **more: str) -> float:
+        began = time.perf_counter()
+        async with (
+            aiohttp.ClientSession(target.control) as session,
+            session.post("/headway/model", json={"op": op, **more}) as answer,
+        ):
+            if answer.status != 200:
+                raise EngineError(f"The engine failed to {op}: {(await answer.text())[:500]}.", "See its log.")
+        return time.perf_counter() - began
+
+    load = sleep = wake = None
+    if gigabytes:
+        for _ in range(2):  # the first one reads the files
+            load = await seconds("load", path=target.model, name=target.name) / gigabytes
+    if engine.sleep_mode:
+        sleep, wake = await seconds("sleep"), await seconds("wake")
+    return [
+        Row("swap.s_per_gb", "headway", "in place", load, "s/GB"),
+        Row("sleep_s", "headway", "level 1", sleep, "s"),
+        Row("wake_s", "headway", "level 1", wake, "s"),
+    ]
+
+
 # ---- figures
 
 
@@ -157,14 +189,15 @@ def rows(found: GpuFindings) -> list[Row]:
 
     start_s: from the start of the process until it is ready. capacity.req_per_s: of vllm-fcfs. simulated.*, error.*:
     the forecast for `headway`, and how far it is off. law.error_pct.KIND: mean error of the
-    profile's law on its own samples of a kind of iteration.
+    profile's law on its own samples of a kind of iteration. swap.s_per_gb, sleep_s, wake_s: None where the model's
+    directory has no weights, or vLLM no sleep mode.
     """
     lines = [Row("start_s", name, "start", seconds, "s") for name, seconds in found.started.items()]
     lines.append(Row("capacity.req_per_s", next(iter(found.started)), "saturation", found.capacity, "req/s"))
     for (name, setting), records in found.records.items():
         all_ = [row for row in metrics.figures({name: (records, {})}) if row.setting == metrics.ALL]
         lines += [replace(row, setting=setting) for row in all_ if row.id in _SHOWN]
-    lines += found.hook
+    lines += found.hook + found.swaps
     if found.run is not None:
         fits = found.run.fits
         for kind, error in fits.errors[fits.best].items():

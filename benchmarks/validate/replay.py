@@ -154,7 +154,7 @@ async def live(name: str, engine: Engine, logs: Path, classes: Sequence[str]) ->
     engine = replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))
     address = f"http://127.0.0.1:{port}"
     _console.print(f"[dim]starting {name} ...[/]")
-    child = Child(command(engine, port, name), environment(engine), logs / f"{name}-engine.log")
+    child = Child(command(engine, port, name), environment(engine, recipe=name), logs / f"{name}-engine.log")
     async with answering(name, child, f"{address}/health"):
         served = Engine(model=engine.model, served_name=engine.name, url=address)
         async with running(name, served, logs, classes) as url:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
 from benchmarks.real import gpu
 from benchmarks.validate.replay import ReplaySetup
+from headway.config import Engine
+from headway.errors import EngineError
 from headway.whatif.load.mix import BUILTIN
+from headway.whatif.measured.profile import ProfileTarget
 from tests.bench.test_truth import ENGINE, answered, pair_of, planned, replay, run_of
 
 
@@ -20,6 +31,42 @@ def test_systems_and_forecast_are_in_one_table() -> None:
     assert all((id, name, "0.9x") in rows for id in gpu._SHOWN for name in found.started)
     assert rows["error.ttft.mean", "headway", "0.9x"] == 0.0, "the simulator made that run itself"
     assert rows["simulated.tpot.p99", "headway", "0.9x"] == rows["tpot.p99", "headway", "0.9x"]
+
+
+class Swapped(web.Application):
+    """Takes orders about models, as an engine does."""
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.refuses = refuses
+        self.router.add_post("/headway/model", self._order)
+
+    async def _order(self, request: web.Request) -> web.Response:
+        self.ops.append((await request.json())["op"])
+        return web.json_response({"error": "no memory"}, status=500 if self.ops[-1] == self.refuses else 200)
+
+
+async def swaps(app: Swapped, model: Path, engine: Engine) -> dict[str, float | None]:
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        return {row.id: row.ours for row in await gpu._swaps(ProfileTarget(url, url, "m", str(model)), engine)}
+
+
+def test_the_model_is_swapped_for_itself_then_sleeps(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    app = Swapped()
+    found = asyncio.run(swaps(app, tmp_path, replace(ENGINE, sleep_mode=True)))
+    assert app.ops == ["load", "load", "sleep", "wake"]
+    assert all(found.values())
+
+
+def test_what_cannot_be_measured_has_no_figure(tmp_path: Path) -> None:
+    app = Swapped()
+    assert asyncio.run(swaps(app, tmp_path, ENGINE)) == {"swap.s_per_gb": None, "sleep_s": None, "wake_s": None}
+    assert not app.ops
+    with pytest.raises(EngineError, match="failed to sleep: .*no memory"):
+        asyncio.run(swaps(Swapped("sleep"), tmp_path, replace(ENGINE, sleep_mode=True)))
 
 
 def test_the_short_run_has_fixed_rates_and_short_answers() -> None:
