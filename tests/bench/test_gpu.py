@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_has_no_figure(tmp_path: Path) -> None:
     app = Swapped()
     assert asyncio.run(swaps(app, tmp_path, ENGINE)) == {"swap.s_per_gb": None, "sleep_s": None, "wake_s": None}
     assert not app.ops
-    with pytest.raises(EngineError, match="failed to sleep: .*no memory"):
+    with pytest.raises(EngineError, match=r"failed to sleep: .*no memory"):
         asyncio.run(swaps(Swapped("sleep"), tmp_path, replace(ENGINE, sleep_mode=True)))
 
 
