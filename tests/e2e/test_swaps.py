@@ -60,9 +60,11 @@ def test_answers_after_a_swap_are_those_of_a_fresh_engine(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *_path()]))
     monkeypatch.setattr(models, "RETRY_AFTER", (2.0, 2.0))
     events = note_events(monkeypatch)
-    near = vary("smollm2", tmp_path / "near", seed=1, scale=0.1)
-    short = vary("smollm2", tmp_path / "short", layers=12)
+    model = vary("smollm2", tmp_path / "smollm2", layers=8, scale=0.0)
+    near = vary(str(model), tmp_path / "near", seed=1, scale=0.6)
+    short = vary(str(model), tmp_path / "short", layers=3)
     engine = Engine(
+        model=str(model),
         models=(str(near), str(short)),
         dtype="float32",
         cores=CORE,

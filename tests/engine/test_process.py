@@ -30,6 +30,15 @@ def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.M
     assert launch.environment(Engine(cores="0-1"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
+@pytest.mark.parametrize(("cores", "apart"), [("3", "0"), ("0-1", None), ("2,5", None)])
+def test_one_core_needs_no_worker_process(
+    cores: str, apart: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path / "packages", "vllm-cpu")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    assert launch.environment(Engine(cores=cores)).get("VLLM_ENABLE_V1_MULTIPROCESSING") == apart
+
+
 async def _reranked(status: int) -> list[dict[str, Any]]:
     """Send a rerank to an engine that answers with `status`, and one when it is gone; return what came."""
     came: list[dict[str, Any]] = []

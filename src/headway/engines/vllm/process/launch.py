@@ -194,6 +194,8 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
+        if cores.isdecimal():  # a worker process of its own costs a start and messages, and needs a second core to gain
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
         if requested(engine).eager:  # else all wait 10 s for a compiler at the first request for log probabilities
