@@ -2,8 +2,9 @@
 
 Stock `vllm serve` (first come first served, then by priority) and `headway` start one after the other. Each gets
 the same requests at 0.9 and 1.3 times the capacity that the first one has under saturation. The engine of
-`headway` is profiled, too, and the simulator, with that profile, forecasts the same runs. Its model is swapped for
-itself in the end, and sent to sleep. Without a GPU this is a rehearsal of the same steps on the CPU.
+`headway` is profiled, too, and the simulator, with that profile, forecasts the same runs. In the end its
+model is loaded again in place, and the engine is put to sleep and woken. Without a GPU this is a rehearsal of the same
+steps on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from headway.whatif.output.results import SIMULATED, Ask, Row
 
 LOADS = {"0.9x": 0.9, "1.3x": 1.3}
 REHEARSAL = "There is no GPU here: this is a rehearsal of the same steps on the CPU, where vLLM has no sleep mode."
-NO_WEIGHTS = "The model's directory has no weights: what a swap takes is not known."
+NO_WEIGHTS = "Weights are made up, or there are none, so the time of a model swap was not measured."
 _QUICK_RATES, _QUICK_SECONDS, _QUICK_TOKENS = {"0.9x": 3.0, "1.3x": 6.0}, 3.0, 32
 _SHOWN = ("attainment.all", "throughput.output_tokens_per_s", "ttft.p50", "ttft.p99", "tpot.p50", "tpot.p99", "failed")
 _RUNNING, _STEPS = 256, 200  # with which the cost of the hook is measured
@@ -71,7 +72,7 @@ def main(ask: Ask, model: str, dummy: bool, mix_: mix.Mix, duration: float) -> R
         setup, stock = shortened(setup), stock[:1]
     found = asyncio.run(measure(setup, stock, together=ask.quick and not cards()))
     found.hook = hook_overhead.cost(_RUNNING, 0, ("headway",), _STEPS, ask.seed)
-    notes = ([] if cards() else [REHEARSAL]) + ([] if weight_bytes(resolve(model)) else [NO_WEIGHTS])
+    notes = ([] if cards() else [REHEARSAL]) + ([NO_WEIGHTS] if dummy or not weight_bytes(resolve(model)) else [])
     workload = f"{device()}, {model}{' with dummy weights' if dummy else ''}; {mix.describe(setup.mix)}"
     return Result(rows(found), workload, lambda: pictures(found), notes=notes)
 
@@ -155,13 +156,14 @@ async def _state(target: ProfileTarget) -> dict[str, int]:
 
 
 async def _swaps(target: ProfileTarget, engine: Engine) -> list[Row]:
-    """Return what it takes to load the model in place, its files in memory, and to put it to sleep and wake it."""
-    gigabytes = weight_bytes(target.model) / 1e9
+    """Return seconds per GB to load the model in place (files in the page cache), and seconds to sleep and to wake."""
+    # vLLM cannot load weights in the place of made-up ones.
+    gigabytes = 0.0 if "dummy" in engine.args else weight_bytes(target.model) / 1e9
 
     async def seconds(op: str, **more: str) -> float:
         began = time.perf_counter()
         async with (
-            aiohttp.ClientSession(target.control) as session,
+            aiohttp.ClientSession(target.control, timeout=aiohttp.ClientTimeout(total=None)) as session,
             session.post("/headway/model", json={"op": op, **more}) as answer,
         ):
             if answer.status != 200:
@@ -170,7 +172,7 @@ async def _swaps(target: ProfileTarget, engine: Engine) -> list[Row]:
 
     load = sleep = wake = None
     if gigabytes:
-        for _ in range(2):  # the first one reads the files
+        for _ in range(2):  # the first load brings the files into the page cache; the second is measured
             load = await seconds("load", path=target.model, name=target.name) / gigabytes
     if engine.sleep_mode:
         sleep, wake = await seconds("sleep"), await seconds("wake")
@@ -189,8 +191,8 @@ def rows(found: GpuFindings) -> list[Row]:
 
     start_s: from the start of the process until it is ready. capacity.req_per_s: of vllm-fcfs. simulated.*, error.*:
     the forecast for `headway`, and how far it is off. law.error_pct.KIND: mean error of the
-    profile's law on its own samples of a kind of iteration. swap.s_per_gb, sleep_s, wake_s: None where the model's
-    directory has no weights, or vLLM no sleep mode.
+    profile's law on its own samples of a kind of iteration. swap.s_per_gb: None if the model's directory
+    has no weights. sleep_s, wake_s: None if vLLM has no sleep mode here.
     """
     lines = [Row("start_s", name, "start", seconds, "s") for name, seconds in found.started.items()]
     lines.append(Row("capacity.req_per_s", next(iter(found.started)), "saturation", found.capacity, "req/s"))

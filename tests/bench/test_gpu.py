@@ -33,8 +33,8 @@ def test_systems_and_forecast_are_in_one_table() -> None:
     assert rows["simulated.tpot.p99", "headway", "0.9x"] == rows["tpot.p99", "headway", "0.9x"]
 
 
-class Swapped(web.Application):
-    """Takes orders about models, as an engine does."""
+class FakeEngine(web.Application):
+    """Answers /headway/model, as an engine does, and records the operations."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Swapped(web.Application):
         return web.json_response({"error": "no memory"}, status=500 if self.ops[-1] == self.refuses else 200)
 
 
-async def swaps(app: Swapped, model: Path, engine: Engine) -> dict[str, float | None]:
+async def swaps(app: FakeEngine, model: Path, engine: Engine) -> dict[str, float | None]:
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
         return {row.id: row.ours for row in await gpu._swaps(ProfileTarget(url, url, "m", str(model)), engine)}
@@ -55,18 +55,18 @@ async def swaps(app: Swapped, model: Path, engine: Engine) -> dict[str, float | 
 
 def test_the_model_is_swapped_for_itself_then_sleeps(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    app = Swapped()
+    app = FakeEngine()
     found = asyncio.run(swaps(app, tmp_path, replace(ENGINE, sleep_mode=True)))
     assert app.ops == ["load", "load", "sleep", "wake"]
     assert all(found.values())
 
 
-def test_what_cannot_be_measured_has_no_figure(tmp_path: Path) -> None:
-    app = Swapped()
+def test_figures_are_none_without_weights_or_sleep_mode_and_a_refusal_raises(tmp_path: Path) -> None:
+    app = FakeEngine()
     assert asyncio.run(swaps(app, tmp_path, ENGINE)) == {"swap.s_per_gb": None, "sleep_s": None, "wake_s": None}
     assert not app.ops
     with pytest.raises(EngineError, match=r"failed to sleep: .*no memory"):
-        asyncio.run(swaps(Swapped("sleep"), tmp_path, replace(ENGINE, sleep_mode=True)))
+        asyncio.run(swaps(FakeEngine("sleep"), tmp_path, replace(ENGINE, sleep_mode=True)))
 
 
 def test_the_short_run_has_fixed_rates_and_short_answers() -> None:

@@ -1,7 +1,7 @@
-"""A real engine that schedules asynchronously, as on a GPU: is every token the same, whatever the packer does?
+"""A real engine with asynchronous scheduling, as on a GPU: the packer's decisions change no token.
 
-vLLM's platform for CPUs turns that off; here it stays on, so vLLM's AsyncScheduler plans each iteration while the
-one before it has not ended.
+vLLM's CPU platform turns asynchronous scheduling off; the fixture leaves it on, so AsyncScheduler schedules each
+iteration before the previous one has finished.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def overlapped(few_layers: str) -> Iterator[Engine]:
         stock(config)
         config.scheduler_config.async_scheduling = True
 
-    # Another file's engine may still be there, and vLLM would take its connector for this one's.
+    # vLLM holds one connector per process; an engine of another test file may have set it, so it is put aside.
     other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(left_on))
@@ -69,7 +69,7 @@ def alone(overlapped: Engine) -> list[list[int]]:
     return out
 
 
-def test_two_batches_are_on_their_way_at_once(overlapped: Engine) -> None:
+def test_the_engine_keeps_two_batches_in_flight(overlapped: Engine) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     assert isinstance(overlapped.scheduler, AsyncScheduler)

@@ -1,4 +1,4 @@
-"""Are KV copies right however late the copying stream is, and does none of them wait for the device?"""
+"""KV copies are correct however late the copy stream runs, and none of them blocks the CPU thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKS, PLACES, SHAPE = 12, 9, (2, 4, 6)
 
 
 class Queued(TorchDispatchMode):  # type: ignore[misc]
-    """Keeps what is written instead of writing it."""
+    """Queues calls of index_copy_ instead of executing them."""
 
     def __init__(self, queue: list[Callable[[], Any]]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Queued(TorchDispatchMode):  # type: ignore[misc]
 
 
 class LateStreams(Streams):
-    """The copying stream starts only when what is computed has to wait for it."""
+    """Executes queued copies only when the compute stream waits for them: as late as possible."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -58,37 +58,38 @@ class LateStreams(Streams):
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 400, 1000, 5000]))
-def test_what_is_loaded_is_what_was_saved(random: Any, aside: int) -> None:
-    """The blocks are written anew as soon as they are saved; room aside is for a fraction of them up to all."""
+def test_what_is_loaded_is_what_was_saved(random: Any, staging: int) -> None:
+    """Blocks are overwritten as soon as they are saved; the staging buffer holds between one block and all of them."""
     caches = [torch.zeros(BLOCKS, *SHAPE), torch.zeros(BLOCKS, *SHAPE, dtype=torch.float16)]
     streams = LateStreams()
-    host = HostBlocks(caches, PLACES, streams, aside)
+    host = HostBlocks(caches, PLACES, streams, staging)
     held: list[tuple[list[int], list[list[torch.Tensor]]]] = []
-    free = list(range(PLACES))
+    free = PLACES
     for _ in range(12):
         count = random.randint(1, 5)
-        if count <= len(free) and random.random() < 0.6:
+        if count <= free and random.random() < 0.6:
             blocks = random.sample(range(BLOCKS), count)
             for cache in caches:
                 cache[blocks] = torch.from_numpy(
                     np.random.default_rng(random.randint(0, 9999)).random((count, *SHAPE))
                 ).to(cache.dtype)
-            places, free = free[:count], free[count:]
-            held.append((places, [[cache[block].clone() for block in blocks] for cache in caches]))
-            host.save(blocks, places)
+            saved = [[cache[block].clone() for block in blocks] for cache in caches]
+            held.append((host.save(blocks), saved))
+            free -= count
             for cache in caches:
                 cache[blocks] = -1
         elif held:
             places, saved = held.pop(random.randrange(len(held)))
             blocks = random.sample(range(BLOCKS), len(places))
             host.load(places, blocks)
-            free += places
+            host.release(places)
+            free += len(places)
             for cache, was in zip(caches, saved, strict=True):
                 assert torch.equal(cache[blocks], torch.stack(was))
 
 
 class Waits(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the calls that make the host wait for a device, for which the device `meta` stands.
+    """Records the calls that would make the CPU wait for a GPU; the device `meta` stands for the GPU.
 
     On CUDA these are copies that are not `non_blocking`, indices on the host, and everything that reads a value.
     """
@@ -114,7 +115,7 @@ class Waits(TorchDispatchMode):  # type: ignore[misc]
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose memory has no contents; this build of PyTorch can pin nothing."""
+    """The `meta` device, with pinning replaced: PyTorch's CPU build cannot pin memory."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(
         host_copies, "allocate", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
@@ -128,7 +129,7 @@ def waits(act: Callable[[], Any]) -> list[str]:
     return counter.calls
 
 
-def test_waiting_is_seen(on_a_device: torch.device) -> None:
+def test_the_detector_sees_blocking_calls(on_a_device: torch.device) -> None:
     cache = torch.zeros(4, 3, device=on_a_device)
     assert waits(lambda: cache[torch.tensor([1, 2])])
     assert waits(lambda: torch.zeros(3).to(on_a_device))
@@ -140,15 +141,15 @@ def test_waiting_is_seen(on_a_device: torch.device) -> None:
 def test_whole_requests_are_copied_without_waiting(on_a_device: torch.device) -> None:
     caches = [torch.zeros(BLOCKS, *SHAPE, device=on_a_device) for _ in range(3)]
     host = HostBlocks(caches, PLACES, Streams(torch.device("cpu")), 400)
-    assert not waits(lambda: host.save([3, 1, 7, 2], [0, 1, 2, 3]))
+    assert not waits(lambda: host.save([3, 1, 7, 2]))
     assert not waits(lambda: host.load([2, 0], [5, 4]))
 
 
 def test_single_slots_are_copied_without_waiting(on_a_device: torch.device) -> None:
     pool = object.__new__(TwoEndedPool)
     pool._caches = [torch.zeros(BLOCKS, *SHAPE, device=on_a_device) for _ in range(2)]
-    pool._kv = right_aligned_gpu.Slots()
-    pool._slots = [torch.zeros(20, 2, 6, device=on_a_device) for _ in range(2)]
+    pool._slots = right_aligned_gpu.Slots()
+    pool._host_slots = [torch.zeros(20, 2, 6, device=on_a_device) for _ in range(2)]
     source, target = np.array([3, 9, 17]), np.array([0, 4, 2])
     for way in (OUT, IN, WITHIN):
         assert not waits(lambda way=way: pool._carry_out(Copy(way, source, target)))
@@ -162,8 +163,5 @@ def test_new_tokens_get_their_slots_without_waiting(on_a_device: torch.device) -
     tables = SimpleNamespace(block_tables=[SimpleNamespace(block_table=buffer, slot_mapping=slots, block_size=16)])
     runner = SimpleNamespace(query_start_loc=SimpleNamespace(np=np.arange(0, 27, 3)))
     rows.begin(runner, [RightAligned(5, 2, 3), RightAligned(1, 0, 16)])
-    assert not waits(lambda: rows.place(tables))
+    assert not waits(lambda: rows.write_slots(tables))
     assert rows._buffer.np[:2].tolist() == [[15, 5, 2, 3, 22 * 16 + 13], [3, 1, 0, 16, 4 * 16]]
-    rows.begin(runner, [])
-    rows.place(tables)
-    assert not rows._buffer.np.any(), "a graph that is replayed finds no rows"

@@ -1,8 +1,8 @@
-"""Two-ended blocks beside the attention that vLLM runs on GPUs, by Triton's interpreter; prints its answers as JSON.
+"""Run an engine with two-ended blocks and vLLM's Triton attention in Triton's interpreter; print its tokens as JSON.
 
-`python -m tests.engine.triton_interpreter FOLDER`, for a model of two small layers with random weights. A program
-of its own, since Triton reads TRITON_INTERPRET when it is imported. vLLM's build for CPUs is told that Triton has
-a backend for them, and that TRITON_ATTN may be chosen there; the attention and its kernels are vLLM's.
+`python -m tests.engine.triton_interpreter FOLDER`, for a model of two small layers with random weights. This is a
+separate program because Triton reads TRITON_INTERPRET when it is imported. vLLM's CPU build is patched so that it finds
+a Triton backend and selects TRITON_ATTN; the attention and its kernels are vLLM's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tests.engine.conftest import ENV, Engine
 
 os.environ.update(ENV | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"})
 BLOCKS, SIZE, HOST = 9, 16, 60
-# Three best-effort requests, one that leaves them few blocks, and three that are promised something and share them.
+# Three best-effort requests, one with a long prompt that leaves few free blocks, and three that share blocks with the
+# first three. The last four have an SLO.
 PROMPTS = [3, 5, 4, 54, 4, 5, 3]
 TOKENS = [12, 10, 11, 9, 8, 7, 7]
-PROMISED = 3  # the first that is promised something
+FIRST_WITH_SLO = 3  # index in PROMPTS
 WORDS = 512
 
 
 def model(folder: Path) -> str:
-    """Write the model; its weights are large, so that other KV means other tokens."""
+    """Write the model; its weights are large, so that reading the wrong KV changes tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,18 +85,18 @@ def started(folder: Path) -> Engine:
 
 
 def answers(engine: Engine, packer: Any, *, promised: bool = True) -> list[list[int]]:
-    """Return each request's tokens; they come one after the other."""
+    """Return each request's tokens; one request is added per iteration."""
     engine.scheduler.packer, done = packer, {}
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, TOKENS, strict=True)):
         words = np.random.default_rng(i).integers(1, WORDS, prompt).tolist()
-        engine.add(f"r{i}", words, tokens, **({"ttft": 2.0, "tpot": 0.05} if promised and i >= PROMISED else {}))
+        engine.add(f"r{i}", words, tokens, **({"ttft": 2.0, "tpot": 0.05} if promised and i >= FIRST_WITH_SLO else {}))
         done |= engine.step()
     done |= engine.run(500)
     return [done[f"r{i}"] for i in range(len(PROMPTS))]
 
 
 def difference(size: int, heads: int, kv_heads: int, dim: int, cap: float) -> float:
-    """Return how far the kernel is from attention over the same tokens in order, at most."""
+    """Return the largest difference between the kernel and attention over the same tokens in order."""
     import torch
 
     from headway.engines.vllm.plugin.right_aligned_gpu import Kernel
@@ -104,10 +105,15 @@ def difference(size: int, heads: int, kv_heads: int, dim: int, cap: float) -> fl
     cache = torch.randn(9, size, kv_heads, 2 * dim, generator=draw).transpose(1, 2)  # as with VLLM_KV_CACHE_LAYOUT=NHD
     query, out = torch.randn(4, heads, dim, generator=draw), torch.full((4, heads, dim), 7.0)
     table = torch.tensor([[3, 5, 1, 0], [2, 7, 0, 0], [8, 0, 0, 0], [6, 4, 0, 0]], dtype=torch.int32)
-    rows = [(0, 0, 2, 5), (2, 1, 1, size - 1), (3, 2, 0, 3), (1, 3, 1, size)]  # the last block of the last is full
+    rows = [
+        (0, 0, 2, 5),
+        (2, 1, 1, size - 1),
+        (3, 2, 0, 3),
+        (1, 3, 1, size),
+    ]  # (token, row, full, kept); the last is a full block
     columns = torch.tensor([(*row, 0) for row in rows] + [(0,) * 5], dtype=torch.int32)
     Kernel(5, heads, kv_heads, dim, cache.device).attend(query, cache, columns, table, out, 0.3, cap)
-    assert (out[1] == 7).all(), "a full block is the stock kernel's"
+    assert (out[1] == 7).all(), "the kernel leaves full blocks to vLLM's attention"
     worst = 0.0
     for token, row, full, kept in rows[:3]:
         blocks = [cache[block] for block in table[row, : full + 1].tolist()]
@@ -120,7 +126,7 @@ def difference(size: int, heads: int, kv_heads: int, dim: int, cap: float) -> fl
 
 
 def main(folder: Path) -> None:
-    """Print the tokens with plain blocks, with shared ones, and where the shared ones are misread."""
+    """Print the tokens with unshared blocks, with shared ones, and with shared ones when the kernel does nothing."""
     engine = started(folder)
     from dataclasses import replace
 
@@ -132,7 +138,7 @@ def main(folder: Path) -> None:
 
     def counted(*args: Any) -> None:
         nonlocal launches
-        launches += 1
+        launches += bool(args[3].any())  # not the launch without rows, which compiles
         attend(*args)
 
     Kernel.attend = counted  # type: ignore[method-assign]

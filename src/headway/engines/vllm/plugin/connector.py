@@ -41,8 +41,8 @@ class HostPool(KVConnectorBase_V1):
     copy_seconds: seconds to copy one token's KV, by the speed of this host's memory (a GPU's bus is about as
         fast).
 
-    free: blocks of the pool, in the scheduler. What a step gives back is free in the next one: the worker saves
-        before it restores.
+    free: free blocks of the pool (scheduler side). Blocks released in a step become free in the next one, because the
+        worker executes a step's saves before its loads.
     """
 
     requires_kv_delivery = False
@@ -50,19 +50,25 @@ class HostPool(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        parallel, gib = vllm_config.parallel_config, float(options.get("host_gib", 0))
+        if gib and (parallel.pipeline_parallel_size > 1 or kv_cache_config.needs_kv_cache_zeroing):
+            raise RuntimeError(
+                "A host pool for KV does not work with pipeline parallelism, or with a KV cache that vLLM fills with "
+                "zeros. Set host_kv_gib = 0."
+            )
+        # Each tensor's size is that of the allocation which all of them share.
+        size = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         each = max(size // max(kv_cache_config.num_blocks, 1), 1)
-        self.free = int(float(options.get("host_gib", 0)) * _GIB) // each
-        self._blocks_in_all = self.free
+        self.free = int(gib * _GIB / parallel.world_size) // each  # each worker has its part of every block
+        self._num_host_blocks = self.free
         self.num_blocks, self.size = kv_cache_config.num_blocks, vllm_config.cache_config.block_size
         self.copy_seconds = float(options.get("copy_seconds") or _copy_seconds(each / self.size))
         self.saved: dict[str, int] = {}
         self._held: dict[str, int] = {}  # blocks of the pool per request
-        self._returned = 0
+        self._released = 0  # blocks that become free in the next step
         self._next = Copies()
         self._caches: list[Any] = []
         self._host: HostBlocks | None = None
-        self._unused = list(range(self.free))  # places of the pool, in the worker
         self._places: dict[str, list[int]] = {}
 
     # ---- the scheduler's side
@@ -93,7 +99,7 @@ class HostPool(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         """Return the worker's copies of this step."""
-        self.free, self._returned = self.free + self._returned, 0
+        self.free, self._released = self.free + self._released, 0
         copies, self._next = self._next, Copies()
         return copies
 
@@ -115,47 +121,49 @@ class HostPool(KVConnectorBase_V1):
 
     def _release(self, id: str) -> None:
         self.saved.pop(id)
-        self._returned += self._held.pop(id)
+        self._released += self._held.pop(id)
 
     # ---- the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Keep each layer's cache as a view whose first dimension is the block."""
-        self._caches = [self._by_block(cache) for cache in kv_caches.values()]
-        self._reserve(kv_caches)
+        distinct = {cache.data_ptr(): cache for cache in kv_caches.values()}  # layers may share their KV
+        self._caches = [self._by_block(cache) for cache in distinct.values()]
+        self._prepare_worker(kv_caches)
 
-    def _reserve(self, kv_caches: dict[str, Any]) -> None:
+    def _prepare_worker(self, kv_caches: dict[str, Any]) -> None:
         """Allocate the host's memory at start: pinning it takes a third of a second per GiB."""
-        if self._unused:
-            self._blocks()
+        if self._num_host_blocks and self._caches:
+            self._host_blocks()
 
     def _by_block(self, cache: Any) -> Any:
+        if self.num_blocks not in cache.shape:  # the attention's blocks are parts of vLLM's
+            return cache.unflatten(0, (self.num_blocks, -1))
         return cache.movedim(list(cache.shape).index(self.num_blocks), 0)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Copy freed blocks to the host; vLLM calls this before anything writes."""
         metadata = kv_connector_metadata
         for id, blocks in metadata.out:
-            places, self._unused = self._unused[: len(blocks)], self._unused[len(blocks) :]
-            self._blocks().save(blocks, places)
-            self._places[id] = places
+            self._places[id] = self._host_blocks().save(blocks)
         for id in metadata.drop:
-            self._unused += self._places.pop(id)
+            self._host_blocks().release(self._places.pop(id))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy restored blocks to the device, before the forward pass."""
         for id, blocks, there in self._get_connector_metadata().back:
             places = self._places.pop(id)
-            self._blocks().load(places[there:], blocks[there:])
-            self._unused += places
+            self._host_blocks().load(places[there:], blocks[there:])
+            self._host_blocks().release(places)
 
-    def _blocks(self) -> HostBlocks:
+    def _host_blocks(self) -> HostBlocks:
+        """Return the pool; a `TwoEndedPool` allocates it only if two-ended blocks turn out to be off."""
         if self._host is None:
-            self._host = HostBlocks(self._caches, self._blocks_in_all, Streams(self._caches[0].device))
+            self._host = HostBlocks(self._caches, self._num_host_blocks, Streams(self._caches[0].device))
         return self._host
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: what is computed waits for the copies by itself."""
+        """Do nothing: `start_load_kv` queued the copies on the compute stream, before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: copies to the host come before the forward pass."""

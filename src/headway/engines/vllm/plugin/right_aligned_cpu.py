@@ -14,7 +14,7 @@ import torch
 
 from headway.engines.vllm.plugin.right_aligned_rows import RightAligned, rows, wrap
 
-MULTIPLE = 32  # tokens: what blocks of this attention consist of
+BLOCK_MULTIPLE = 32  # tokens per block must be a multiple of this in vLLM's CPU attention
 
 
 class AttentionCall(NamedTuple):
@@ -46,7 +46,7 @@ def install() -> None:
 
 def _build(stock: Any, builder: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
     metadata = stock(builder, common_prefix_len, common, *args, **kwargs)
-    now = [one for one in rows.now if one.row < common.num_reqs]
+    now = [one for one in rows.current if one.row < common.num_reqs]
     metadata.headway = [call for one in now if (call := _call(builder, common, one))]
     return metadata
 
@@ -163,7 +163,7 @@ def attend(cache: Any, query: Any, blocks: list[int], tokens: int, window: int) 
 
 
 class Slots:
-    """Reads and writes the KV of single slots, whose elements this machine's kernels keep in an order of their own."""
+    """Reads and writes the KV of single slots; the order of elements in a block depends on the instruction set."""
 
     def __init__(self, cache: Any, size: int) -> None:
         self._size, self._where = size, layout(cache, size)

@@ -1,8 +1,8 @@
-"""Rows whose last KV block is filled from the right (BROS 5.1): where their tokens go, and their device columns.
+"""Requests whose last KV block is filled from the right (BROS 5.1): their slots, and columns for the GPU's kernels.
 
-vLLM's worker assumes that a block is filled from the left. Three of its methods are wrapped: batches get changed
-block tables, a new token gets its slot, and the attention reads such rows from the right. The last differs
-between devices: `right_aligned_cpu.py`, `right_aligned_gpu.py`.
+vLLM's worker assumes that every block is filled from the left. Two of its methods are wrapped here: one rewrites
+changed block tables, the other gives each new token its slot. `right_aligned_cpu.py` and `right_aligned_gpu.py`
+extend the attention.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-TOKEN, ROW, FULL, KEPT, SLOT, COLUMNS = range(6)
+TOKEN, SLOT, COLUMNS = 0, 4, 5  # columns of `Rows.columns`, and their number
 
 
 class RightAligned(NamedTuple):
-    """A row of this step's batch that decodes one token.
+    """A request of this step's batch that decodes one token into a block filled from the right.
 
-    row: in the batch.
-    full: its full blocks; the next one is its last.
-    kept: tokens in the last block, with this step's.
+    row: its row in vLLM's input batch.
+    full: number of its full blocks, which is also the index of its last block.
+    kept: number of its tokens in the last block, including this step's.
     """
 
     row: int
@@ -29,45 +29,42 @@ class RightAligned(NamedTuple):
 class Rows:
     """The right-aligned rows of this step, on the host and on the device.
 
-    device: int32 (requests, COLUMNS): index of the row's token in the batch, row, full blocks, tokens in the last
-        block, slot of the new token; zeros beyond the rows. Its address never changes, so a CUDA graph may read it.
+    columns: int32 (max requests, COLUMNS) on the device: index of the row's token in the batch, row, full blocks,
+        tokens in the last block, slot of the new token. Zeros until the first of them.
     table: vLLM's block table on the device, int32 (requests, blocks).
     """
 
     def __init__(self) -> None:
-        self.now: list[RightAligned] = []
-        self.device: Any = None
+        self.current: list[RightAligned] = []
+        self.columns: Any = None
         self.table: Any = None
         self._buffer: Any = None
         self._runner: Any = None
-        self._used = 0
 
-    def begin(self, runner: Any, now: list[RightAligned]) -> None:
+    def begin(self, runner: Any, current: list[RightAligned]) -> None:
         """Take the rows of a step, before vLLM prepares its inputs."""
-        self._runner, self.now = runner, now
+        self._runner, self.current = runner, current
 
     def allocate(self, requests: int, device: Any) -> None:
-        """Allocate the columns for so many requests."""
+        """Allocate the columns for at most this number of requests."""
         import torch
         from vllm.v1.utils import CpuGpuBuffer
 
         self._buffer = CpuGpuBuffer(requests, COLUMNS, dtype=torch.int32, device=device)
-        self.device = self._buffer.gpu
+        self.columns = self._buffer.gpu
 
-    def place(self, tables: Any) -> None:
-        """Correct the slots of the new tokens, without waiting for the device."""
+    def write_slots(self, tables: Any) -> None:
+        """Overwrite vLLM's slot mapping for the new tokens of these rows, without blocking the CPU thread."""
         table = tables.block_tables[0]
         self.table = table.block_table.gpu
-        if not (self.now or self._used):
+        if not self.current:
             return
-        starts, columns = self._runner.query_start_loc.np, self._buffer.np
-        columns[:] = 0
-        for i, (row, full, kept) in enumerate(self.now):
+        starts, host, count = self._runner.query_start_loc.np, self._buffer.np, len(self.current)
+        for i, (row, full, kept) in enumerate(self.current):
             slot = int(table.block_table.np[row, full]) * table.block_size + table.block_size - kept
-            columns[i] = starts[row], row, full, kept, slot
-        self._used = len(self.now)
-        self._buffer.copy_to_gpu()
-        used = self.device[: self._used].long()
+            host[i] = starts[row], row, full, kept, slot
+        self._buffer.copy_to_gpu(count)
+        used = self.columns[:count].long()
         table.slot_mapping.gpu[used[:, TOKEN]] = used[:, SLOT]
 
 
@@ -84,7 +81,7 @@ def install() -> None:
 
 
 def wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `around`, whose first argument is the stock function, in the place of a method, once."""
+    """Replace a method by one that calls `around(stock method, self, ...)`; do nothing if it is replaced already."""
     stock = getattr(kind, name)
     if hasattr(stock, "headway"):
         return
@@ -118,4 +115,4 @@ def _rewrite(runner: Any, id: str, table: list[int]) -> None:
 
 def _compute_slot_mapping(stock: Any, tables: Any, count: int, starts: Any, positions: Any) -> None:
     stock(tables, count, starts, positions)
-    rows.place(tables)
+    rows.write_slots(tables)

@@ -14,9 +14,9 @@ import numpy as np
 
 from headway.engines.simulated.kernels import Limits, usage_of
 from headway.engines.simulated.two_ended import account
-from headway.engines.vllm.plugin import right_aligned_cpu
+from headway.engines.vllm.plugin.right_aligned_cpu import reads_from_the_right
 from headway.engines.vllm.plugin.slot_copies import HostSlots, copies_of
-from headway.engines.vllm.plugin.two_ended_pool import TwoEndedPool
+from headway.engines.vllm.plugin.two_ended_pool import TwoEndedPool, hindrance, on_cpu
 from headway.policy.core.engine_spec import Obstacle
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.two_ended import allocation, block_table, checkpoint
@@ -27,37 +27,18 @@ from headway.types import Ints, Step
 
 _NO_ROWS = np.empty(0, np.int64)
 _COPIES = ((SAVE, "saved_tokens"), (LOAD, "loaded_tokens"), (MOVE, "moved_tokens"))
-_MULTIPLE = {True: right_aligned_cpu.MULTIPLE, False: 16}  # tokens, on a CPU and on a GPU
 
 
 def obstacle(scheduler: Any) -> Obstacle | None:
     """Return why this engine cannot have two-ended blocks, None = it can."""
     if not isinstance(scheduler.connector, TwoEndedPool):
         return Obstacle("its connector was not given at start", "start the engine by Headway")
-    config, cache = scheduler.vllm_config, scheduler.vllm_config.cache_config
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec
-    on_cpu = config.device_config.device_type == "cpu" and not config.attention_config.backend
-    plain = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None) is None
-    reasons = {
-        "the model's layers differ in their KV, or have a window": len(groups) != 1 or not plain,
-        "prefix caching is on; start with --no-enable-prefix-caching": cache.enable_prefix_caching,
-        "KV is quantized": cache.cache_dtype != "auto",
-        "its model answers streaming sessions, which keep KV while they wait": any(
-            "Realtime" in name for name in config.model_config.architectures
-        ),
-        "decoding is speculative": config.speculative_config is not None,
-        "scheduling is asynchronous": config.scheduler_config.async_scheduling,
-        "it is vLLM's model runner V2": scheduler.use_v2_model_runner,
-        "attention is compiled together with the quantization of its output": bool(
-            config.compilation_config.pass_config.fuse_attn_quant
-        ),
-        f"blocks are not multiples of {_MULTIPLE[on_cpu]} tokens": scheduler.block_size % _MULTIPLE[on_cpu] != 0,
-    }
-    found = next((why for why, hinders in reasons.items() if hinders), None)
-    reads = right_aligned_cpu.reads_from_the_right
-    if on_cpu and not (found or reads(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)):
-        found = "this machine's attention does not read a block from the right"
+    config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
+    found = hindrance(config, kv_cache_config)
+    if found is None and on_cpu(config):
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        if not reads_from_the_right(spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype):
+            found = "this machine's attention does not read a block from the right"
     return Obstacle(found, "choose bros-plain-blocks") if found else None
 
 

@@ -178,7 +178,7 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
 
     secret: without which the child answers nothing but /health (`plugin/guard.py`); None = it answers all.
         Other users can read a command line, but not an environment.
-    recipe: the child's, None = stock vLLM or a program that is not an engine.
+    recipe: the scheduling recipe of the child, None = stock vLLM or a program that is not an engine.
     """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/orphan.py`
@@ -189,12 +189,14 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
     if (visible := visible_to(engine)) is not None:
         env[VISIBLE] = visible
     if recipe is not None and find(recipe).packer(spec(engine)).kv.two_ended:
-        env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # its batches are built where no block table can be changed
+        env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # V2 has no method in which block tables can be rewritten
     if is_cpu_build():
         # The cores that this process may use: a container often has only some of the machine's.
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
-        if cores.isdecimal():  # a worker process of its own costs a start and messages, and needs a second core to gain
+        if cores.isdecimal():
+            # vLLM keeps its executor of one process then: a worker process starts slower, and gains only with a
+            # second core.
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
