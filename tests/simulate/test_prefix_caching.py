@@ -180,6 +180,15 @@ def test_a_fleet_may_say_so() -> None:
         assert [one.prefix_caching for one in build([spec(f"opt-13b-a100:2{text}")])] == [caching] * 2
 
 
+def test_a_recipe_that_may_swap_has_no_host_pool_beside_a_prefix_cache() -> None:
+    specs, load = build([spec("opt-13b-a100,model=default,prefix_caching=true")]), talks(12)
+    assert [one.host_tokens for one in specs] == [0]
+    assert build([spec("opt-13b-a100")])[0].host_tokens
+    found = Simulation(find("headway"), specs, load).run()
+    assert np.isfinite(found.end).all()
+    assert found.hits > 0
+
+
 # ---- pins
 
 
