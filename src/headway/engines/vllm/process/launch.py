@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from random import SystemRandom
 
 from headway import private
 from headway.config import Engine
@@ -39,6 +41,7 @@ from headway.policy.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
 _PLUGIN = "headway.engines.vllm.plugin"
+_PORTS = range(20_000, 32_000)  # below Linux's net.ipv4.ip_local_port_range
 _CPUINFO = Path("/proc/cpuinfo")
 _TAIL = 2**16  # bytes of a log's end that are read for last lines and errors
 # Triton's bindings (nanobind) and Python's resource tracker write some 30 lines when an engine ends.
@@ -46,10 +49,15 @@ _LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
 
 def free_port() -> int:
-    """Return a TCP port that was free on loopback a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that was free on loopback a moment ago; EngineError when none is.
+
+    It is none of those that the system gives to connections of clients, one of which might take it meanwhile.
+    """
+    for port in SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineError(f"No port from {_PORTS[0]} to {_PORTS[-1]} is free.", "End what listens there.")
 
 
 def command(
