@@ -36,6 +36,12 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
     )
 
 
+@pytest.mark.parametrize(("recipe", "kv"), [("headway", "stock"), ("bros", "two-ended"), ("ecoserve", "reserved")])
+def test_the_kind_of_kv_memory_is_said_before_an_engine_runs(tmp_path: Path, recipe: str, kv: str) -> None:
+    seen = found(tmp_path, f'recipe = "{recipe}"\nengines = [{{ cores = "0" }}, {{ url = "http://127.0.0.1:9" }}]')
+    assert seen["KV memory"].found.startswith(f"{kv} blocks in e0 (")
+
+
 @pytest.mark.parametrize(
     ("text", "what", "says", "mend"),
     [

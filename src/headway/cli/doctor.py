@@ -26,6 +26,7 @@ from headway.config.copies import numbers
 from headway.config.keys import reveal
 from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.launch import spec
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
 from headway.engines.vllm.process.settings import cores_of
@@ -33,6 +34,7 @@ from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
 from headway.gateway.main import bind, preflight
 from headway.models.resolve import resolve
+from headway.policy.recipes.registry import find
 from headway.store.queue.postgres_link import address_of, most_apart_s
 from headway.store.queue.sqlite_file import PARAM
 from headway.store.sqlite.rescue import check_sound
@@ -276,6 +278,19 @@ def _weights(engine: Engine) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
 
+def _kv(config: Config) -> Iterator[Finding]:
+    """Say which KV memory the recipe takes in the engines that Headway starts, before they are up."""
+    kinds = dict[str, list[str]]()
+    for number, engine in enumerate(config.engines):
+        if engine.url is None:
+            use = find(config.recipe).packer(spec(engine)).kv
+            kind = "reserved" if use.reserves else "two-ended" if use.two_ended else "stock"
+            kinds.setdefault(kind, []).append(f"e{number}")
+    if kinds:
+        found = "; ".join(f"{kind} blocks in {', '.join(names)}" for kind, names in kinds.items())
+        yield Finding("KV memory", "good", f"{found} (by recipe {config.recipe}; /ready has what an engine took)")
+
+
 def _cores(config: Config) -> Iterator[Finding]:
     own = [(f"e{i}", engine) for i, engine in enumerate(config.engines) if engine.url is None]
     if len(own) < 2 or not is_cpu_build():
@@ -296,4 +311,4 @@ def _cpus(engine: Engine) -> set[int]:
         return set()
 
 
-_CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _memory, _cores)
+_CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _kv, _memory, _cores)
