@@ -89,31 +89,37 @@ def few_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(vary(str(resolve.fetch()), out, scale=0.0, layers=LAYERS))
 
 
-@pytest.fixture(scope="session")
-def engine(few_layers: str) -> Iterator[Engine]:
+def started(model: str, **options: Any) -> Iterator[Engine]:
+    """Yield an engine, then end it. options: of `LLM`, beyond or instead of those here."""
     os.environ.update(ENV)
     from vllm import LLM
+    from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
 
-    from headway.engines.vllm.plugin.hook import HeadwayScheduler
-
-    llm = LLM(
-        few_layers,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=16,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        block_size=32,
-        num_gpu_blocks_override=BLOCKS,
-        max_num_batched_tokens=512,
-        async_scheduling=False,
-        scheduler_cls=HeadwayScheduler,
-        additional_config={"headway": {"recipe": "slack", "max_running": 8}},
-        kv_transfer_config=host_pool(HOST_GIB),
-        worker_extension_cls=WORKER_EXTENSION,
-    )
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "block_size": 32,
+        "num_gpu_blocks_override": BLOCKS,
+        "max_num_batched_tokens": 512,
+        "async_scheduling": False,
+        "scheduler_cls": "headway.engines.vllm.plugin.hook.scheduler",
+        "additional_config": {"headway": {"recipe": "slack", "max_running": 8}},
+        "kv_transfer_config": host_pool(HOST_GIB),
+    }
+    # vLLM holds one connector per process; that of another file's engine, which is still there, is put aside.
+    other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
+    llm = LLM(model, **(common | options))
     yield Engine(llm)
     llm.llm_engine.engine_core.shutdown()
+    one_per_process._KV_CONNECTOR_AGENT = other
+
+
+@pytest.fixture(scope="session")
+def engine(few_layers: str) -> Iterator[Engine]:
+    yield from started(few_layers, worker_extension_cls=WORKER_EXTENSION)
 
 
 def prompts(count: int, seed: int = 3) -> list[list[int]]:

@@ -22,15 +22,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 TOKENS = [5, 12, 20, 31, 9, 17, 24, 6, 15, 28, 14, 8]
 
 
-@pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[list[int]]:
-    """Each request's tokens when it has the engine to itself."""
+def each_alone(engine: Engine) -> list[list[int]]:
+    """Return each request's tokens when it has the engine to itself."""
     engine.scheduler.packer = find("vllm").packer(replace(engine.scheduler.spec, max_running=8))
     out = []
     for prompt, tokens in zip(prompts(len(TOKENS)), TOKENS, strict=True):
         engine.add("alone", prompt, tokens)
         out.append(engine.run()["alone"])
     return out
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[list[int]]:
+    return each_alone(engine)
 
 
 class Chaos(Packer):

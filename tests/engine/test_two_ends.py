@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from headway.policy.recipes.bros import BROS
 from headway.policy.recipes.registry import find
 from headway.ports import Packer
 from headway.types import Jobs, Step
-from tests.engine.conftest import ENV, Engine
+from tests.engine.conftest import Engine, started
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 BLOCKS = 24  # x 32 tokens: hardly more than the longest request, so that everybody gets in everybody's way
@@ -31,32 +30,15 @@ TOKENS = [30, 40, 24, 35, 17, 23, 28, 39, 20, 45, 18, 32]
 
 @pytest.fixture(scope="module")
 def engine(few_layers: str) -> Iterator[Engine]:
-    os.environ.update(ENV)
-    from vllm import LLM
-    from vllm.distributed.kv_transfer import kv_transfer_state as one_per_process
-
-    from headway.engines.vllm.plugin.hook import HeadwayScheduler
-
-    # Another file's engine may still be there, and vLLM would take its connector for this one's.
-    other, one_per_process._KV_CONNECTOR_AGENT = one_per_process._KV_CONNECTOR_AGENT, None
-    llm = LLM(
+    yield from started(
         few_layers,
-        dtype="float32",
         max_model_len=320,
         max_num_seqs=24,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        block_size=32,
         num_gpu_blocks_override=BLOCKS,
         max_num_batched_tokens=320,
-        async_scheduling=False,
-        scheduler_cls=HeadwayScheduler,
         additional_config={"headway": {"recipe": "bros", "max_running": 8}},
         kv_transfer_config=two_ended_pool(0, host_tokens=HOST, copy_seconds=1e-6),
     )
-    yield Engine(llm)
-    llm.llm_engine.engine_core.shutdown()
-    one_per_process._KV_CONNECTOR_AGENT = other
 
 
 def ask(i: int) -> list[int]:

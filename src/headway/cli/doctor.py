@@ -26,7 +26,7 @@ from headway.config.copies import numbers
 from headway.config.keys import reveal
 from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
-from headway.engines.vllm.process.launch import spec
+from headway.engines.vllm.process.launch import kv_use
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
 from headway.engines.vllm.process.settings import cores_of
@@ -34,7 +34,6 @@ from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
 from headway.gateway.main import bind, preflight
 from headway.models.resolve import resolve
-from headway.policy.recipes.registry import find
 from headway.store.queue.postgres_link import address_of, most_apart_s
 from headway.store.queue.sqlite_file import PARAM
 from headway.store.sqlite.rescue import check_sound
@@ -283,7 +282,7 @@ def _kv(config: Config) -> Iterator[Finding]:
     kinds = dict[str, list[str]]()
     for number, engine in enumerate(config.engines):
         if engine.url is None:
-            use = find(config.recipe).packer(spec(engine)).kv
+            use = kv_use(engine, config.recipe)
             kind = "reserved" if use.reserves else "two-ended" if use.two_ended else "stock"
             kinds.setdefault(kind, []).append(f"e{number}")
     if kinds:

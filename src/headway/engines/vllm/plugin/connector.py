@@ -132,7 +132,7 @@ class HostPool(KVConnectorBase_V1):
         self._prepare_worker(kv_caches)
 
     def _prepare_worker(self, kv_caches: dict[str, Any]) -> None:
-        """Allocate the host's memory at start: pinning it takes a third of a second per GiB."""
+        """Allocate the host's memory at start: pinning it takes too long for an iteration."""
         if self._num_host_blocks and self._caches:
             self._host_blocks()
 

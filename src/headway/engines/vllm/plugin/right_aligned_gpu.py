@@ -3,7 +3,7 @@
 It runs after vLLM's attention and overwrites the output of right-aligned rows, with two kernels per layer as in flash
 decoding: `_partial` attends to parts of the context, `_merge` combines them. It reads the KV cache by its strides, so
 any backend works whose cache has the logical shape (blocks, KV heads, slots, 2 x head size). Attention runs outside of
-CUDA graphs (`TwoEndedPool.requires_piecewise_for_cudagraph`), so the launch has as many programs as the step has rows.
+CUDA graphs (`TwoEndedPool.requires_piecewise_for_cudagraph`), so each launch is sized to the rows of its step.
 """
 
 from __future__ import annotations

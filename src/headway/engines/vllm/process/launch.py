@@ -36,7 +36,7 @@ from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.sizes import expected, requested
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
-from headway.policy.core.engine_spec import EngineSpec, Obstacle
+from headway.policy.core.engine_spec import EngineSpec, KvUse, Obstacle
 from headway.policy.recipes.registry import find
 
 _PR_SET_PDEATHSIG = 1
@@ -153,11 +153,16 @@ def spec(engine: Engine) -> EngineSpec:
     )
 
 
+def kv_use(engine: Engine, recipe: str) -> KvUse:
+    """Return how a recipe uses the KV memory of an engine of this configuration."""
+    return find(recipe).packer(spec(engine)).kv
+
+
 def _hook_options(engine: Engine, recipe: str) -> list[str]:
     options = {"recipe": recipe, "max_running": engine.max_running, "max_gap_s": engine.max_gap_s}
     config = {"headway": {name: value for name, value in options.items() if value is not None}}
     line = ["--scheduler-cls", f"{_PLUGIN}.hook.scheduler", "--additional-config", json.dumps(config)]
-    use = find(recipe).packer(spec(engine)).kv
+    use = kv_use(engine, recipe)
     if use.reserves or use.two_ended:
         line += ["--no-enable-prefix-caching"]  # blocks that are lent or shared change hands
         line += ["--no-async-scheduling"] if engine.async_scheduling is None else []
@@ -196,7 +201,7 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
         env["HF_HUB_OFFLINE"] = "1"
     if (visible := visible_to(engine)) is not None:
         env[VISIBLE] = visible
-    if recipe is not None and find(recipe).packer(spec(engine)).kv.two_ended:
+    if recipe is not None and kv_use(engine, recipe).two_ended:
         env.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # V2 has no method in which block tables can be rewritten
     if is_cpu_build():
         # The cores that this process may use: a container often has only some of the machine's.
