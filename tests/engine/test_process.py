@@ -31,13 +31,16 @@ def test_threads_go_to_the_cores_that_this_process_may_use(monkeypatch: pytest.M
     assert launch.environment(Engine(cores="0-1"))["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
-@pytest.mark.parametrize(("cores", "apart"), [("3", "0"), ("0-1", None), ("2,5", None)])
-def test_one_core_needs_no_worker_process(
-    cores: str, apart: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("cores", "apart", "method"), [("3", "0", "fork"), ("0-1", None, None), ("2,5", None, None)])
+def test_one_core_needs_no_worker_process_and_a_fork_for_the_engine(
+    cores: str, apart: str | None, method: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    assert launch.environment(Engine(cores=cores)).get("VLLM_ENABLE_V1_MULTIPROCESSING") == apart
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    environment = launch.environment(Engine(cores=cores))
+    assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == apart
+    assert environment.get("VLLM_WORKER_MULTIPROC_METHOD") == method
 
 
 def test_a_port_is_not_one_that_the_system_gives_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:

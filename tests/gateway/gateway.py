@@ -34,6 +34,11 @@ OPERATOR = {"authorization": "Bearer sk-operator-1"}
 CLASSES = {"default": Tier(), "chat": Tier(ttft_ms=1500.0, tpot_ms=150.0), "batch": BATCH}
 
 
+_HELD = socket.socket()  # bound, and never listening: no other server gets its port
+_HELD.bind(("127.0.0.1", 0))
+DEAD = f"http://127.0.0.1:{_HELD.getsockname()[1]}"  # refuses every connection
+
+
 def until(true: Callable[[], Any], seconds: float = 8.0) -> Any:
     """Wait until something is true and return it."""
     deadline = time.monotonic() + seconds

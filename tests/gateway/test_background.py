@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from headway.config import Broker, Sqlite
-from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
 from headway.gateway.requests import recovery
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import DEAD, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
 
-DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 RESPONSE = {"id", "object", "status", "created_at", "background", "error"}
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from headway import clock
 from headway.config import Batches, Broker, Config, Key, Sqlite, Tier
-from headway.engines.vllm.process.launch import free_port
 from headway.gateway.apis.batches.lines import LineCheck
 from headway.gateway.parsing.parser import Parser
 from headway.store.batches.directory import DirectoryStore
@@ -21,11 +20,9 @@ from headway.store.batches.port import BatchStore
 from headway.store.batches.records import Batch, Line, StoredFile
 from tests.gateway.batches import begin, content, ended, held, line, lines, look, outcome, text, upload
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import CHAT, CLASSES, DEAD, SAY, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
 from tests.test_clock import shift_now
-
-DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def cancel(gateway: Gateway, id: str, **more: Any) -> Any:

@@ -16,8 +16,8 @@ from headway.config import Broker
 from headway.gateway.budget import ByteBudget
 from headway.gateway.parsing.engine_body import EngineBody
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, Fake, Gateway, until
-from tests.gateway.test_background import DEAD, begin, finished
+from tests.gateway.gateway import CHAT, DEAD, Fake, Gateway, until
+from tests.gateway.test_background import begin, finished
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import fakes, hanging
 

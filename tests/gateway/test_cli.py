@@ -25,10 +25,8 @@ from headway.cli.main import app, main
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-from tests.gateway.gateway import WEB, Fake, until
+from tests.gateway.gateway import DEAD, WEB, Fake, until
 from tests.gateway.test_request_ends import fakes
-
-DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def headway(

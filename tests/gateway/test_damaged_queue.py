@@ -22,8 +22,8 @@ from tests.gateway.batch_stores import BATCH, FILE, add, begun
 from tests.gateway.batches import begin as begin_batch
 from tests.gateway.batches import content, ended, held, line, lines, text, upload
 from tests.gateway.batches import look as look_batch
-from tests.gateway.gateway import CHAT, Fake, configuration, serving, until
-from tests.gateway.test_background import DEAD, begin, finished, look
+from tests.gateway.gateway import CHAT, DEAD, Fake, configuration, serving, until
+from tests.gateway.test_background import begin, finished, look
 from tests.gateway.test_refusals import error
 from tests.helpers.damage import alter, overwrite, read_by_another
 

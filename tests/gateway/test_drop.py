@@ -13,8 +13,8 @@ import pytest
 from headway.config import Tier
 from headway.events import Learned
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CLASSES, SAY, Fake, Gateway, configuration, serving, until
-from tests.gateway.test_request_ends import DEAD, fakes, hanging
+from tests.gateway.gateway import CLASSES, DEAD, SAY, Fake, Gateway, configuration, serving, until
+from tests.gateway.test_request_ends import fakes, hanging
 
 # Scaled coefficients: 10 ms per iteration, 10 ms per prompt token.
 SLOW = np.array([0.01, 0.0, 0.0, 5.12, 0.0])

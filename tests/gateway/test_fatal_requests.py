@@ -16,8 +16,8 @@ from headway.engines.vllm.process.fatal import read_fatal
 from headway.errors import RequestError
 from tests.gateway import batches
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, configuration, serving, until
-from tests.gateway.test_background import DEAD, begin, finished
+from tests.gateway.gateway import DEAD, Fake, configuration, serving, until
+from tests.gateway.test_background import begin, finished
 from tests.gateway.test_request_ends import fakes
 
 CHATTING: dict[str, Any] = {"messages": []}

@@ -13,8 +13,8 @@ from headway.config import Broker, Key, Sqlite
 from tests.gateway.batches import ended, lines, text, upload
 from tests.gateway.batches import look as batch_of
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, Fake, Gateway, configuration, serving, until
-from tests.gateway.test_background import DEAD, finished, look
+from tests.gateway.gateway import CHAT, DEAD, Fake, Gateway, configuration, serving, until
+from tests.gateway.test_background import finished, look
 from tests.gateway.test_request_ends import fakes
 
 RESPONSES = "/v1/responses"

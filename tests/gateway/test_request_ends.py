@@ -17,16 +17,13 @@ import pytest
 
 from headway.config import Broker
 from headway.engines.vllm.process.answers import begins_answer
-from headway.engines.vllm.process.launch import free_port
 from headway.errors import HeadwayError
 from headway.gateway.budget import AnswerBudget
 from headway.gateway.requests.engine_response import EngineResponse
 from headway.gateway.requests.path import RequestPath
 from headway.store.queue import MemoryBroker
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, SAY, Fake, Gateway, until
-
-DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
+from tests.gateway.gateway import CHAT, DEAD, SAY, Fake, Gateway, until
 
 
 def fakes(**how: Any) -> dict[str, Any]:

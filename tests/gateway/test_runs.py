@@ -19,8 +19,8 @@ from headway.gateway.parsing.run_identity import RunFields, stage_of
 from headway.policy.recipes.registry import RECIPES
 from headway.stages import Stage
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import SAY, Fake, Gateway, until
-from tests.gateway.test_request_ends import DEAD, fakes, hanging
+from tests.gateway.gateway import DEAD, SAY, Fake, Gateway, until
+from tests.gateway.test_request_ends import fakes, hanging
 
 RUN = {"x-headway-app": "agent", "x-headway-run": "r1"}
 

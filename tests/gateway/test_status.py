@@ -9,14 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.launch import free_port
 from headway.gateway.watch.metrics import relabelled
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway, until
+from tests.gateway.gateway import DEAD, Fake, Gateway, until
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import fakes
-
-DEAD = f"http://127.0.0.1:{free_port()}"  # no server listens here
 
 
 def families(gateway: Gateway) -> dict[str, list[tuple[str, dict[str, str], float]]]:

@@ -10,9 +10,9 @@ import socket
 import pytest
 
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway, until
+from tests.gateway.gateway import DEAD, Fake, Gateway, until
 from tests.gateway.test_connections import connected, rest
-from tests.gateway.test_request_ends import DEAD, fakes, hanging
+from tests.gateway.test_request_ends import fakes, hanging
 
 
 def stop(gateway: Gateway, times: int = 1) -> None:

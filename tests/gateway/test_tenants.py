@@ -18,11 +18,10 @@ from headway.errors import ConfigError
 from headway.gateway.budget import ByteBudget
 from headway.gateway.main import preflight
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import DEAD, OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import fakes
 
-DEAD = "http://127.0.0.1:9"
 ALPHA, BETA = Key("sk-alpha-123", "alpha"), Key("sk-beta-1234", "beta")
 TWO = (ALPHA, BETA)
 
