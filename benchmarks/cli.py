@@ -260,6 +260,37 @@ def beside(
     live.main(ask, live.BesideTrial(engine, listed(systems), duration, rounds, ask.seed, capacity))
 
 
+@command()
+def placement(
+    ask: Ask,
+    systems: Annotated[str | None, typer.Option(help="Comma-separated systems. [default: all]")] = None,
+    grounds: Annotated[str | None, typer.Option(help="Comma-separated simulated grounds. [default: all]")] = None,
+    engines: Annotated[str, typer.Option(help="Comma-separated sizes of the simulated fleet.")] = "4,16,64",
+    loads: Annotated[str, typer.Option(help="Comma-separated multiples of the fleet's capacity.")] = "0.7,1,1.3",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds that count.")] = 240.0,
+    real: Annotated[
+        bool, typer.Option("--real", help="Two real vLLM engines on a core each, instead of the simulator.")
+    ] = False,
+    model: Model = "smollm2",
+) -> None:
+    """Send conversations to engines with prefix caches by Headway's rule and by those of other routers."""
+    from benchmarks.placement import grounds as known
+    from benchmarks.placement import real as live
+    from benchmarks.placement import simulated as virtual
+
+    if real:
+        live.main(ask, listed(systems) if systems else live.SYSTEMS, model, live.Talk())
+        return
+    virtual.main(
+        ask,
+        listed(systems) if systems else virtual.SYSTEMS,
+        listed(grounds) if grounds else tuple(known.GROUNDS),
+        tuple(map(int, listed(engines))),
+        tuple(map(float, listed(loads))),
+        seconds,
+    )
+
+
 @command(quick=FleetQuick)
 def fleet(
     ask: Ask,

@@ -44,7 +44,7 @@ class _AtOnce(Planner):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         new = np.flatnonzero(cluster.backlog.live & ~cluster.backlog.sent)
-        return Plan(sends(dict.fromkeys(cluster.instances, new), cluster, pull=False))
+        return Plan(sends(dict.fromkeys(cluster.instances, new), cluster, now, pull=False))
 
 
 @dataclass(slots=True)

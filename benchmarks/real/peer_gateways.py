@@ -78,7 +78,7 @@ def versions(names: Sequence[str]) -> dict[str, str]:
 def gateway(name: str, engine: Peer, folder: Path) -> Iterator[Peer]:
     """Run a peer in front of the engine until the block ends, with its log and configuration in the folder."""
     port = free_port()
-    argv = (_litellm if name == LITELLM else _sglang_router)(folder, engine.port, port)
+    argv = _litellm(folder, engine.port, port) if name == LITELLM else router_argv([_address(engine.port)], port)
     env = {"PYTHONPATH": None, **_ENVIRONMENT[name]}
     with serving(name, argv, port, _READY[name], folder, env) as peer:
         yield peer
@@ -101,13 +101,18 @@ def _litellm(folder: Path, engine: int, port: int) -> list[str]:
     ]
 
 
-def _sglang_router(folder: Path, engine: int, port: int) -> list[str]:
+def _address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def router_argv(engines: Sequence[str], port: int, *options: str) -> list[str]:
+    """Return the command of `sglang-router` in front of engines at these addresses."""
     return [
         _program("python"),
         "-m",
         "sglang_router.launch_router",
         "--worker-urls",
-        f"http://127.0.0.1:{engine}",
+        *engines,
         "--host",
         "127.0.0.1",
         "--port",
@@ -118,6 +123,7 @@ def _sglang_router(folder: Path, engine: int, port: int) -> list[str]:
         str(free_port()),
         "--log-level",
         "warn",
+        *options,
     ]
 
 

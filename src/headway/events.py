@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from headway.prefix import CacheReport
 from headway.stages import Resource, Stage
 from headway.types import Floats, Instance, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """A request was accepted. keys: of its prompt (`prefix.token_keys`), as bytes; empty = not known."""
+
     request: Request
+    keys: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,14 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """What an engine's prefix cache has taken in and given up."""
+
+    instance: str
+    report: CacheReport
+
+
+@dataclass(frozen=True, slots=True)
 class UnitBegan:
     """A unit of an application run has begun outside the LLM: a tool, a sandbox, another model.
 
@@ -133,6 +145,7 @@ Event = (
     | Swapped
     | Warmed
     | Learned
+    | Cached
     | UnitBegan
     | UnitEnded
     | RunEnded

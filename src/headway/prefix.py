@@ -1,8 +1,69 @@
-"""What requests have in common, by name: how simulations, and what warms caches, speak of their tokens."""
+"""What requests have in common: by name, as simulations say it, and by keys of blocks, as caches know it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.int64]
+GRAIN = 16  # tokens between two keys of a prompt; blocks of engines are multiples of it
+
+
+def prompt_seed(adapter: str | None, salt: str | None) -> bytes:
+    """Return the seed of a prompt's keys: KV of another adapter or cache salt is not shared."""
+    return blake2b(f"{adapter or ''}\0{salt or ''}".encode(), digest_size=16).digest()
+
+
+def token_keys(ids: Sequence[int], seed: bytes, before: int = 0, grain: int = GRAIN) -> Keys:
+    """Return the key of each full grain of a prompt: of all its tokens up to the grain's end.
+
+    ids: from the beginning, or after a grain whose key is `before`. seed: as in `prompt_seed`.
+    """
+    tokens, keys = np.asarray(ids).astype(np.uint32), np.empty(len(ids) // grain, np.int64)
+    for i in range(keys.size):
+        part = tokens[i * grain : (i + 1) * grain].tobytes()
+        digest = blake2b(before.to_bytes(8, "little", signed=True) + part, digest_size=8, key=seed).digest()
+        before = int.from_bytes(digest, "little", signed=True)
+        keys[i] = before
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What an engine's prefix cache has taken in and given up.
+
+    epoch: names the cache; a new one is empty. since, until: the report covers the changes after the first
+        number up to the second.
+    added, removed: keys, eight bytes each. whole: `added` is all that the cache holds, whatever was reported
+        before.
+    """
+
+    epoch: str
+    since: int
+    until: int
+    added: bytes = field(default=b"", repr=False)
+    removed: bytes = field(default=b"", repr=False)
+    whole: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        packed = {name: b64encode(getattr(self, name)).decode() for name in ("added", "removed")}
+        return {"epoch": self.epoch, "since": self.since, "until": self.until, "whole": self.whole} | packed
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> CacheReport:
+        """Return what `plain` was made of. KeyError, TypeError or ValueError for anything else."""
+        added, removed = (b64decode(told[name], validate=True) for name in ("added", "removed"))
+        if len(added) % 8 or len(removed) % 8:
+            raise ValueError("keys have eight bytes each")
+        covers = str(told["epoch"]), int(told["since"]), int(told["until"])
+        return cls(*covers, added, removed, whole=told["whole"] is True)
 
 
 @dataclass(frozen=True, slots=True)

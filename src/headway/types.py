@@ -223,7 +223,8 @@ class Backlog(Table):
     answer may have with its prompt. places: as in `Request`. model, instance, tenant:
     codes of `Cluster`. objective: index into `OBJECTIVES`. sent: the request is inside `instance`; otherwise
     it is still ours to order. soft: seconds from the arrival to the soft target, where nothing was promised
-    that is due. serial: order of coming, which decides between equal ranks (traces have many arrivals in one
+    that is due. pending: it is inside an engine and has no token yet; work: seconds that its prompt takes there.
+    serial: order of coming, which decides between equal ranks (traces have many arrivals in one
     second, and row numbers are reused).
     """
 
@@ -242,6 +243,8 @@ class Backlog(Table):
         "objective": int,
         "sent": bool,
         "serial": int,
+        "work": float,
+        "pending": bool,
     }
     DEFAULTS: ClassVar[dict[str, float]] = {"places": 1}
 

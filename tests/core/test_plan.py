@@ -35,6 +35,7 @@ def add(place: Cluster, id: str, *, at: str | None = None, model: str = "m0", **
     row = place.backlog.add(id, **{**defaults, **values, "model": place.code(model)})
     if at is not None:
         place.send(row, at)
+        place.placement.sent(place.backlog, row, at, NOW)
 
 
 def line(place: Cluster, planner: Ordered, name: str = "e0") -> list[str]:

@@ -17,7 +17,8 @@ ROOT = Path(headway.__file__).parent
 WORDS = {"types", "stages", "prefix", "events", "tables", "ports", "errors"}
 GROUND = WORDS | {"config", "compiled", "plugins", "private", "addresses", "policy.forecast", "policy.memory"}
 PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
-POLICY = WORDS | {f"policy.{name}" for name in ("core", "apps", "recipes", "plan", "pack", "forecast", "memory")}
+ROOMS = ("core", "apps", "recipes", "plan", "pack", "placement", "forecast", "memory")
+POLICY = WORDS | {f"policy.{name}" for name in ROOMS}
 SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
 STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
@@ -51,9 +52,10 @@ ALLOWED = {
     **{name: set[str]() for name in ("policy", "store", "cluster", "gateway")},
     **{name: BELOW_GATEWAY | set(GATEWAY[:index]) for index, name in enumerate(GATEWAY)},
     "ports": GROUND | {"policy.core", "policy.apps"},
-    "policy.core": GROUND | {"policy.plan"},
+    "policy.core": GROUND | {"policy.plan", "policy.placement"},
+    "policy.placement": GROUND,
     "policy.apps": PURE,
-    "policy.plan": PURE | {"policy.apps"},
+    "policy.plan": PURE | {"policy.apps", "policy.placement"},
     "policy.pack": PURE,
     "policy.recipes": GROUND | {"policy.core", "policy.apps", "policy.plan", "policy.pack"},
     "client": {"errors"},  # applications import it, with httpx and nothing of ours

@@ -52,4 +52,4 @@ class Reference(Planner):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside an instance by its place in the order, and is not there yet."""
-        return Plan(sends(self.queues(cluster, now), cluster, pull=self.pull))
+        return Plan(sends(self.queues(cluster, now), cluster, now, pull=self.pull))

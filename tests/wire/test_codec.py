@@ -24,7 +24,13 @@ from headway.types import Batch, Instance, Request, Send
 from tests.wire import words
 
 # Of the fields of everything that may be in an envelope, by `VERSION`.
-FINGERPRINTS = {1: "3327dee9b671da53", 2: "3cb863c81a41f36e", 3: "ed152ba2eb04b848", 4: "cd85f204e05b8823"}
+FINGERPRINTS = {
+    1: "3327dee9b671da53",
+    2: "3cb863c81a41f36e",
+    3: "ed152ba2eb04b848",
+    4: "cd85f204e05b8823",
+    5: "78657b04e069ac9b",
+}
 
 
 @pytest.mark.parametrize("kind", words.KINDS, ids=lambda kind: kind.__name__)
@@ -119,7 +125,7 @@ def altered(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 4. Run the same"),
+        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 5. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
         (altered(items=[{"kind": "Exploded", "body": {}}]), "holds the unknown kind 'Exploded'. Run"),

@@ -38,6 +38,7 @@ SPECIAL: dict[Any, st.SearchStrategy[Any]] = {
     int: WHOLE,
     float: st.floats(allow_nan=False),
     bool: st.booleans(),
+    bytes: st.binary(max_size=20),
     type(None): st.none(),
 }
 

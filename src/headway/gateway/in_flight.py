@@ -103,6 +103,7 @@ class InFlightRequest:
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
     forecast: output tokens that were expected when it was sent last.
+    keys: as in `Arrived`.
     """
 
     request: Request
@@ -125,6 +126,7 @@ class InFlightRequest:
     queued: float | None = None
     sends: tuple[tuple[float, str], ...] = ()
     forecast: float | None = None
+    keys: bytes = b""
 
     @property
     def id(self) -> str:

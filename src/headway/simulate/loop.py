@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
+from headway.engines.simulated.prefix_blocks import shared_keys
 from headway.errors import HeadwayError
 from headway.events import (
     Arrived,
+    Cached,
     Event,
     Failed,
     Finished,
@@ -22,6 +25,7 @@ from headway.events import (
     InstanceUp,
     Learned,
     Returned,
+    Started,
     Swapped,
     Tick,
     Warmed,
@@ -37,6 +41,7 @@ from headway.stages import Prewarm
 from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
 
 CHUNK = 2048  # arrivals between two reports of progress
+_LOOK = 0.5  # seconds between two looks at the engines' prefix caches, as in the gateway
 _POLL = 1.0  # seconds between two looks at what engines have learned, as in the gateway
 _PATIENCE = 3600  # ticks without any event after which the queued requests are given up
 
@@ -72,6 +77,7 @@ class Loop:
         self._preempted: dict[str, Preempted] = {}
         self._running = 0  # iterations in progress
         self._check_at = math.inf  # when the controller is asked next for what is overdue
+        self._looked = -math.inf
         self._polled = -math.inf  # when it was last told what the engines have learned
         for failure in failures:
             self._future.at(failure.at, partial(self._fail, self.instances[failure.instance]))
@@ -250,7 +256,13 @@ class Loop:
             self._unload(instance, now)
 
     def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
-        """Tell of first tokens that are out; only planners of application runs mind."""
+        """Tell of first tokens that are out; where there is one engine, only planners of application runs mind."""
+        if len(self.instances) == 1:
+            return
+        jobs = instance.engine.jobs
+        rows = ran.rows[jobs.live[ran.rows]]
+        for id in jobs.names(rows[jobs.first[rows] == now]):
+            self.controller.note(Started(id), now)
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
         row = self.workload.row_of(id)
@@ -262,13 +274,24 @@ class Loop:
     # ---- requests that are refused rather than served late
 
     def _arrive(self, request: Request, now: float) -> None:
+        self._look_at_caches(now)
         if request.drop:
             self._poll(now)
             reject = self.controller.infeasible(request, now)
             if reject is not None:
                 self._execute([reject], now)
                 return
-        self._notify(Arrived(request), now)
+        keys = shared_keys(request.prefix).tobytes() if len(self.instances) > 1 else b""
+        self._notify(Arrived(request, keys), now)
+
+    def _look_at_caches(self, now: float) -> None:
+        """Tell the controller what the engines' caches have taken in, at most once in a while."""
+        if now < self._looked + _LOOK or len(self.instances) == 1:
+            return
+        self._looked = now
+        for name in self.controller.cluster.instances:
+            if isinstance(engine := self.instances[name].engine, CachingEngine):
+                self.controller.note(Cached(name, engine.report()), now)
 
     def _poll(self, now: float) -> None:
         """Tell the controller what the engines have learned, at most once in a while."""

@@ -33,7 +33,7 @@ class Agent:
 
     def loops(self) -> list[Loop]:
         """Return the loops that run as long as the engines do."""
-        return [*self.agents.loops(follow_latency=True), self._report]
+        return [*self.agents.loops(follow_latency=True, apart=True), self._report]
 
     def receive(self, message: Message) -> None:
         """Handle a message from a controller, unless its term is over."""

@@ -31,6 +31,7 @@ from headway.cluster.wire.messages import (
 from headway.cluster.wire.port import Message, WireLink
 from headway.events import (
     Arrived,
+    Cached,
     Event,
     Failed,
     Finished,
@@ -185,8 +186,8 @@ class Leader:
         it.
         """
         match event:
-            case Arrived(request):
-                return self._arrived(name, gateway, request, apart)
+            case Arrived(request, keys):
+                return self._arrived(name, gateway, request, apart, keys=keys)
             case Started(id) | Returned(id) | Finished(id) | Failed(id) if self._owner.get(id, name) != name:
                 return []
             case Finished(id) | Failed(id):
@@ -198,7 +199,13 @@ class Leader:
         return [event]
 
     def _arrived(
-        self, name: str, gateway: _Gateway, request: Request, apart: float, since: float | None = None
+        self,
+        name: str,
+        gateway: _Gateway,
+        request: Request,
+        apart: float,
+        since: float | None = None,
+        keys: bytes = b"",
     ) -> list[Event]:
         """Return the events of a request that arrives, or starts over, at this gateway or coming from another.
 
@@ -209,7 +216,7 @@ class Leader:
             self._gateways[before].ids.discard(request.id)
         self._owner[request.id], self._since[request.id] = name, clock.now() if since is None else since
         gateway.ids.add(request.id)
-        arrived = Arrived(replace(request, arrival=request.arrival + apart))
+        arrived = Arrived(replace(request, arrival=request.arrival + apart), keys)
         return [arrived] if before is None else [Failed(request.id, "begun_anew"), arrived]
 
     def _receive_report(self, name: str, requests: Sequence[InFlight], apart: float, *, last: bool) -> None:
@@ -392,6 +399,6 @@ def _engine_of(event: Event) -> str | None:
     match event:
         case InstanceUp(instance) | Swapped(instance) | Warmed(instance):
             return instance.id
-        case InstanceDown(id) | Learned(id):
+        case InstanceDown(id) | Learned(id) | Cached(id):
             return id
     return None

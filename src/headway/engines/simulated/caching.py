@@ -23,7 +23,7 @@ from headway.errors import ConfigError
 from headway.policy.pack.allocation import missing
 from headway.policy.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
-from headway.prefix import Prefix
+from headway.prefix import CacheReport, Prefix
 from headway.types import UNLIMITED, Ints, Slo
 
 _RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
@@ -72,6 +72,7 @@ class CachingEngine(SimulatedEngine):
         self._named = np.empty(0, np.int64)  # rows that the packer wanted in the last step and that waited
         self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
         self._pinned: dict[str, Ints] = {}
+        self._reported = 0
 
     @property
     def free(self) -> int:
@@ -91,6 +92,15 @@ class CachingEngine(SimulatedEngine):
         state = self.pool.state[0]
         names = ("requests", "queries", "hits")
         return {name: int(state[name]) for name in (*names, *(f"preempted_{name}" for name in names))}
+
+    def report(self) -> CacheReport:
+        """Return what the cache has taken in and given up since this was asked last."""
+        since, self._reported = self._reported, self._reported + 1
+        changes, epoch = prefix_blocks.drain(self.pool), str(id(self))
+        if changes is None or since == 0:
+            return CacheReport(epoch, since, since + 1, prefix_blocks.cached_keys(self.pool).tobytes(), whole=True)
+        added, removed = changes
+        return CacheReport(epoch, since, since + 1, added.tobytes(), removed.tobytes())
 
     def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
         prompt = int(self.jobs.prompt[row])

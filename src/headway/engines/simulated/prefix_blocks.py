@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import types
-from numba.typed import Dict
 from numpy.typing import NDArray
 
-from headway.compiled import compiled
-from headway.prefix import Prefix
+from headway.compiled import compiled, compiled_in_place
+from headway.prefix import GRAIN, Prefix
 from headway.types import Ints
 
 _STATE = np.dtype(
     [
         ("free", np.int64),
         ("recount", np.bool_),
+        ("changes", np.int64),
         *((name, np.int64) for name in ("requests", "queries", "hits")),
         *((f"preempted_{name}", np.int64) for name in ("requests", "queries", "hits")),
     ]
@@ -43,7 +42,9 @@ class PrefixBlocks(NamedTuple):
     before, after: its neighbours in the queue of free blocks, in which 0 is the head and the last number the
         tail.
 
-    first: the first block of a key.
+    By slot of a table of keys, a power of two of them (open addressing; with numba's own dictionary every call
+    from Python would take a third of a millisecond longer):
+    slot_key: 0 = the slot is empty. slot_block: the first block of the key.
 
     By row:
     tables: its blocks in the order of its tokens, `held` of them, of which the first `cached` have a key.
@@ -52,6 +53,8 @@ class PrefixBlocks(NamedTuple):
         how many of their blocks were held.
     shared: of a running row, how many of its blocks others hold, too, when they were counted last.
 
+    changed, taken_in: keys that the cache has taken in or given up since `drain`, in order, as many as
+        `state` counts; once they are full only the count goes on.
     state: one record: free blocks; whether `shared` is out of date; and the requests, queried tokens and hits
         as vLLM's `PrefixCacheStats` counts them, those that had been preempted apart.
     """
@@ -61,7 +64,8 @@ class PrefixBlocks(NamedTuple):
     same: Ints
     before: Ints
     after: Ints
-    first: Any
+    slot_key: Ints
+    slot_block: Ints
     tables: Ints
     held: Ints
     cached: Ints
@@ -69,6 +73,8 @@ class PrefixBlocks(NamedTuple):
     found_tokens: Ints
     found_blocks: Ints
     shared: Ints
+    changed: Ints
+    taken_in: NDArray[np.bool_]
     state: NDArray[np.void]
 
 
@@ -79,7 +85,7 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
     """Return so many free blocks for requests of at most `longest` blocks."""
     ring = np.arange(blocks + 2)
     none = np.zeros(blocks + 1, np.int64)
-    first = Dict.empty(types.int64, types.int64)
+    slots = np.zeros(1 << (2 * blocks).bit_length(), np.int64)
     wide, flat = np.zeros((rows, longest), np.int64), np.zeros(rows, np.int64)
     state = np.zeros(1, _STATE)
     state["free"] = blocks
@@ -89,7 +95,8 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
         none.copy(),
         ring - 1,
         ring + 1,
-        first,
+        slots,
+        slots.copy(),
         wide,
         flat,
         flat.copy(),
@@ -97,6 +104,8 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
         flat.copy(),
         flat.copy(),
         flat.copy(),
+        np.zeros(4 * blocks, np.int64),
+        np.zeros(4 * blocks, np.bool_),
         state,
     )
 
@@ -120,11 +129,21 @@ def keys_of(prefix: Prefix | None, own: int, blocks: int, size: int) -> Ints:
     request's own. Keys have 64 bits.
     """
     whole = prefix is not None and prefix.answer
-    keys = _sequence(_seed(prefix.id, b"chain") if prefix and whole else _seed(str(own), b"own"), blocks)
-    while prefix is not None:
-        count = min(prefix.tokens // size, blocks)
-        keys[:count] = _sequence(_seed(prefix.id, b"chain"), count)
+    keys = _sequence(_seed(prefix.id, b"chain") if prefix and whole else _seed(str(own), b"own"), blocks, size)
+    shared = shared_keys(prefix, size)[:blocks]
+    keys[: shared.size] = shared
+    return keys
+
+
+def shared_keys(prefix: Prefix | None, size: int = GRAIN) -> Ints:
+    """Return the keys of the full blocks of a prefix."""
+    if prefix is None:
+        return np.empty(0, np.int64)
+    keys = _sequence(_seed(prefix.id, b"chain"), prefix.tokens // size, size)
+    while prefix.parent is not None:
         prefix = prefix.parent
+        count = prefix.tokens // size
+        keys[:count] = _sequence(_seed(prefix.id, b"chain"), count, size)
     return keys
 
 
@@ -133,9 +152,9 @@ def _seed(name: str, kind: bytes) -> np.uint64:
     return np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8, person=kind).digest()))
 
 
-def _sequence(seed: np.uint64, count: int) -> Ints:
-    """Return the keys of blocks 0 to count - 1 of a chain, none of them 0."""
-    bits = np.arange(1, count + 1, dtype=np.uint64) * _STEP + np.full(count, seed)
+def _sequence(seed: np.uint64, count: int, size: int) -> Ints:
+    """Return the keys of blocks 0 to count - 1 of a chain, none of them 0: by where each ends."""
+    bits = np.arange(size, size * count + 1, size, dtype=np.uint64) * _STEP + np.full(count, seed)
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
     bits ^= bits >> np.uint64(31)
@@ -210,14 +229,47 @@ def touch(pool: PrefixBlocks, block: int) -> None:
 # ---- the cache
 
 
+@compiled_in_place
+def _slot_of(pool: PrefixBlocks, key: int) -> int:
+    """Return the slot that a key has, or the empty one that it would get."""
+    last = pool.slot_key.size - 1
+    slot = key & last
+    while pool.slot_key[slot] != 0 and pool.slot_key[slot] != key:
+        slot = (slot + 1) & last
+    return slot
+
+
+@compiled_in_place
+def _empty(pool: PrefixBlocks, slot: int) -> None:
+    """Empty a slot, and move keys up that would not be found behind it."""
+    last = pool.slot_key.size - 1
+    at = slot
+    while True:
+        at = (at + 1) & last
+        key = pool.slot_key[at]
+        if key == 0:
+            break
+        if (at - (key & last)) & last >= (at - slot) & last:
+            pool.slot_key[slot], pool.slot_block[slot] = key, pool.slot_block[at]
+            slot = at
+    pool.slot_key[slot] = 0
+
+
+def cached_keys(pool: PrefixBlocks) -> Ints:
+    """Return the keys of all that is cached."""
+    return np.asarray(pool.slot_key[pool.slot_key != 0], np.int64)
+
+
 @compiled
 def _insert(pool: PrefixBlocks, block: int, key: int) -> None:
     """Cache a block that has become full, behind those with the same key."""
     pool.key[block], pool.same[block] = key, 0
-    if key not in pool.first:
-        pool.first[key] = block
+    slot = _slot_of(pool, key)
+    if pool.slot_key[slot] == 0:
+        pool.slot_key[slot], pool.slot_block[slot] = key, block
+        _note(pool, key, True)
         return
-    last = pool.first[key]
+    last = pool.slot_block[slot]
     while pool.same[last] != 0:
         last = pool.same[last]
     pool.same[last] = block
@@ -226,16 +278,39 @@ def _insert(pool: PrefixBlocks, block: int, key: int) -> None:
 @compiled
 def _forget(pool: PrefixBlocks, block: int) -> None:
     key, rest = pool.key[block], pool.same[block]
-    first = pool.first[key]
+    slot = _slot_of(pool, key)
+    first = pool.slot_block[slot]
     if first != block:
         while pool.same[first] != block:
             first = pool.same[first]
         pool.same[first] = rest
     elif rest != 0:
-        pool.first[key] = rest
+        pool.slot_block[slot] = rest
     else:
-        del pool.first[key]
+        _empty(pool, slot)
+        _note(pool, key, False)
     pool.key[block] = pool.same[block] = 0
+
+
+@compiled
+def _note(pool: PrefixBlocks, key: int, taken_in: bool) -> None:
+    """Note that the cache has taken a key in, or given it up."""
+    count = pool.state[0]["changes"]
+    if count < pool.changed.size:
+        pool.changed[count], pool.taken_in[count] = key, taken_in
+    pool.state[0]["changes"] = count + 1
+
+
+def drain(pool: PrefixBlocks) -> tuple[Ints, Ints] | None:
+    """Return the keys taken in and given up since this was asked last; None = they were too many to note."""
+    count = int(pool.state[0]["changes"])
+    pool.state[0]["changes"] = 0
+    if count > pool.changed.size:
+        return None
+    last = dict(zip(pool.changed[:count].tolist(), pool.taken_in[:count].tolist(), strict=True))
+    added = [key for key, taken in last.items() if taken]
+    removed = [key for key, taken in last.items() if not taken]
+    return np.array(added, np.int64), np.array(removed, np.int64)
 
 
 @compiled
@@ -243,9 +318,10 @@ def cached_blocks(pool: PrefixBlocks, keys: Ints) -> Ints:
     """Return the blocks of the longest cached run of keys from the first on."""
     blocks, size = np.empty(keys.size, np.int64), 0
     for key in keys:
-        if key not in pool.first:
+        slot = _slot_of(pool, key)
+        if pool.slot_key[slot] == 0:
             break
-        blocks[size] = pool.first[key]
+        blocks[size] = pool.slot_block[slot]
         size += 1
     return blocks[:size]
 

@@ -15,12 +15,14 @@ from functools import partial
 from headway import clock
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
-from headway.events import Event
+from headway.events import Cached, Event
 from headway.gateway.tasks import Loop
 from headway.types import Command, Progress, Rerank, Swap, Warm
 
 Notify = Callable[[Event], None]
 Progressed = Callable[[str, Mapping[str, Progress], float], None]
+_LOOK = 0.5  # seconds between two looks at an engine's prefix cache
+_WHOLE = 60.0  # seconds after which all that an engine has cached is reported again
 _POLL = 1.0  # seconds between two looks at what engines have learned
 log = logging.getLogger("headway.gateway")
 
@@ -46,10 +48,16 @@ class Agents:
         finally:
             await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
-    def loops(self, *, follow_latency: bool) -> list[Loop]:
-        """Return what runs as long as the engines do. follow_latency: report every second what they learn."""
+    def loops(self, *, follow_latency: bool, apart: bool = False) -> list[Loop]:
+        """Return what runs as long as the engines do.
+
+        follow_latency: report every second what they learn. apart: there may be engines of other processes; what
+        is cached matters only where there are several.
+        """
         loops: list[Loop] = [ranks.run for ranks in self._ranks.values()]
         loops += (partial(self._ask, inquiry) for inquiry in self._inquiries.values())
+        if len(self.engines) > 1 or apart:
+            loops += (partial(self._follow_cache, engine) for engine in self.engines.values())
         return [*loops, self._follow_latency] if follow_latency else loops
 
     def execute(self, command: Command) -> None:
@@ -82,6 +90,29 @@ class Agents:
                 elif learned is not None and engine.up.is_set() and engine.loading is None:
                     self._notify(learned)
             await asyncio.sleep(_POLL)
+
+    async def _follow_cache(self, engine: VllmEngine) -> None:
+        """Report what an engine's prefix cache takes in and gives up, twice a second until cancelled.
+
+        Once in a minute all of it, for a controller in another process that a report has not reached. An engine
+        that was started with a URL and without Headway's scheduler reports nothing.
+        """
+        epoch, position, whole_at = "", 0, 0.0
+        while True:
+            await engine.up.wait()
+            now = clock.now()
+            try:
+                if now >= whole_at:
+                    epoch, whole_at = "", now + _WHOLE
+                report = await engine.cached(epoch, position)
+            except EngineError as error:
+                log.debug("engine %s does not say what it has cached: %s", engine.id, error)
+                report, epoch = None, ""
+            if report is not None and engine.up.is_set() and engine.loading is None:
+                epoch, position = report.epoch, report.until
+                if report.whole or report.until > report.since:
+                    self._notify(Cached(engine.id, report))
+            await asyncio.sleep(_LOOK)
 
     async def _ask(self, inquiry: _Inquiry) -> None:
         """Ask one engine, one message at a time; what it does not answer comes up again in a second."""

@@ -115,7 +115,7 @@ class Control(ControlView):
         for event in events:
             self.controller.note(event, now)
         for id, instance in placed.items():
-            self.controller.place(id, instance)
+            self.controller.place(id, instance, now)
         self._planning.plan()
         self._arm()
 

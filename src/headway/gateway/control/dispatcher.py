@@ -63,7 +63,7 @@ class Dispatcher:
         self.in_flight[in_flight.id] = in_flight
         in_flight.queued = clock.now()
         in_flight.enter(RequestState.QUEUED)
-        self.notify(Arrived(in_flight.request))
+        self.notify(Arrived(in_flight.request, in_flight.keys))
         unavailable = self.unavailable(in_flight.request.model)
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
             in_flight.refuse(unavailable)

@@ -57,7 +57,11 @@ class Parser:
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
-        return parsed if parsed.request.stage is None else replace(parsed, prompt_ids=prompt.ids)
+        if len(served.engines) > 1:
+            parsed = replace(parsed, keys=prompt.keys(served.adapter))
+        if parsed.request.stage is None or prompt.salt is not None:  # a salted prompt cannot be warmed
+            return parsed
+        return replace(parsed, prompt_ids=prompt.ids)
 
     def prompt(self, kind: Kind, raw: Fields) -> Prompt:
         """Return the tokens of a body's prompt; errors as `parse`."""

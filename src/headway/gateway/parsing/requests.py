@@ -148,6 +148,7 @@ class ParsedRequest:
     wants_usage: the client asked for the usage event of a stream.
     trace_parent: its W3C `traceparent`, None = it sent none.
     prompt_ids: its tokens, where it belongs to a run and the gateway knows them.
+    keys: of its prompt, as in `Arrived`, where several engines have its model.
     echo: what its answer says of it, in an API whose answers do.
     digest: of path and body, where its id is that of an idempotency key (`idempotency.py`).
     earlier: the job that was accepted under that key.
@@ -162,6 +163,7 @@ class ParsedRequest:
     wants_usage: bool
     trace_parent: str | None = None
     prompt_ids: Sequence[int] | None = None
+    keys: bytes = b""
     echo: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     earlier: Job | None = None

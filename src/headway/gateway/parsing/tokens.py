@@ -14,16 +14,16 @@ from headway.errors import ConfigError, RequestError
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, too_long
 from headway.gateway.parsing.text import texts_in
 from headway.models.resolve import resolve
+from headway.prefix import prompt_seed, token_keys
 
 _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
 Encode = Callable[[str, bool], Sized]
 Content = str | list[str | dict[str, Any]] | None  # of a message
-# Fields of a body by which the engine makes other tokens of the same messages, or keeps their KV apart.
+# Fields of a body by which the engine makes other tokens of the same messages.
 _ALTERING_FIELDS = frozenset(
     (
         "add_generation_prompt",
         "add_special_tokens",
-        "cache_salt",
         "chat_template",
         "chat_template_kwargs",
         "continue_final_message",
@@ -54,11 +54,12 @@ _RESERVED = frozenset(
 class Prompt:
     """The prompts of a request as the tokenizer reads them.
 
-    lengths: tokens of each.
+    lengths: tokens of each. salt: its `cache_salt`, which keeps its KV apart from that of other prompts.
     """
 
     lengths: Sequence[int]
     _encoding: Sized | None = None
+    salt: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,10 +68,14 @@ class Prompt:
 
     @property
     def ids(self) -> Sequence[int] | None:
-        """The tokens that the engine computes; None = the engine alone knows them, or there are several."""
+        """The tokens that the engine computes; None = the engine alone knows them, or there are several prompts."""
         encoding: Any = self._encoding
         ids: Sequence[int] | None = getattr(encoding, "ids", encoding)  # the Rust tokenizer's, or a list
         return ids
+
+    def keys(self, adapter: str | None) -> bytes:
+        """Return the keys of its blocks (`prefix.token_keys`) for an adapter's KV; none where `ids` is None."""
+        return b"" if (ids := self.ids) is None else token_keys(ids, prompt_seed(adapter, self.salt)).tobytes()
 
 
 class TokenCounter:
@@ -101,8 +106,10 @@ class TokenCounter:
                 if isinstance(one, str):
                     self._lower_bound(body, one, most)  # before any of them is tokenized
             return Prompt([_count(self._read_text(body, one, most)) for one in prompts])
-        alike = body.keeps is None and _ALTERING_FIELDS.isdisjoint(body.model_extra or ())
-        return Prompt([_count(encoding)], encoding if alike and not isinstance(encoding, int) else None)
+        extra = body.model_extra or {}
+        alike = body.keeps is None and _ALTERING_FIELDS.isdisjoint(extra)
+        salt = extra.get("cache_salt")
+        return Prompt([_count(encoding)], encoding if alike and not isinstance(encoding, int) else None, salt)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included. RequestError for an unknown id."""

@@ -153,7 +153,9 @@ class RequestPath:
 
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps the memory that its body holds."""
-        in_flight = InFlightRequest(parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background)
+        in_flight = InFlightRequest(
+            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys
+        )
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places

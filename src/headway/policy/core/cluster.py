@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headway.policy.placement.cost import Placement
 from headway.types import Backlog, Instance, Ints
 
 
@@ -81,6 +82,7 @@ class Cluster:
     loading: dict[str, tuple[Instance, str]] = field(default_factory=dict)
     warming: dict[str, str] = field(default_factory=dict)
     sent: defaultdict[int, RowSet] = field(default_factory=lambda: defaultdict(RowSet))
+    placement: Placement = field(default_factory=Placement)
     version: int = 0
     fleet_version: int = 0
 

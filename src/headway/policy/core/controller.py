@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from headway.events import (
     Arrived,
+    Cached,
     Event,
     Failed,
     Finished,
@@ -214,15 +215,20 @@ class Controller:
         """
         self.cluster.version += 1
         match event:
-            case Arrived(request):
+            case Arrived(request, keys):
                 self._add(request)
+                self.cluster.placement.came(request, keys)
             case Returned(id, output_tokens):
                 if not self._take_back(id, output_tokens):
                     return False
             case Started(id):
                 self._drops.discard(id)
-            case Learned():
+                self.cluster.placement.started(self.cluster.backlog, id, now)
+            case Learned(name, theta):
                 self._drops.learn(event)
+                self.cluster.placement.learned(name, theta)
+            case Cached(name, report):
+                self.cluster.placement.index.report(name, report)
             case InstanceUp(instance) | Swapped(instance):
                 self._takes_work(instance)
             case Warmed(instance):
@@ -235,13 +241,14 @@ class Controller:
                 self._end(id, output_tokens, now)
             case Failed(id):
                 self._end(id, 0, now)
-        return not isinstance(event, Started | Learned)  # a first token frees nothing
+        return not isinstance(event, Started | Learned | Cached)  # a first token frees nothing
 
-    def place(self, id: str, instance: str) -> None:
+    def place(self, id: str, instance: str, now: float) -> None:
         """Take note of where a queued request is that another controller sent, whatever is there."""
         row = self.cluster.backlog.row_of[id]
         assert not self.cluster.backlog.sent[row], f"{id} is inside an engine"
         self.cluster.send(row, instance)
+        self.cluster.placement.sent(self.cluster.backlog, row, instance, now)
         self._queued -= self.requests[id].places
 
     def decide(self, now: float) -> list[Command]:
@@ -284,12 +291,13 @@ class Controller:
             self.cluster.warming[warm.instance] = warm.model
         sending = [send for send in plan.send if send.instance in self.cluster.instances]
         for send in sending:
-            self.place(send.id, send.instance)
+            self.place(send.id, send.instance, now)
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)
         self.cluster.instances[instance.id] = instance
+        self.cluster.placement.up(instance)
 
     def _warmed(self, instance: Instance) -> None:
         if instance.id in self.cluster.instances:
@@ -302,6 +310,7 @@ class Controller:
         self._drops.forget(id)
         for table in (self.cluster.instances, self.cluster.loading, self.cluster.warming):
             table.pop(id, None)
+        self.cluster.placement.down(id)
 
     def _add(self, request: Request) -> None:
         forecast = self.lengths.forecast(request)
@@ -343,6 +352,7 @@ class Controller:
             self._places -= request.places
             if not self.cluster.backlog.sent[self.cluster.backlog.row_of[id]]:
                 self._queued -= request.places
+            self.cluster.placement.ended(self.cluster.backlog, id)
             self.cluster.remove(id)
         return request
 
@@ -351,6 +361,7 @@ class Controller:
         row = self.cluster.backlog.row_of.get(id)
         if row is None or not self.cluster.backlog.sent[row]:
             return False
+        self.cluster.placement.left(self.cluster.backlog, id)
         self.cluster.unsend(row)
         self._queued += self.requests[id].places
         if output_tokens:

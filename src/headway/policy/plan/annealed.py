@@ -157,7 +157,7 @@ class Annealed(Planner):
         self._bind(cluster)
         lines = {name: self._line(cluster, name, now) for name in cluster.instances}
         lines = {name: line for name, line in lines.items() if line.size}
-        sending = sends(lines, cluster, pull=self.pull)
+        sending = sends(lines, cluster, now, pull=self.pull)
         if self.pull:
             sending = [replace(send, rank=float(next(self._rank))) for send in sending]
         return Plan(sending, final=True)  # no send changes what belongs inside another instance

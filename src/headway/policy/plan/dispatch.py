@@ -8,13 +8,14 @@ the last moment (pull). A model that an instance shall serve and does not is swa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 
 from headway.policy.core.cluster import Cluster
+from headway.policy.placement.cost import Engine, least
 from headway.types import Ints, Plan, Send, Swap, Warm
 
 
@@ -22,82 +23,51 @@ from headway.types import Ints, Plan, Send, Swap, Warm
 class Offers:
     """Queued rows in one order, and instances inside which the first of them belong.
 
-    places: of each row. count: how many of the rows belong inside each instance. load: places of the requests
-    that are there. window: its dispatch window.
+    count: how many of the rows belong inside each instance.
     """
 
     names: Sequence[str]
     rows: Sequence[int]
-    places: Sequence[int]
     count: Sequence[int]
-    load: Sequence[int]
-    window: Sequence[int]
 
 
-def sends(queues: Mapping[str, Ints], cluster: Cluster, *, pull: bool = True) -> list[Send]:
+def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: bool = True) -> list[Send]:
     """Return the requests to hand to engines now, given the whole virtual queue of each instance.
 
     pull: requests stay in the queue until their instance has room; otherwise all are handed over.
     """
     offers = [_offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances]
-    return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, queues)]
+    return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, queues, cluster, now)]
 
 
-def spread(offers: Sequence[Offers], fleet: Iterable[str]) -> list[tuple[int, str]]:
-    """Return each offered row once, with the instance that gets it: the least loaded that it is offered to.
+def spread(offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float) -> list[tuple[int, str]]:
+    """Return each offered row once, with the instance that gets it: that on which it costs least.
 
-    Load is relative to the dispatch window; of equally loaded instances the first of the fleet gets it.
+    `placement/cost.py` has the rule; of equal ones the first of the fleet gets it.
     """
-    if not offers:
-        return []
-    one, begin, same = _joined(offers, fleet)
-    end = [first + count for first, count in zip(begin, one.count, strict=True)]
-    return [(one.rows[at], one.names[i]) for at, i in _spread(same, begin, end, one)]
-
-
-def _joined(offers: Sequence[Offers], fleet: Iterable[str]) -> tuple[Offers, list[int], Sequence[int]]:
-    """Return all offers as one, instances by the fleet's order.
-
-    With it, where each instance's rows begin, and numbers of the rows that are equal for equal rows.
-    """
-    if len(offers) == 1:  # by far the most frequent: by the fleet's order already, and no row twice
-        return offers[0], [0] * len(offers[0].names), range(len(offers[0].rows))
-    place, first, found = {name: i for i, name in enumerate(fleet)}, 0, list[tuple[int, ...]]()
+    offered: dict[int, set[str]] = {}
     for one in offers:
-        columns = (map(place.__getitem__, one.names), one.count, one.load, one.window)
-        found += [(*column, first) for column in zip(*columns, strict=True)]
-        first += len(one.rows)
-    names = [name for one in offers for name in one.names]
-    rows = [row for one in offers for row in one.rows]
-    places = [some for one in offers for some in one.places]
-    names.sort(key=place.__getitem__)
-    _, count, load, window, begin = zip(*sorted(found), strict=True)
-    return Offers(names, rows, places, count, load, window), [*begin], rows
-
-
-def _spread(same: Sequence[int], begin: list[int], end: Sequence[int], one: Offers) -> list[tuple[int, int]]:
-    """Return indices of rows and the instances that get them, in this order; `begin` moves.
-
-    begin, end: indices of the rows offered to an instance. same: equal for equal rows.
-    """
-    load, window = [*one.load], one.window
-    shares = [
-        inf if first == last else inside / most
-        for first, last, inside, most in zip(begin, end, load, window, strict=True)
+        for name, count in zip(one.names, one.count, strict=True):
+            for row in one.rows[:count]:
+                offered.setdefault(row, set()).add(name)
+    if not offered:
+        return []
+    names, sent = list(fleet), defaultdict[str, float](float)
+    return [
+        (row, _cheapest(row, [name for name in names if name in some], cluster, now, sent))
+        for row, some in offered.items()
     ]
-    taken, out = set[int](), list[tuple[int, int]]()
-    while (least := min(shares)) < inf:
-        i = shares.index(least)
-        while begin[i] < end[i] and same[begin[i]] in taken:
-            begin[i] += 1
-        if begin[i] == end[i]:
-            shares[i] = inf
-            continue
-        out.append((begin[i], i))
-        taken.add(same[begin[i]])
-        load[i] += one.places[begin[i]]
-        shares[i] = load[i] / window[i]
-    return out
+
+
+def _cheapest(row: int, names: list[str], cluster: Cluster, now: float, sent: dict[str, float]) -> str:
+    """Return the instance that gets a row. sent: seconds of prompts that go to each instance before it; is updated."""
+    if len(names) == 1:
+        return names[0]
+    engines = [Engine(cluster.instances[name], cluster.code(name), sent[name]) for name in names]
+    costs = cluster.placement.costs(cluster.backlog, row, engines, now)
+    best = least(costs)
+    sent[names[best]] += costs[best].own
+    return names[best]
 
 
 def swaps(plan: Plan, cluster: Cluster) -> list[Swap]:
@@ -140,6 +110,4 @@ def _offers(cluster: Cluster, name: str, rows: Ints, pull: bool) -> Offers:
         fits[:1] = True  # alone it always may try: the engine itself refuses what can never fit
         rows = rows[fits]
     queued = rows[~backlog.sent[rows]]
-    inside = int(backlog.places[cluster.inside(name).rows].sum())
-    places = backlog.places[queued].tolist()
-    return Offers([name], queued.tolist(), places, [queued.size], [inside], [instance.window])
+    return Offers([name], queued.tolist(), [queued.size])

@@ -99,7 +99,7 @@ class Hermes(Planner):
         order = np.lexsort((backlog.serial[rows], ranks))
         ranked = np.asarray(rows[order], np.int64)
         queues = {name: virtual_queue(cluster, name, ranked) for name in cluster.instances}
-        out = [self._with_rank(cluster, send) for send in sends(queues, cluster)]
+        out = [self._with_rank(cluster, send) for send in sends(queues, cluster, now)]
         reranks, prewarm = self._reranks(cluster, changed), self.prewarming.due(now)
         return Plan(out, rerank=reranks, prewarm=prewarm, final=len(cluster.instances) == 1)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 
@@ -124,7 +123,7 @@ class Ordered(Planner):
                 peers.inside.settle(now)
         changed = [peers for peers in self._peers if peers.has_changed()]
         offers = [offer for peers in changed if (offer := self._offers(peers, backlog, now))]
-        out = spread(offers, cluster.instances)
+        out = spread(offers, cluster.instances, cluster, now)
         self._put_back({row for row, _ in out})
         sending = [self._send(cluster, row, name) for row, name in out]
         return Plan(sending, final=len(self._names) == 1)  # a send changes what belongs inside others only
@@ -143,10 +142,7 @@ class Ordered(Planner):
             rows.append(entry[4])
         if not rows:
             return None
-        count = inside.offered if self.pull else [len(rows)] * len(inside.names)
-        load, window = compress(inside.load, count), compress(inside.window, count)
-        names, places = [*compress(inside.names, count)], backlog.places[rows].tolist()
-        return Offers(names, rows, places, [*filter(None, count)], [*load], [*window])
+        return Offers(inside.names, rows, inside.offered if self.pull else [len(rows)] * len(inside.names))
 
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         entry = self._entry(cluster.backlog, row)

@@ -21,6 +21,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
     {"op": "pin", "chain": name, "tokens": [...]} | {"op": "unpin", "chain": name}
         hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
+    {"op": "cache", "epoch": name, "position": number}
+        return as `cache` what the prefix cache has taken in and given up since that position (`cache_log.py`), and
+        nothing else; null = it is not followed
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
 is whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`), `settings`
@@ -42,6 +45,7 @@ from vllm import __version__
 
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION, fatal_fields
 from headway.engines.vllm.plugin import adapters, models
+from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.orphan import end_with_parent
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
@@ -109,6 +113,7 @@ class ControlMixin(PinsMixin):
     _block_size: int
     settings: dict[str, Any]
     _prefix_cache: Any
+    cache_log: CacheLog
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Execute a control message and return the scheduler's state (the module lists the messages)."""
@@ -124,10 +129,13 @@ class ControlMixin(PinsMixin):
                 pinned = {"pinned": self.pins.pin(str(message["chain"]), list(map(int, message["tokens"])))}
             case "unpin":
                 self.pins.unpin(str(message["chain"]))
+            case "cache":
+                known = str(message["epoch"]), int(message["position"])
+                return {"cache": self.cache_log.since(*known).plain() if self.cache_log.on else None}
             case "state":
                 pass
             case other:
-                return {"error": f"unknown op {other!r}; use state, urgency, pause, resume, pin or unpin"}
+                return {"error": f"unknown op {other!r}; use state, urgency, pause, resume, pin, unpin or cache"}
         return self._state(message) | self._log_rows(message) | pinned
 
     def _rank(self, values: dict[str, float]) -> None:

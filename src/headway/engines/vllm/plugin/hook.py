@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from headway.clock import now
 from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
+from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
@@ -85,6 +86,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self.settings = settings_of(self)
         self._prefix_cache = PrefixCache(self)
+        self.cache_log = CacheLog(self)
         self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(ints(()), max_running=running)
         self._running = RunningRows(self)

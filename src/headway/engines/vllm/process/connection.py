@@ -19,6 +19,7 @@ from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
 from headway.events import Learned
 from headway.policy.forecast.latency.online import THETA_SIZE
+from headway.prefix import CacheReport
 from headway.types import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionEr
 _CONNECT_S = 5.0
 _MOST = 2**20  # bytes of an answer to a question beside the requests
 _MOST_LOGS = 16 * 2**20  # of one that holds logs of the scheduler
-_LOGS = frozenset(("log", "iterations", "requests"))  # what a control message asks for them by
+_LOGS = frozenset(("log", "iterations", "requests", "epoch"))  # what a control message asks for them by
 
 _COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
 Part = bytes | memoryview
@@ -288,6 +289,19 @@ class EngineConnection:
         if theta.shape != (THETA_SIZE,) or not (np.isfinite(theta) & (theta >= 0)).all():
             raise self._malformed(theta)
         return Learned(self.id, theta, cached)
+
+    async def cached(self, epoch: str, position: int) -> CacheReport | None:
+        """Return what its prefix cache has taken in and given up since a report's end; None = it follows none.
+
+        EngineError as `learned`.
+        """
+        answer = await self.control({"op": "cache", "epoch": epoch, "position": position})
+        try:
+            if (told := answer["cache"]) is None:
+                return None
+            return CacheReport.of(told)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._malformed(error) from error
 
     async def progress(self, ids: list[str]) -> dict[str, Progress]:
         """Return how far the engine is with requests; those that it does not hold (yet, or any more) are missing.

@@ -49,7 +49,7 @@ class FlowControl(Planner):
             name: ranked[inside(cluster, name, ranked)] if name in full else virtual_queue(cluster, name, ranked)
             for name in cluster.instances
         }
-        return Plan(sends(lines, cluster), reject=backlog.names(reject))
+        return Plan(sends(lines, cluster, now), reject=backlog.names(reject))
 
     def saturated(self, cluster: Cluster, name: str) -> bool:
         """Tell whether an instance has all the work that the gate lets in."""

@@ -49,7 +49,7 @@ class Router(Planner):
             there = inside(cluster, name, rows)
             bound = ~backlog.sent[rows] & (home == cluster.code(name))
             lines[name] = np.concatenate([rows[there], rows[bound]])
-        return Plan(sends(lines, cluster))
+        return Plan(sends(lines, cluster, now))
 
     def _bind(self, cluster: Cluster, queued: Ints) -> None:
         """Give each queued request that has no home, or none that could serve it, a home."""

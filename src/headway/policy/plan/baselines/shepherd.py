@@ -100,7 +100,7 @@ class Shepherd(Planner):
         }
         ranked = _by_deadline(cluster)
         lines = {name: self._batch(cluster, name, ranked) for name in cluster.instances if name not in swap}
-        return Plan(sends(lines, cluster), swap=swap)
+        return Plan(sends(lines, cluster, now), swap=swap)
 
     def _batch(self, cluster: Cluster, name: str, ranked: Ints) -> Ints:
         """Return what the instance runs, and a whole new batch if none runs or it is worth breaking off."""

@@ -52,7 +52,7 @@ class VirtualTokenCounter(Planner):
         keys = (backlog.serial[rows], backlog.arrival[rows], self._tags(backlog, rows), ~backlog.sent[rows])
         ranked = np.asarray(rows[np.lexsort(keys)], np.int64)
         queues = {name: virtual_queue(cluster, name, ranked) for name in cluster.instances}
-        return Plan(sends(queues, cluster))
+        return Plan(sends(queues, cluster, now))
 
     def counters(self, backlog: Backlog, tenants: Iterable[int]) -> dict[int, float]:
         """Return the tenants' counters: what was served, and what is being served at its expected cost."""

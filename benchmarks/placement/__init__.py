@@ -1,0 +1,1 @@
+"""Where requests go in a fleet of engines with prefix caches: grounds, other routers, figures."""

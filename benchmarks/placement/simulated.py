@@ -1,0 +1,152 @@
+"""`headway bench placement`: routers of a fleet with prefix caches, in the simulator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.experiment import Result, computed, experiment
+from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet
+from benchmarks.placement.routers import recipe
+from headway.engines.simulated.prefix_blocks import shared_keys
+from headway.errors import ConfigError
+from headway.policy.recipes.registry import find
+from headway.prefix import GRAIN
+from headway.simulate.outcome import Outcome
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import Workload
+from headway.whatif.output.plots import colours, legend, png, sheet
+from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
+
+HEADWAY, CLAIRVOYANT = "headway", "clairvoyant"
+SYSTEMS = (HEADWAY, "round-robin", "session", "least-loaded", "sglang", "llm-d", "dynamo", "sglang+packer")
+SOURCES = ("placement",)
+_UNITS = {
+    "attainment.promised": "%",
+    "ttft.p99": "s",
+    "prompt.hit_pct": "%",
+    "tokens.computed": "tokens",
+    "balance": "largest/mean",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system on one workload."""
+
+    ground: str
+    engines: int
+    load: float
+    system: str
+    seconds: float
+    seed: int
+
+    @property
+    def setting(self) -> str:
+        """Its workload, as rows name it."""
+        return f"{self.ground}, {self.engines} engines, {self.load:g}x"
+
+
+@experiment("placement", "sim", f"Placement by prefix caches ({SIMULATED})")
+def main(
+    ask: Ask,
+    systems: tuple[str, ...] = SYSTEMS,
+    grounds: tuple[str, ...] = tuple(GROUNDS),
+    engines: tuple[int, ...] = (4, 16, 64),
+    loads: tuple[float, ...] = (0.7, 1.0, 1.3),
+    seconds: float = 240.0,
+) -> Result:
+    """Simulate; `quick`: two grounds on four engines at their capacity, three systems."""
+    if unknown := [name for name in grounds if name not in GROUNDS]:
+        raise ConfigError(f"There is no ground {unknown[0]!r}.", f"Use some of {', '.join(GROUNDS)}.")
+    if ask.quick:
+        systems, grounds = (HEADWAY, "round-robin", "sglang"), ("interactive-chat", "deep-research")
+        engines, loads, seconds = (4,), (1.0,), 60.0
+    cells = [
+        Cell(ground, count, load, system, seconds, ask.seed)
+        for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
+    ]
+    found = computed(cells, figures_of, sources=() if ask.quick else SOURCES)
+    rows = [
+        Row(id, cell.system, cell.setting, value, _UNITS[id])
+        for cell, figures in found.items()
+        for id, value in figures.items()
+        if id != CLAIRVOYANT
+    ]
+    least = {cell.setting: figures[CLAIRVOYANT] for cell, figures in found.items()}
+    rows += [Row("tokens.computed", CLAIRVOYANT, setting, tokens, "tokens") for setting, tokens in least.items()]
+    rows += _margins(found)
+    workload = (
+        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {seconds:g} s of each ground once conversations of "
+        f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines."
+    )
+    return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
+
+
+def figures_of(cell: Cell) -> dict[str, float]:
+    """Simulate a cell and return its figures, and the least tokens that any placement must compute."""
+    ground = GROUNDS[cell.ground]
+    work = ground.workload(cell.engines, cell.load, cell.seconds, cell.seed)
+    system = find(HEADWAY) if cell.system == HEADWAY else recipe(cell.system)
+    outcome = Simulation(system, fleet(cell.engines), work).run()
+    return dict(_figures(work, outcome, ground.warm)) | {CLAIRVOYANT: float(least_tokens(work))}
+
+
+def _figures(work: Workload, outcome: Outcome, warm: float) -> Iterator[tuple[str, float]]:
+    rows = work.arrival >= warm
+    ttft, e2e = outcome.first - work.arrival, outcome.end - work.arrival
+    tpot = (e2e - ttft) / np.maximum(work.output - 1, 1)
+    kept = (ttft <= work.ttft) & (tpot <= work.tpot)
+    inside = np.bincount(outcome.instance[rows])
+    yield "attainment.promised", 100 * float(kept[rows].mean())
+    yield "ttft.p99", float(np.quantile(ttft[rows], 0.99))
+    yield "prompt.hit_pct", 100 * outcome.hits / max(outcome.queried, 1)
+    yield "tokens.computed", float(outcome.queried - outcome.hits)
+    yield "balance", float(inside.max() / inside.mean())
+
+
+def least_tokens(work: Workload) -> int:
+    """Return the prompt tokens that must be computed if every engine found what any has computed."""
+    known, least = set[int](), 0
+    for row in range(len(work)):
+        keys = shared_keys(work.prefixes[work.prefix[row]]).tolist()
+        found = next((i for i, key in enumerate(keys) if key not in known), len(keys))
+        known.update(keys[found:])
+        least += int(work.prompt[row]) - min(found * GRAIN, int(work.prompt[row]) - 1)
+    return least
+
+
+def _margins(found: dict[Cell, dict[str, float]]) -> list[Row]:
+    """Return by how much headway keeps more promises than the best router in front of stock vLLM, per load."""
+    kept = {(cell.setting, cell.system): figures["attainment.promised"] for cell, figures in found.items()}
+    rows = []
+    for load in dict.fromkeys(cell.load for cell in found):
+        settings = dict.fromkeys(cell.setting for cell in found if cell.load == load)
+        others = [
+            max(value for (at, name), value in kept.items() if at == one and name != HEADWAY and "+" not in name)
+            for one in settings
+        ]
+        margins = [kept[one, HEADWAY] - best for one, best in zip(settings, others, strict=True)]
+        rows.append(Row("margin.mean", HEADWAY, f"all, {load:g}x", float(np.mean(margins)), "points"))
+        rows.append(Row("margin.least", HEADWAY, f"all, {load:g}x", float(np.min(margins)), "points"))
+    return rows
+
+
+def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
+    systems = list(dict.fromkeys(row.system for row in rows if row.id == "attainment.promised"))
+    settings = list(dict.fromkeys(row.setting for row in rows if row.id == "attainment.promised"))
+    figure, grid = sheet(2, 1, 9.0, 6.0)
+    width, shades = 0.8 / len(systems), colours(systems)
+    for axes, id in zip(grid, ("attainment.promised", "prompt.hit_pct"), strict=True):
+        for number, system in enumerate(systems):
+            values = {row.setting: row.ours for row in rows if (row.id, row.system) == (id, system)}
+            places = np.arange(len(settings)) + (number - (len(systems) - 1) / 2) * width
+            axes.bar(places, [values.get(one) or 0.0 for one in settings], width, color=shades[system])
+        labels = [one.replace(", ", "\n") for one in settings]
+        axes.set(xticks=range(len(settings)), xticklabels=labels, ylabel=f"{id}, %")
+    legend(figure, systems)
+    return {"placement": png(figure)}

@@ -1,0 +1,265 @@
+"""What a request costs on each engine, and which engine gets it.
+
+One rule for every planner. On an engine a request costs, in seconds,
+
+    what the engine computes for it: the tokens of its prompt that are not in its prefix cache
+    + DELAY x the time until its first token: the prompts before it, its own, and until there is room for it
+    + ANSWER x the time of its answer at the pace of those in progress there
+
+and the lowest goes; of equal ones, the engine with the fewest places taken. A second of computing counts more than
+a second of waiting, because it keeps all from the engine that come after. A prefix in the cache is worth the
+seconds that it saves and no more: once an engine is so far behind that another one has computed the prefix anew
+by then, the request goes there, and both hold it. One more cached token never makes an engine cost more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.policy.forecast.latency.online import OnlineLatency
+from headway.policy.placement.index import PrefixIndex
+from headway.prefix import Keys
+from headway.types import Backlog, Batch, Bools, Floats, Instance, Request
+
+DELAY, ANSWER = 0.1, 0.05
+_CHUNK = 2048  # prompt tokens of an iteration
+_MOST_ANSWERS = 0.9  # of an engine's time that answers take from prompts, at most, as far as forecasts go
+Latency = Callable[[Batch], float]
+
+
+class Cost(NamedTuple):
+    """What a request costs on one engine.
+
+    seconds: as the rule adds them up. load: places taken there, as a share of the dispatch window.
+    found: tokens of its prompt in the cache. own: seconds to compute the others. first: until its first token.
+    """
+
+    seconds: float
+    load: float
+    found: int
+    own: float
+    first: float
+
+
+class Engine(NamedTuple):
+    """An engine that a request may go to.
+
+    code: as in `Backlog.instance`. sent: seconds of prompts that go there before the request and are not inside yet.
+    """
+
+    instance: Instance
+    code: int
+    sent: float = 0.0
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is inside one engine.
+
+    tokens: expected ones of all requests, prompts and answers; output: of the answers. places: of all requests.
+    pending: requests without a first token. answers, context: the others, and their tokens. rate: sum of the tokens
+        per second that these were promised.
+    since: instant from which the engine computes the first of its prompts.
+    """
+
+    instance: Instance
+    latency: Latency
+    tokens: float = 0.0
+    output: float = 0.0
+    places: int = 0
+    pending: int = 0
+    answers: int = 0
+    context: float = 0.0
+    rate: float = 0.0
+    since: float = 0.0
+    _pace: tuple[float, float] | None = None
+
+    def prompt_seconds(self, tokens: int, found: int) -> float:
+        """Return what it takes to compute a prompt of which so many tokens are in the cache."""
+        new = tokens - found
+        return self.latency(Batch(0, 0, new, new * found + new * new // 2))
+
+    def pace(self) -> tuple[float, float]:
+        """Return the seconds of an iteration of the answers, and the factor by which they slow prompts down.
+
+        Answers that were promised a tpot leave what is left of it; others run along with each chunk.
+        """
+        if self._pace is None:
+            alone = self.latency(Batch(self.answers, int(self.context), 0)) if self.answers else 0.0
+            slower = 1 + alone / self.latency(Batch(0, 0, _CHUNK, _CHUNK * _CHUNK // 2))
+            if self.answers:
+                taken = min(alone * self.rate / self.answers, _MOST_ANSWERS)
+                slower = max(slower, 1 / (1 - taken))
+            self._pace = alone, slower
+        return self._pace
+
+    def room_seconds(self, tokens: float) -> float:
+        """Return the seconds until there is a slot, and KV, for a request of so many expected tokens."""
+        requests, one = self.pending + self.answers, self.instance
+        if not requests:
+            return 0.0
+        kv = (self.tokens + tokens - one.blocks_total * one.block_size) / self.tokens
+        slots = (self.places + 1 - one.max_running) / self.places
+        ends = max(kv, slots, 0.0)  # share of what is inside that must end first
+        return ends * self.output / requests * self.pace()[0]
+
+    def change(self, one: _Inside, sign: int) -> None:
+        """Add (1) or take out (-1) a request."""
+        self.tokens += sign * one.tokens
+        self.output += sign * (one.tokens - one.prompt)
+        self.places += sign * one.places
+        if one.started:
+            self._change_answers(one, sign)
+        else:
+            self.pending += sign
+
+    def start(self, one: _Inside, now: float) -> None:
+        """Take note of a first token."""
+        one.started, self.since = True, now
+        self.pending -= 1
+        self._change_answers(one, 1)
+
+    def _change_answers(self, one: _Inside, sign: int) -> None:
+        self.answers += sign
+        self.context += sign * (one.tokens + one.prompt) / 2
+        self.rate += sign * one.rate
+        self._pace = None
+
+    def learn(self, latency: Latency) -> None:
+        """Take note of what the engine has learned."""
+        self.latency, self._pace = latency, None
+
+
+@dataclass(slots=True)
+class _Inside:
+    """A request inside an engine. load: of that engine."""
+
+    load: _Load
+    tokens: float
+    prompt: int
+    places: int
+    rate: float
+    started: bool = False
+
+
+@dataclass(slots=True)
+class Placement:
+    """The engines' caches and loads, and the cost of a request on each; the controller keeps it current.
+
+    index: of prefix caches.
+    """
+
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _keys: dict[str, Keys] = field(default_factory=dict)  # of prompts, by id
+    _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
+    _inside: dict[str, _Inside] = field(default_factory=dict)
+
+    # ---- what happens
+
+    def up(self, instance: Instance) -> None:
+        """Add an empty engine, or replace one."""
+        self._loads[instance.id] = _Load(instance, instance.latency or OnlineLatency().seconds)
+        self.index.add(instance.id, instance.blocks_total, instance.block_size)
+
+    def down(self, name: str) -> None:
+        """Forget an engine; what was inside it comes back request by request."""
+        self._loads.pop(name, None)
+        self.index.forget(name)
+
+    def learned(self, name: str, theta: Floats) -> None:
+        """Take note of an engine's latency, unless a profile says it."""
+        load = self._loads.get(name)
+        if load is not None and load.instance.latency is None:
+            latency = OnlineLatency()
+            latency.theta = theta
+            load.learn(latency.seconds)
+
+    def came(self, request: Request, keys: bytes) -> None:
+        """Take note of a request. keys: of its prompt."""
+        if keys:
+            self._keys[request.id] = np.frombuffer(keys, np.int64)
+        if request.slo.tpot is not None:
+            self._rates[request.id] = 1 / request.slo.tpot
+
+    def sent(self, backlog: Backlog, row: int, name: str, now: float) -> None:
+        """Take note of a request that goes to an engine; one that is not up gives it back."""
+        id, prompt = str(backlog.keys[row]), backlog.prompt.item(row)
+        load, keys = self._loads.get(name), self._keys.get(id)
+        if load is None:
+            return
+        if len(self._loads) > 1:  # else nothing asks for it
+            backlog.work[row] = load.prompt_seconds(prompt, self.found(id, name, prompt))
+        backlog.pending[row] = True
+        if not load.pending:
+            load.since = now
+        places, rate = backlog.places.item(row), self._rates.get(id, 0.0)
+        one = self._inside[id] = _Inside(load, backlog.tokens.item(row), prompt, places, rate)
+        load.change(one, 1)
+        if keys is not None:
+            self.index.sent(id, name, keys)
+
+    def started(self, backlog: Backlog, id: str, now: float) -> None:
+        """Take note of a first token."""
+        one = self._inside.get(id)
+        if one is not None and not one.started:
+            backlog.pending[backlog.row_of[id]] = False
+            one.load.start(one, now)
+
+    def left(self, backlog: Backlog, id: str) -> None:
+        """Take note of a request that is not inside its engine any more; unknown ones are ignored."""
+        one = self._inside.pop(id, None)
+        if one is not None:
+            backlog.pending[backlog.row_of[id]] = False
+            one.load.change(one, -1)
+            self.index.ended(id)
+
+    def ended(self, backlog: Backlog, id: str) -> None:
+        """Forget a request."""
+        self.left(backlog, id)
+        self._keys.pop(id, None)
+        self._rates.pop(id, None)
+
+    # ---- the rule
+
+    def found(self, id: str, name: str, prompt: int) -> int:
+        """Return the tokens of a request's prompt that an engine holds; the last one is always computed."""
+        return min(self.index.tokens(name, self._keys.get(id)), prompt - 1)
+
+    def costs(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> list[Cost]:
+        """Return what a queued request costs on each of these engines."""
+        id, prompt, tokens = str(backlog.keys[row]), backlog.prompt.item(row), backlog.tokens.item(row)
+        ahead, out = self._ahead(backlog, row, now), list[Cost]()
+        for instance, code, sent in engines:
+            if (load := self._loads.get(instance.id)) is None:
+                self.up(instance)
+                load = self._loads[instance.id]
+            found = self.found(id, instance.id, prompt)
+            own, (pace, slower) = load.prompt_seconds(prompt, found), load.pace()
+            waits = float(ahead[code]) if code < ahead.size else 0.0
+            waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
+            first = waits + (sent + own) * slower + load.room_seconds(tokens)
+            seconds = own + DELAY * first + ANSWER * pace * (tokens - prompt)
+            out.append(Cost(seconds, load.places / instance.window, found, own, first))
+        return out
+
+    def _ahead(self, backlog: Backlog, row: int, now: float) -> Floats:
+        """Return the seconds of prompts inside the engines that go before a queued request, by code of an engine.
+
+        Those that are due before it and not overdue; without a deadline, the soft target counts.
+        """
+        rows = np.flatnonzero(backlog.pending)
+        both = np.append(rows, row)
+        due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
+        due = np.where(np.isinf(due), soft, due)
+        before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now)
+        return np.asarray(np.bincount(backlog.instance[rows[before]], backlog.work[rows[before]]), float)
+
+
+def least(costs: Sequence[Cost]) -> int:
+    """Return the index of the lowest cost, the first of equal ones."""
+    return min(range(len(costs)), key=lambda i: costs[i][:2])

@@ -1,0 +1,164 @@
+"""Which engine's prefix cache holds which blocks of tokens.
+
+A block is known by a key that stands for all tokens from the beginning of the prompt to its end
+(`headway/prefix.py`). An engine with Headway's plugin reports what its cache has taken in and given up. Reports
+are numbered, so that one that comes twice or too late changes nothing, and after one that is lost all is
+reported anew. Of other engines the index assumes what they keep if they forget the least recently used blocks.
+
+Between a request's sending and the first report after its end, the index counts its prompt as held: the engine
+has it by the time that another request with the same prompt is computed.
+
+A block's beginning is never given up before its end (vLLM frees the end of a chain first), so the part of a
+prompt that an engine holds is found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.prefix import GRAIN, CacheReport
+from headway.types import Ints
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What one engine holds.
+
+    grains: of `GRAIN` tokens in one of its blocks. most: blocks that it has.
+    held: keys of blocks, those used last at the end. expected: keys -> requests inside that compute them.
+    epoch, position: up to where its reports are known; an engine that never reported has no epoch.
+    """
+
+    grains: int
+    most: int
+    held: dict[int, None] = field(default_factory=dict)
+    expected: dict[int, int] = field(default_factory=dict)
+    epoch: str = ""
+    position: int = 0
+
+    def has(self, key: int) -> bool:
+        return key in self.held or key in self.expected
+
+    def blocks(self, keys: Ints) -> int:
+        """Return how many of its blocks it holds of a prompt."""
+        step = self.grains
+        low, high = 0, keys.size // step
+        if high == 0 or not self.has(keys.item(step - 1)):
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.has(keys.item(middle * step - 1)):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def own(self, keys: Ints) -> list[int]:
+        """Return the keys of the blocks that a prompt fills here."""
+        return keys[self.grains - 1 :: self.grains].tolist()  # type: ignore[no-any-return]
+
+    def begin(self, keys: Ints) -> None:
+        """Expect a prompt that was sent."""
+        for key in self.own(keys):
+            self.expected[key] = self.expected.get(key, 0) + 1
+
+    def end(self, keys: Ints) -> None:
+        """Expect it no longer: it is in the next report, or is assumed where there are none."""
+        own = self.own(keys)
+        for key in own:
+            left = self.expected.get(key, 1) - 1
+            if left:
+                self.expected[key] = left
+            else:
+                self.expected.pop(key, None)
+        if not self.epoch:
+            self._assume(own)
+
+    def _assume(self, keys: list[int]) -> None:
+        """Take in a prompt that was computed; of what is full, the blocks used least recently go."""
+        for key in reversed(keys):  # vLLM gives up the end of a prompt first
+            self.held.pop(key, None)
+            self.held[key] = None
+        while len(self.held) > self.most:
+            del self.held[next(iter(self.held))]
+
+
+class PrefixIndex:
+    """The prefix caches of all engines. O(log blocks) for a prompt and an engine.
+
+    Memory is bounded by the engines' blocks and by the prompts inside them: about 100 bytes for a block
+    (`headway bench placement --index`).
+    """
+
+    def __init__(self) -> None:
+        self._caches: dict[str, _Cache] = {}
+        self._inside: dict[str, tuple[str, Ints]] = {}  # request -> engine and keys
+        self._ended: dict[str, list[Ints]] = {}  # engine -> prompts that the next report has
+
+    def add(self, name: str, blocks: int, block_size: int) -> None:
+        """Add an engine whose cache is empty; it replaces one of the same name."""
+        self.forget(name)
+        if block_size % GRAIN == 0:
+            self._caches[name] = _Cache(block_size // GRAIN, blocks)
+
+    def forget(self, name: str) -> None:
+        """Forget an engine that is gone, and what is inside it."""
+        self._caches.pop(name, None)
+        self._ended.pop(name, None)
+        for id in [id for id, (at, _) in self._inside.items() if at == name]:
+            del self._inside[id]
+
+    def report(self, name: str, report: CacheReport) -> None:
+        """Take note of what an engine's cache has taken in and given up."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return
+        if report.whole:
+            cache.held = dict.fromkeys(_keys(report.added))
+        elif (report.epoch, report.since) != (cache.epoch, cache.position):
+            return  # it is known, or one before it is lost: the engine is asked for all
+        else:
+            for key in _keys(report.removed):
+                cache.held.pop(key, None)
+            cache.held.update(dict.fromkeys(_keys(report.added)))
+        cache.epoch, cache.position = report.epoch, report.until
+        for keys in self._ended.pop(name, ()):
+            cache.end(keys)
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Return the epoch and the number of the last report that is known."""
+        cache = self._caches.get(name)
+        return (cache.epoch, cache.position) if cache is not None else ("", 0)
+
+    def sent(self, id: str, name: str, keys: Ints) -> None:
+        """Take note of a prompt that an engine will compute."""
+        if name in self._caches:
+            self._inside[id] = name, keys
+            self._caches[name].begin(keys)
+
+    def ended(self, id: str) -> None:
+        """Take note of a request that has left its engine; unknown ids are ignored."""
+        name, keys = self._inside.pop(id, ("", None))
+        if keys is None:
+            return
+        if self._caches[name].epoch:
+            self._ended.setdefault(name, []).append(keys)
+        else:
+            self._caches[name].end(keys)
+
+    def tokens(self, name: str, keys: Ints | None) -> int:
+        """Return how many tokens of a prompt an engine holds."""
+        cache = self._caches.get(name)
+        return cache.blocks(keys) * cache.grains * GRAIN if cache is not None and keys is not None else 0
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the engines and how many blocks each is believed to hold."""
+        for name, cache in self._caches.items():
+            yield name, len(cache.held)
+
+
+def _keys(packed: bytes) -> list[int]:
+    return np.frombuffer(packed, np.int64).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,244 @@
+"""The rule of placement, and the index of prefix caches that it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.events import Arrived, Cached, Failed, Finished, InstanceDown, InstanceUp, Started
+from headway.policy.core import ranks
+from headway.policy.placement.cost import Cost, Engine
+from headway.policy.placement.index import PrefixIndex
+from headway.policy.plan.ordered import Ordered
+from headway.prefix import GRAIN, CacheReport, Keys, prompt_seed, token_keys
+from headway.types import Batch, Request, Slo
+from tests.plan.place import Place, ask, instance
+
+SEED = prompt_seed(None, None)
+EXAMPLES = settings(max_examples=60)
+
+
+def seconds(batch: Batch) -> float:
+    return 0.01 + 1e-4 * batch.prefill + 1e-8 * batch.prefill_context + 1e-4 * batch.decodes + 1e-7 * batch.context
+
+
+def prompt(chain: int, grains: int) -> Keys:
+    return token_keys([chain] * (grains * GRAIN), SEED)
+
+
+def report(*keys: Keys, epoch: str = "a", since: int = 0, until: int = 1, whole: bool = True) -> CacheReport:
+    return CacheReport(epoch, since, until, np.concatenate(keys).tobytes(), whole=whole)
+
+
+class Fleet(Place):
+    """Engines with one latency, and an index that is told what they hold."""
+
+    def __init__(self, count: int, **more: object) -> None:
+        engines = [instance(f"e{i}", 16, latency=seconds, **more) for i in range(count)]
+        super().__init__(Ordered(ranks.ATTAINABLE, ahead=1024), *engines)
+
+    def holds(self, name: str, *keys: Keys) -> None:
+        self.notify(Cached(name, report(*keys)), 0.0)
+
+    def send(self, request: Request, keys: Keys) -> str:
+        self.requests[request.id] = request
+        self.note(self.core.on(Arrived(request, keys.tobytes()), request.arrival))
+        return self.inside[request.id]
+
+
+# ---- keys
+
+
+@given(st.lists(st.integers(0, 50_000), max_size=200), st.integers(0, 5))
+def test_keys_go_on_where_they_stopped(ids: list[int], grains: int) -> None:
+    whole = token_keys(ids, SEED)
+    split = min(grains, whole.size)
+    rest = token_keys(ids[split * GRAIN :], SEED, whole.item(split - 1) if split else 0)
+    assert whole.tolist() == [*whole[:split].tolist(), *rest.tolist()]
+    assert len(set(whole.tolist())) == whole.size
+
+
+def test_keys_differ_by_adapter_and_salt() -> None:
+    seeds = [prompt_seed(adapter, salt) for adapter in (None, "a", "b") for salt in (None, "a", "b")]
+    assert len({token_keys([1] * GRAIN, seed).item() for seed in seeds}) == len(seeds)
+
+
+# ---- the rule
+
+
+def test_a_conversation_goes_where_its_history_is() -> None:
+    fleet = Fleet(4)
+    fleet.holds("e2", prompt(7, 60))
+    assert fleet.send(ask("a", prompt=1000), prompt(7, 62)) == "e2"
+    backlog = fleet.core.cluster.backlog
+    assert backlog.work[backlog.row_of["a"]] == pytest.approx(seconds(Batch(0, 0, 40, 40 * 960 + 800)))
+
+
+def test_what_is_on_its_way_counts_as_cached() -> None:
+    """The second request with a prompt finds it before any report could tell."""
+    fleet = Fleet(4)
+    first = fleet.send(ask("a", prompt=1600), prompt(7, 100))
+    fleet.send(ask("b", prompt=1600), prompt(8, 100))
+    assert fleet.send(ask("c", prompt=1600), prompt(7, 100)) == first
+
+
+def test_an_engine_that_is_far_behind_loses_its_prefix_to_another() -> None:
+    fleet = Fleet(2)
+    fleet.holds("e0", prompt(7, 20))
+    fleet.holds("e1", prompt(8, 1))
+    sent = [fleet.send(ask(f"r{i}", prompt=2000 + i), prompt(7, 20)) for i in range(40)]
+    assert sent[0] == "e0"
+    assert sent.count("e1") >= 15, "the prefix is computed again where there is nothing to do"
+
+
+def test_equal_engines_take_turns() -> None:
+    fleet = Fleet(3)
+    sent = [fleet.send(ask(f"r{i}", prompt=100), prompt(i, 6)) for i in range(6)]
+    assert sorted(sent) == ["e0", "e0", "e1", "e1", "e2", "e2"]
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 4), st.lists(st.integers(1, 100), min_size=1, max_size=12), st.integers(0, 99), st.integers(0, 99)
+)
+def test_one_more_cached_token_makes_no_engine_cost_more(
+    engines: int, prompts: list[int], less: int, more: int
+) -> None:
+    less, more = sorted((less, more))
+
+    def cost(grains: int) -> Cost:
+        fleet = Fleet(engines)
+        for i, size in enumerate(prompts):
+            fleet.send(ask(f"r{i}", 0.1 * i, prompt=size * GRAIN, slo=Slo(ttft=1 + i % 3)), prompt(i, size))
+        fleet.holds("e0", prompt(99, grains) if grains else prompt(98, 1))
+        cluster = fleet.core.cluster
+        cluster.placement.came(ask("new"), prompt(99, 100).tobytes())
+        row = cluster.backlog.add("new", arrival=2.0, due=3.0, prompt=1600, tokens=1700.0)
+        there = Engine(cluster.instances["e0"], cluster.code("e0"))
+        (found,) = cluster.placement.costs(cluster.backlog, row, [there], 2.0)
+        return found
+
+    before, after = cost(less), cost(more)
+    assert max(after.seconds - before.seconds, after.own - before.own, after.first - before.first) <= 0
+
+
+# ---- the index
+
+
+class Cache:
+    """An engine's cache as it is, with a log of all that it took in and gave up."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.held, self.log = f"epoch {epoch}", list[Keys](), list[tuple[int, bool]]()
+
+    def compute(self, keys: Keys) -> None:
+        self.log += [(key, True) for key in keys.tolist() if key not in self.keys]
+        self.held.append(keys)
+
+    def lose(self, at: int) -> None:
+        gone = self.held.pop(at)
+        self.log += [(key, False) for key in reversed(gone.tolist()) if key not in self.keys]
+
+    @property
+    def keys(self) -> set[int]:
+        return {key for keys in self.held for key in keys.tolist()}
+
+    def since(self, epoch: str, position: int) -> CacheReport:
+        if epoch != self.epoch:
+            return CacheReport(self.epoch, 0, len(self.log), np.array([*self.keys], np.int64).tobytes(), whole=True)
+        last = dict(self.log[position:])
+        packed = (np.array([key for key, there in last.items() if there is side], np.int64) for side in (True, False))
+        return CacheReport(self.epoch, position, len(self.log), *(keys.tobytes() for keys in packed))
+
+    def tokens(self, keys: Keys) -> int:
+        known = self.keys
+        return GRAIN * next((i for i, key in enumerate(keys.tolist()) if key not in known), keys.size)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["send", "end", "lose", "report", "lost", "late", "restart", "forget"]),
+        st.integers(0, 5),
+        st.integers(1, 12),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200)
+@given(STEPS)
+def test_after_one_report_it_believes_what_is_so(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever was lost, late, doubled or reordered before, and whichever side began anew."""
+    index, engine, inside, late, epochs = PrefixIndex(), Cache(0), dict[str, Keys](), list[CacheReport](), 0
+    index.add("e", 1000, GRAIN)
+    for number, (what, chain, size) in enumerate(steps):
+        keys = prompt(chain, size)
+        if what == "send":
+            inside[f"r{number}"] = keys
+            index.sent(f"r{number}", "e", keys)
+        elif what == "end" and inside:
+            id = sorted(inside)[chain % len(inside)]
+            engine.compute(inside.pop(id))
+            index.ended(id)
+        elif what == "lose" and engine.held:
+            engine.lose(chain % len(engine.held))
+        elif what == "report":
+            index.report("e", engine.since(*index.position("e")))
+        elif what == "lost":
+            late.append(engine.since(*index.position("e")))
+        elif what == "late" and late:
+            index.report("e", late.pop(chain % len(late)))
+        elif what == "restart":
+            epochs, inside = epochs + 1, {}
+            engine = Cache(epochs)
+            index.add("e", 1000, GRAIN)
+        elif what == "forget":
+            index, inside = PrefixIndex(), {}
+            index.add("e", 1000, GRAIN)
+    index.report("e", engine.since("", 0))
+    for id in inside:
+        index.ended(id)
+    index.report("e", engine.since(*index.position("e")))
+    for chain in range(6):
+        assert index.tokens("e", prompt(chain, 12)) == engine.tokens(prompt(chain, 12))
+
+
+def test_of_an_engine_that_reports_nothing_what_was_used_last_is_assumed() -> None:
+    index = PrefixIndex()
+    index.add("e", 10, GRAIN)
+    for id, chain in enumerate((1, 2, 1, 3)):
+        index.sent(str(id), "e", prompt(chain, 4))
+        index.ended(str(id))
+    assert [index.tokens("e", prompt(chain, 4)) // GRAIN for chain in (1, 2, 3)] == [4, 2, 4]
+
+
+def test_blocks_of_engines_may_differ() -> None:
+    index = PrefixIndex()
+    index.add("small", 100, GRAIN)
+    index.add("large", 100, 8 * GRAIN)
+    for name in ("small", "large"):
+        index.sent(name, name, prompt(1, 20))
+    assert [index.tokens(name, prompt(1, 19)) for name in ("small", "large")] == [19 * GRAIN, 16 * GRAIN]
+
+
+def test_an_engine_that_comes_back_holds_nothing() -> None:
+    fleet = Fleet(2)
+    fleet.holds("e1", prompt(7, 60))
+    fleet.notify(InstanceDown("e1"), 1.0)
+    fleet.notify(InstanceUp(instance("e1", 16, latency=seconds)), 2.0)
+    assert fleet.core.cluster.placement.index.tokens("e1", prompt(7, 60)) == 0
+
+
+@pytest.mark.parametrize("end", [Finished("r0", 10), Failed("r0", "gone")])
+def test_an_end_leaves_nothing_behind(end: Finished | Failed) -> None:
+    fleet = Fleet(2)
+    name = fleet.send(ask("r0", slo=Slo(ttft=1, tpot=0.1)), prompt(1, 1))
+    fleet.notify(Started("r0"), 1.0)
+    placement = fleet.core.cluster.placement
+    load = placement._loads[name]
+    assert (load.answers, load.pending, load.places) == (1, 0, 1)
+    fleet.notify(end, 2.0)
+    assert (load.answers, load.pending, load.places, load.tokens, load.output, load.context, load.rate) == (0,) * 7
+    assert [placement._keys, placement._rates, placement._inside] == [{}, {}, {}]
