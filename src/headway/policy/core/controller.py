@@ -34,7 +34,7 @@ from headway.policy.core.shares import Group, QueueShares, Waiting
 from headway.policy.plan.dispatch import swaps, warms
 from headway.ports import Lengths, Planner
 from headway.stages import Prewarm
-from headway.types import OBJECTIVES, Command, Instance, Plan, Progress, Reject, Request, Rerank, Swap
+from headway.types import OBJECTIVES, Command, Instance, Plan, Progress, Reject, Request, Rerank, Send, Swap
 
 _AGAIN = 1.0  # seconds after which an engine is asked again about a request, unless it answers
 
@@ -289,10 +289,14 @@ class Controller:
         warming = [warm for warm in warming if warm.instance in self.cluster.instances]
         for warm in warming:
             self.cluster.warming[warm.instance] = warm.model
-        sending = [send for send in plan.send if send.instance in self.cluster.instances]
+        sending = [self._with_found(send) for send in plan.send if send.instance in self.cluster.instances]
         for send in sending:
             self.place(send.id, send.instance, now)
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
+
+    def _with_found(self, send: Send) -> Send:
+        found = self.cluster.placement.found(send.id, send.instance, self.requests[send.id].prompt_tokens)
+        return replace(send, found=found) if found > 0 else send
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)

@@ -2,14 +2,15 @@
 
 One rule for every planner. On an engine a request costs, in seconds,
 
-    what the engine computes for it: the tokens of its prompt that are not in its prefix cache
-    + DELAY x the time until its first token: the prompts before it, its own, and until there is room for it
+    what must be computed for it: the tokens of its prompt that are not in the prefix cache, on the fastest engine
+    + delay x the time until its first token: the prompts before it, its own, and until there is room for it
     + ANSWER x the time of its answer at the pace of those in progress there
 
-and the lowest goes; of equal ones, the engine with the fewest places taken. A second of computing counts more than
-a second of waiting, because it keeps all from the engine that come after. A prefix in the cache is worth the
-seconds that it saves and no more: once an engine is so far behind that another one has computed the prefix anew
-by then, the request goes there, and both hold it. One more cached token never makes an engine cost more.
+and the lowest goes; of equal ones, the engine with the fewest places taken. The busier the engines, the more a second
+of computing counts beside a second of waiting, because it keeps all from the engine that come after: delay is 1 while
+they have nothing to do, and `BUSY_DELAY` while prompts wait on all of them. A prefix in the cache is worth the seconds
+that it saves and no more: once an engine is so far behind that another one has computed the prefix anew by then, the
+request goes there, and both hold it. One more cached token never makes an engine cost more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headway.policy.placement.index import PrefixIndex
 from headway.prefix import Keys
 from headway.types import Backlog, Batch, Bools, Floats, Instance, Request
 
-DELAY, ANSWER = 0.1, 0.05
+BUSY_DELAY, ANSWER = 0.05, 0.05
 _CHUNK = 2048  # prompt tokens of an iteration
 _MOST_ANSWERS = 0.9  # of an engine's time that answers take from prompts, at most, as far as forecasts go
 Latency = Callable[[Batch], float]
@@ -63,11 +64,12 @@ class _Load:
     tokens: expected ones of all requests, prompts and answers; output: of the answers. places: of all requests.
     pending: requests without a first token. answers, context: the others, and their tokens. rate: sum of the tokens
         per second that these were promised.
-    since: instant from which the engine computes the first of its prompts.
+    since: instant from which the engine computes the first of its prompts. known: its latency is its own.
     """
 
     instance: Instance
     latency: Latency
+    known: bool = False
     tokens: float = 0.0
     output: float = 0.0
     places: int = 0
@@ -96,6 +98,11 @@ class _Load:
                 slower = max(slower, 1 / (1 - taken))
             self._pace = alone, slower
         return self._pace
+
+    @property
+    def free(self) -> float:
+        """Share of its time that the engine could give to prompts and does not."""
+        return 0.0 if self.pending else 1 / self.pace()[1]
 
     def room_seconds(self, tokens: float) -> float:
         """Return the seconds until there is a slot, and KV, for a request of so many expected tokens."""
@@ -163,7 +170,9 @@ class Placement:
 
     def up(self, instance: Instance) -> None:
         """Add an empty engine, or replace one."""
-        self._loads[instance.id] = _Load(instance, instance.latency or OnlineLatency().seconds)
+        alike = (one.latency for one in self._loads.values() if one.known and one.instance.model == instance.model)
+        latency = instance.latency or next(alike, OnlineLatency().seconds)
+        self._loads[instance.id] = _Load(instance, latency, instance.latency is not None)
         self.index.add(instance.id, instance.blocks_total, instance.block_size)
 
     def down(self, name: str) -> None:
@@ -172,12 +181,15 @@ class Placement:
         self.index.forget(name)
 
     def learned(self, name: str, theta: Floats) -> None:
-        """Take note of an engine's latency, unless a profile says it."""
+        """Take note of an engine's latency, unless a profile says it; engines that know nothing yet count as alike."""
         load = self._loads.get(name)
-        if load is not None and load.instance.latency is None:
-            latency = OnlineLatency()
-            latency.theta = theta
-            load.learn(latency.seconds)
+        if load is None or load.instance.latency is not None:
+            return
+        latency, load.known = OnlineLatency(), True
+        latency.theta = theta
+        for one in self._loads.values():
+            if one is load or (not one.known and one.instance.model == load.instance.model):
+                one.learn(latency.seconds)
 
     def came(self, request: Request, keys: bytes) -> None:
         """Take note of a request. keys: of its prompt."""
@@ -233,19 +245,26 @@ class Placement:
     def costs(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> list[Cost]:
         """Return what a queued request costs on each of these engines."""
         id, prompt, tokens = str(backlog.keys[row]), backlog.prompt.item(row), backlog.tokens.item(row)
+        loads = [self._load(instance) for instance, *_ in engines]
+        fastest = min(loads, key=lambda load: load.prompt_seconds(prompt, 0))
         ahead, out = self._ahead(backlog, row, now), list[Cost]()
-        for instance, code, sent in engines:
-            if (load := self._loads.get(instance.id)) is None:
-                self.up(instance)
-                load = self._loads[instance.id]
-            found = self.found(id, instance.id, prompt)
-            own, (pace, slower) = load.prompt_seconds(prompt, found), load.pace()
+        free = sum(load.free for load in loads) / len(loads)
+        delay = BUSY_DELAY + (1 - BUSY_DELAY) * free
+        for (instance, code, sent), load in zip(engines, loads, strict=True):
+            found, (pace, slower) = self.found(id, instance.id, prompt), load.pace()
+            own = load.prompt_seconds(prompt, found)
             waits = float(ahead[code]) if code < ahead.size else 0.0
             waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
             first = waits + (sent + own) * slower + load.room_seconds(tokens)
-            seconds = own + DELAY * first + ANSWER * pace * (tokens - prompt)
+            work = own if load is fastest else fastest.prompt_seconds(prompt, found)
+            seconds = work + delay * first + ANSWER * pace * (tokens - prompt)
             out.append(Cost(seconds, load.places / instance.window, found, own, first))
         return out
+
+    def _load(self, instance: Instance) -> _Load:
+        if instance.id not in self._loads:
+            self.up(instance)
+        return self._loads[instance.id]
 
     def _ahead(self, backlog: Backlog, row: int, now: float) -> Floats:
         """Return the seconds of prompts inside the engines that go before a queued request, by code of an engine.

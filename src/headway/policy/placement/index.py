@@ -39,18 +39,16 @@ class _Cache:
     epoch: str = ""
     position: int = 0
 
-    def has(self, key: int) -> bool:
-        return key in self.held or key in self.expected
-
     def blocks(self, keys: Ints) -> int:
         """Return how many of its blocks it holds of a prompt."""
-        step = self.grains
+        step, held, expected, key_at = self.grains, self.held, self.expected, keys.item
         low, high = 0, keys.size // step
-        if high == 0 or not self.has(keys.item(step - 1)):
+        if high == 0 or ((key := key_at(step - 1)) not in held and key not in expected):
             return 0
         while low < high:
             middle = (low + high + 1) // 2
-            if self.has(keys.item(middle * step - 1)):
+            key = key_at(middle * step - 1)
+            if key in held or key in expected:
                 low = middle
             else:
                 high = middle - 1

@@ -208,10 +208,9 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
         cores = engine.cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         if cores.isdecimal():
-            # vLLM keeps its executor of one process then: a worker process starts slower, and gains only with a
-            # second core.
-            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # `plugin/forking.py`
+            env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # `plugin/one_core.py`
+            env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+            env.setdefault("OMP_NUM_THREADS", "1")
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
         if requested(engine).eager:  # else all wait 10 s for a compiler at the first request for log probabilities
