@@ -50,6 +50,7 @@ _WORDS += (
 class Talk:
     """Conversations: each turn comes `gap` seconds after the answer before it.
 
+    apart: mean seconds between their beginnings: together they would first of all wait for each other.
     first: tokens of the first prompt. added: of each further turn. answer: tokens of an answer.
     """
 
@@ -59,6 +60,7 @@ class Talk:
     added: int = 60
     answer: int = 16
     gap: float = 2.0
+    apart: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ def main(ask: Ask, systems: tuple[str, ...], model: str, talk: Talk) -> Result:
     rows = asyncio.run(_measure(systems, model, talk, ask.seed))
     workload = (
         f"{talk.conversations} conversations of {talk.turns} turns, a first prompt of {talk.first} tokens, then "
-        f"{talk.added} more each, answers of {talk.answer}, {talk.gap:g} s between; two engines of {model}."
+        f"{talk.added} more each, answers of {talk.answer}, {talk.gap:g} s between, begun {talk.apart:g} s apart; "
+        f"two engines of {model}."
     )
     return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
 
@@ -148,7 +151,7 @@ async def _run(system: System, talk: Talk, seed: int) -> list[Row]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
         for engine in range(2):  # the first request of all is slow
             await _say(http, system, _words(random.Random(engine), 40), 2)
-        each = (_converse(http, system, talk, f"{seed} {system.name} {i}") for i in range(talk.conversations))
+        each = (_converse(http, system, talk, f"{seed} {i}") for i in range(talk.conversations))
         talks = await asyncio.gather(*each)
     after = await _counters(system.engines)
     found = 100 * (after[_HITS] - before[_HITS]) / (after[_QUERIES] - before[_QUERIES])
@@ -178,14 +181,14 @@ async def _counters(urls: Sequence[str]) -> dict[str, float]:
 
 
 async def _converse(http: aiohttp.ClientSession, system: System, talk: Talk, name: str) -> list[Said]:
-    """Return the turns of a conversation."""
-    rng, turns = random.Random(name), list[Said]()
-    await asyncio.sleep(rng.uniform(0, talk.gap))
-    text = _words(rng, talk.first)
+    """Return the turns of a conversation: for each system at the same times, and of words of its own."""
+    times, words, turns = random.Random(name), random.Random(f"{system.name} {name}"), list[Said]()
+    await asyncio.sleep(times.uniform(0, talk.apart * talk.conversations))
+    text = _words(words, talk.first)
     for turn in range(talk.turns):
         if turn:
-            await asyncio.sleep(rng.uniform(0.5, 1.5) * talk.gap)
-            text += _words(rng, talk.added)
+            await asyncio.sleep(times.uniform(0.5, 1.5) * talk.gap)
+            text += _words(words, talk.added)
         turns.append(await _say(http, system, text, talk.answer))
         text += turns[-1].text
     return turns

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.experiment import Result, computed, experiment
 from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet
 from benchmarks.placement.routers import recipe
-from headway.engines.simulated.prefix_blocks import shared_keys
+from headway.engines.simulated.prefix_blocks import keys_of
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
 from headway.prefix import GRAIN
@@ -113,10 +113,11 @@ def least_tokens(work: Workload) -> int:
     """Return the prompt tokens that must be computed if every engine found what any has computed."""
     known, least = set[int](), 0
     for row in range(len(work)):
-        keys = shared_keys(work.prefixes[work.prefix[row]]).tolist()
-        found = next((i for i, key in enumerate(keys) if key not in known), len(keys))
-        known.update(keys[found:])
-        least += int(work.prompt[row]) - min(found * GRAIN, int(work.prompt[row]) - 1)
+        prompt, answer = int(work.prompt[row]), int(work.output[row])
+        keys = keys_of(work.prefixes[work.prefix[row]], row, (prompt + answer - 1) // GRAIN, GRAIN).tolist()
+        found = next((i for i, key in enumerate(keys[: (prompt - 1) // GRAIN]) if key not in known), prompt // GRAIN)
+        known.update(keys)
+        least += prompt - min(found, (prompt - 1) // GRAIN) * GRAIN
     return least
 
 

@@ -1,0 +1,52 @@
+"""`headway bench placement` in small: every figure is there, and none beats what is possible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.placement import grounds, routers, simulated
+from benchmarks.placement.simulated import CLAIRVOYANT, Cell, least_tokens
+from headway.policy.recipes.registry import find
+from headway.simulate.run import Simulation
+from headway.types import Request
+
+
+@pytest.mark.parametrize("system", ["headway", "sglang", "dynamo+packer"])
+def test_every_figure_is_there(system: str) -> None:
+    figures = simulated.figures_of(Cell("deep-research", 2, 0.3, system, 60.0, 0))
+    assert {*figures} == {*simulated._UNITS, CLAIRVOYANT}
+    assert figures["tokens.computed"] >= figures[CLAIRVOYANT] > 0
+    assert 0 <= figures["attainment.promised"] <= 100
+    assert figures["balance"] >= 1
+
+
+def test_one_engine_computes_no_more_than_must_be() -> None:
+    """With room for all, and one request after the other, what is computed is the least."""
+    work = grounds.CHAT.workload(0.02, 400.0, np.random.default_rng(1))
+    outcome = Simulation(find("vllm"), grounds.fleet(1), work).run()
+    assert least_tokens(work) == outcome.queried - outcome.hits
+
+
+def seen(requests: int = 0, waiting: int = 0, found: int = 0, prompts: float = 0, context: float = 0) -> routers.Seen:
+    return routers.Seen(requests, waiting, found, prompts, context, 10_000)
+
+
+ASK = Request("r", "m", 1000, 10, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "engines", "chosen"),
+    [
+        ("least-loaded", [seen(2), seen(1), seen(1)], 1),
+        ("sglang", [seen(2), seen(9, found=400)], 1),  # more than 0.3 of the prompt
+        ("sglang", [seen(2), seen(9, found=200)], 0),
+        ("sglang", [seen(2), seen(70, found=1000)], 0),  # 64 requests more, and 1.5 times as many
+        ("llm-d", [seen(), seen(waiting=1, found=1000)], 1),
+        ("llm-d", [seen(), seen(waiting=1, found=500)], 0),
+        ("dynamo", [seen(context=500), seen(found=800, context=900)], 1),
+        ("dynamo", [seen(context=500), seen(found=800, context=1400)], 0),
+    ],
+)
+def test_rules_are_those_of_their_projects(rule: str, engines: list[routers.Seen], chosen: int) -> None:
+    assert routers.CHOICES[rule]()(ASK, engines) == chosen
