@@ -281,6 +281,7 @@ class Instance:
     latency: forecast seconds of an iteration, None = not known.
     loaded: its model as one that it can load again after another; None = it cannot load any.
     assumed: fields above that it does not tell, so that they are as configured.
+    prefix_caching: it has a prefix cache.
     """
 
     id: str
@@ -296,6 +297,7 @@ class Instance:
     latency: Callable[[Batch], float] | None = field(default=None, compare=False, repr=False)
     loaded: Loadable | None = None
     assumed: tuple[str, ...] = ()
+    prefix_caching: bool = True
 
     @property
     def window(self) -> int:

@@ -239,9 +239,9 @@ def test_an_end_leaves_nothing_behind(end: Finished | Failed) -> None:
     fleet.notify(Started("r0"), 1.0)
     placement = fleet.core.cluster.placement
     load = placement._loads[name]
-    assert (load.answers, load.pending, load.places) == (1, 0, 1)
+    assert (load.answers, load.waiting, load.places) == (1, {}, 1)
     fleet.notify(end, 2.0)
-    assert (load.answers, load.pending, load.places, load.tokens, load.output, load.context, load.rate) == (0,) * 7
+    assert (load.answers, load.waiting, load.places, load.kv, load.output, load.context, load.rate) == (0, {}, *[0] * 5)
     assert [placement._keys, placement._rates, placement._inside] == [{}, {}, {}]
 
 
@@ -265,3 +265,42 @@ def test_an_engine_that_has_learned_nothing_counts_as_the_others() -> None:
     for i in range(6):
         place.come(ask(f"r{i}", prompt=2000))
     assert sorted(place.inside.values()) == ["e0", "e0", "e1", "e1", "e2", "e2"]
+
+
+def test_what_is_inside_an_engine_that_comes_up_again_still_is() -> None:
+    """A swap that failed, or a controller that learns of engines after their requests."""
+    fleet = Fleet(2)
+    for i in range(4):
+        fleet.send(ask(f"r{i}", prompt=160), prompt(i, 10))
+    placement, (name, other) = fleet.core.cluster.placement, ("e0", "e1")
+    before = placement._loads[name].places
+    fleet.notify(InstanceUp(instance(name, 16, latency=seconds)), 1.0)
+    assert placement._loads[name].places == before == placement._loads[other].places == 2
+    assert placement.index.tokens(name, prompt(0, 10)) == 160
+
+
+def test_requests_of_one_plan_find_each_others_prompt() -> None:
+    fleet = Fleet(2)
+    fleet.notify(InstanceDown("e0"), 0.0)
+    fleet.notify(InstanceDown("e1"), 0.0)
+    for i in range(4):
+        fleet.core.note(Arrived(ask(f"r{i}", prompt=3200), prompt(i % 2, 200).tobytes()), 0.0)
+    fleet.core.note(InstanceUp(instance("e0", 16, latency=seconds)), 1.0)
+    fleet.notify(InstanceUp(instance("e1", 16, latency=seconds)), 1.0)
+    assert fleet.inside["r0"] == fleet.inside["r2"] != fleet.inside["r1"] == fleet.inside["r3"]
+
+
+def test_an_engine_without_a_prefix_cache_holds_nothing() -> None:
+    fleet = Fleet(2, prefix_caching=False)
+    sent = {fleet.send(ask(f"r{i}", prompt=1600), prompt(7, 100)) for i in range(2)}
+    assert sent == {"e0", "e1"}
+
+
+def test_an_answer_that_is_not_streamed_counts_as_begun_in_time() -> None:
+    fleet = Fleet(2)
+    name = fleet.send(ask("r0", prompt=1600), prompt(1, 100))
+    load = fleet.core.cluster.placement._loads[name]
+    fleet.send(ask("r1", 0.5, prompt=1600), prompt(2, 100))
+    assert list(load.waiting) == ["r0"]
+    fleet.send(ask("r2", 9.0, prompt=1600), prompt(3, 100))
+    assert (load.answers, "r0" in load.waiting) == (1, False)

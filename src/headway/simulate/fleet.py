@@ -85,7 +85,8 @@ class Spec:
         blocks, host = self._blocks(file, kv_tokens), self.host_kv_gib
         if host is None:
             host = 0.0 if self.prefix_caching else _HOST_KV_GIB
-        instance = Instance(id, model, self.max_running, blocks, file.block_size, self.max_model_len)
+        limits = self.max_running, blocks, file.block_size, self.max_model_len
+        instance = Instance(id, model, *limits, prefix_caching=self.prefix_caching)
         return InstanceSpec(
             instance,
             file.latency(),

@@ -77,6 +77,7 @@ class Loop:
         self._preempted: dict[str, Preempted] = {}
         self._running = 0  # iterations in progress
         self._check_at = math.inf  # when the controller is asked next for what is overdue
+        self._caches = len(self.instances) > 1 and any(one.spec.prefix_caching for one in instances)
         self._looked = -math.inf
         self._polled = -math.inf  # when it was last told what the engines have learned
         for failure in failures:
@@ -281,12 +282,12 @@ class Loop:
             if reject is not None:
                 self._execute([reject], now)
                 return
-        keys = shared_keys(request.prefix).tobytes() if len(self.instances) > 1 else b""
+        keys = shared_keys(request.prefix).tobytes() if self._caches else b""
         self._notify(Arrived(request, keys), now)
 
     def _look_at_caches(self, now: float) -> None:
         """Tell the controller what the engines' caches have taken in, at most once in a while."""
-        if now < self._looked + _LOOK or len(self.instances) == 1:
+        if now < self._looked + _LOOK or not self._caches:
             return
         self._looked = now
         for name in self.controller.cluster.instances:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from headway.cluster.wire.messages import Asked, EngineState, Gone, Item, Progressed, Standing
 from headway.cluster.wire.port import Message, WireLink
 from headway.engines.vllm.process.client import VllmEngine
-from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.agents import Agents
 from headway.gateway.tasks import Loop
 from headway.types import Instance, Progress, Rerank, Swap, Warm
@@ -58,6 +58,9 @@ class Agent:
         """Report an event of an engine."""
         if isinstance(event, Learned):
             self._to_both(event)
+            return
+        if isinstance(event, Cached):
+            self._link.send("controller", event)
             return
         self._note(event)
         self._send_states()

@@ -22,7 +22,7 @@ from headway.types import Command, Progress, Rerank, Swap, Warm
 Notify = Callable[[Event], None]
 Progressed = Callable[[str, Mapping[str, Progress], float], None]
 _LOOK = 0.5  # seconds between two looks at an engine's prefix cache
-_WHOLE = 60.0  # seconds after which all that an engine has cached is reported again
+_WHOLE = 15.0  # seconds after which all that an engine has cached is reported again
 _POLL = 1.0  # seconds between two looks at what engines have learned
 log = logging.getLogger("headway.gateway")
 
@@ -94,25 +94,26 @@ class Agents:
     async def _follow_cache(self, engine: VllmEngine) -> None:
         """Report what an engine's prefix cache takes in and gives up, twice a second until cancelled.
 
-        Once in a minute all of it, for a controller in another process that a report has not reached. An engine
-        that was started with a URL and without Headway's scheduler reports nothing.
+        Every quarter of a minute all of it, for a controller that a report has not reached, or that began anew. An
+        engine that reports nothing, as it is stock vLLM, is asked that often.
         """
         epoch, position, whole_at = "", 0, 0.0
         while True:
+            if not engine.up.is_set() or engine.loading is not None:
+                epoch = ""
             await engine.up.wait()
-            now = clock.now()
+            now, report = clock.now(), None
+            if now >= whole_at:
+                epoch, whole_at = "", now + _WHOLE
             try:
-                if now >= whole_at:
-                    epoch, whole_at = "", now + _WHOLE
                 report = await engine.cached(epoch, position)
             except EngineError as error:
                 log.debug("engine %s does not say what it has cached: %s", engine.id, error)
-                report, epoch = None, ""
             if report is not None and engine.up.is_set() and engine.loading is None:
                 epoch, position = report.epoch, report.until
                 if report.whole or report.until > report.since:
                     self._notify(Cached(engine.id, report))
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_WHOLE if report is None else _LOOK)
 
     async def _ask(self, inquiry: _Inquiry) -> None:
         """Ask one engine, one message at a time; what it does not answer comes up again in a second."""

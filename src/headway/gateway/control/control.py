@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headway import clock
-from headway.events import Event, Tick
+from headway.events import Event, Started, Tick
 from headway.gateway import tasks
 from headway.gateway.control.planning import Execute, Planning
 from headway.policy.core.controller import Controller
@@ -112,10 +112,15 @@ class Control(ControlView):
         placed: queued requests, by id, with the instances that they were sent to.
         """
         now = clock.now()
-        for event in events:
-            self.controller.note(event, now)
+        known = list(events)
+        for event in known:
+            if not isinstance(event, Started):
+                self.controller.note(event, now)
         for id, instance in placed.items():
             self.controller.place(id, instance, now)
+        for event in known:
+            if isinstance(event, Started):  # inside the engine that it was sent to
+                self.controller.note(event, now)
         self._planning.plan()
         self._arm()
 

@@ -67,7 +67,7 @@ class LocalGateway:
         """Run the engines and the planner until the block ends; the engines stop last."""
         await self.control.prepare()
         loops = [*self.control.loops(), self.dispatcher.expire_runs]
-        loops += self.agents.loops(follow_latency=self.control.follows_latency)
+        loops += self.agents.loops(follow_latency=self.control.follows_latency or len(self.agents.engines) > 1)
         async with self.agents.running():
             try:
                 async with tasks.running(*loops, failed=self.metrics.loop_failed):

@@ -113,7 +113,7 @@ class Cluster:
         self.backlog.remove(id)
 
     def snapshot(self) -> Cluster:
-        """Return a copy that another thread may read while this one changes; O(requests)."""
+        """Return a copy that another thread may read while this one changes, with an empty placement; O(requests)."""
         sent = defaultdict(RowSet, {code: rows.copy() for code, rows in self.sent.items()})
         return replace(
             self,
@@ -123,4 +123,5 @@ class Cluster:
             loading=dict(self.loading),
             warming=dict(self.warming),
             sent=sent,
+            placement=Placement(),
         )

@@ -1,13 +1,13 @@
 """What a request costs on each engine, and which engine gets it.
 
-One rule for every planner. On an engine a request costs, in seconds,
+One rule for all planners that let a request go to several engines. On an engine a request costs, in seconds,
 
     what must be computed for it: the tokens of its prompt that are not in the prefix cache, on the fastest engine
     + delay x the time until its first token: the prompts before it, its own, and until there is room for it
     + ANSWER x the time of its answer at the pace of those in progress there
 
 and the lowest goes; of equal ones, the engine with the fewest places taken. The busier the engines, the more a second
-of computing counts beside a second of waiting, because it keeps all from the engine that come after: delay is 1 while
+of computing counts beside a second of waiting, because all later requests on that engine wait for it: delay is 1 while
 they have nothing to do, and `BUSY_DELAY` while prompts wait on all of them. A prefix in the cache is worth the seconds
 that it saves and no more: once an engine is so far behind that another one has computed the prefix anew by then, the
 request goes there, and both hold it. One more cached token never makes an engine cost more.
@@ -61,19 +61,19 @@ class Engine(NamedTuple):
 class _Load:
     """What is inside one engine.
 
-    tokens: expected ones of all requests, prompts and answers; output: of the answers. places: of all requests.
-    pending: requests without a first token. answers, context: the others, and their tokens. rate: sum of the tokens
-        per second that these were promised.
+    kv: expected tokens of all requests, less what was cached before. output: of their answers. places: of all requests.
+    waiting: requests without a first token, in the order of sending. answers, context: number and tokens of the others.
+        rate: sum of the tokens per second that these were promised.
     since: instant from which the engine computes the first of its prompts. known: its latency is its own.
     """
 
     instance: Instance
     latency: Latency
     known: bool = False
-    tokens: float = 0.0
+    kv: float = 0.0
     output: float = 0.0
     places: int = 0
-    pending: int = 0
+    waiting: dict[str, _Inside] = field(default_factory=dict)
     answers: int = 0
     context: float = 0.0
     rate: float = 0.0
@@ -102,33 +102,48 @@ class _Load:
     @property
     def free(self) -> float:
         """Share of its time that the engine could give to prompts and does not."""
-        return 0.0 if self.pending else 1 / self.pace()[1]
+        return 0.0 if self.waiting else 1 / self.pace()[1]
 
     def room_seconds(self, tokens: float) -> float:
         """Return the seconds until there is a slot, and KV, for a request of so many expected tokens."""
-        requests, one = self.pending + self.answers, self.instance
+        requests, one = len(self.waiting) + self.answers, self.instance
         if not requests:
             return 0.0
-        kv = (self.tokens + tokens - one.blocks_total * one.block_size) / self.tokens
+        kv = (self.kv + tokens - one.blocks_total * one.block_size) / max(self.kv, 1.0)
         slots = (self.places + 1 - one.max_running) / self.places
         ends = max(kv, slots, 0.0)  # share of what is inside that must end first
         return ends * self.output / requests * self.pace()[0]
 
-    def change(self, one: _Inside, sign: int) -> None:
+    def change(self, id: str, one: _Inside, sign: int) -> None:
         """Add (1) or take out (-1) a request."""
-        self.tokens += sign * one.tokens
+        self.kv += sign * (one.tokens - one.found)
         self.output += sign * (one.tokens - one.prompt)
         self.places += sign * one.places
         if one.started:
             self._change_answers(one, sign)
+        elif sign > 0:
+            self.waiting[id] = one
         else:
-            self.pending += sign
+            del self.waiting[id]
 
-    def start(self, one: _Inside, now: float) -> None:
+    def start(self, id: str, now: float) -> None:
         """Take note of a first token."""
+        one = self.waiting.pop(id)
         one.started, self.since = True, now
-        self.pending -= 1
         self._change_answers(one, 1)
+
+    def settle(self, backlog: Backlog, now: float) -> None:
+        """Count requests as begun that have had twice the time for their prompts, and a second.
+
+        The first token of an answer that is not streamed is not seen before its end.
+        """
+        while self.waiting:
+            id, one = next(iter(self.waiting.items()))
+            begun = self.since + 2 * one.work * self.pace()[1] + 1.0
+            if now < begun:
+                break
+            backlog.pending[one.row] = False
+            self.start(id, begun)
 
     def _change_answers(self, one: _Inside, sign: int) -> None:
         self.answers += sign
@@ -143,11 +158,20 @@ class _Load:
 
 @dataclass(slots=True)
 class _Inside:
-    """A request inside an engine. load: of that engine."""
+    """A request inside an engine.
 
-    load: _Load
+    load: of that engine, None = it is not up as far as is known. row: in the backlog.
+    tokens: expected ones, prompt and answer. found: of its prompt, in the cache when it was sent.
+    work: seconds that the rest of its prompt takes. rate: tokens per second that it was promised.
+    """
+
+    name: str
+    load: _Load | None
+    row: int
     tokens: float
     prompt: int
+    found: int
+    work: float
     places: int
     rate: float
     started: bool = False
@@ -164,21 +188,32 @@ class Placement:
     _loads: dict[str, _Load] = field(default_factory=dict)
     _keys: dict[str, Keys] = field(default_factory=dict)  # of prompts, by id
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
+    _planned: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine, and tokens found there, by id
     _inside: dict[str, _Inside] = field(default_factory=dict)
 
     # ---- what happens
 
     def up(self, instance: Instance) -> None:
-        """Add an empty engine, or replace one."""
+        """Add an engine, or what replaces it; what was inside it still is, until it is said to have left."""
         alike = (one.latency for one in self._loads.values() if one.known and one.instance.model == instance.model)
         latency = instance.latency or next(alike, OnlineLatency().seconds)
-        self._loads[instance.id] = _Load(instance, latency, instance.latency is not None)
-        self.index.add(instance.id, instance.blocks_total, instance.block_size)
+        load = self._loads[instance.id] = _Load(instance, latency, instance.latency is not None)
+        self.index.forget(instance.id)
+        if instance.prefix_caching:
+            self.index.add(instance.id, instance.blocks_total, instance.block_size)
+        for id, one in self._inside.items():
+            if one.name == instance.id:
+                one.load = load
+                load.change(id, one, 1)
+                self._expect(id, instance.id)
 
     def down(self, name: str) -> None:
         """Forget an engine; what was inside it comes back request by request."""
         self._loads.pop(name, None)
         self.index.forget(name)
+        for one in self._inside.values():
+            if one.name == name:
+                one.load = None
 
     def learned(self, name: str, theta: Floats) -> None:
         """Take note of an engine's latency, unless a profile says it; engines that know nothing yet count as alike."""
@@ -199,40 +234,59 @@ class Placement:
             self._rates[request.id] = 1 / request.slo.tpot
 
     def sent(self, backlog: Backlog, row: int, name: str, now: float) -> None:
-        """Take note of a request that goes to an engine; one that is not up gives it back."""
-        id, prompt = str(backlog.keys[row]), backlog.prompt.item(row)
-        load, keys = self._loads.get(name), self._keys.get(id)
-        if load is None:
-            return
-        if len(self._loads) > 1:  # else nothing asks for it
-            backlog.work[row] = load.prompt_seconds(prompt, self.found(id, name, prompt))
-        backlog.pending[row] = True
-        if not load.pending:
-            load.since = now
-        places, rate = backlog.places.item(row), self._rates.get(id, 0.0)
-        one = self._inside[id] = _Inside(load, backlog.tokens.item(row), prompt, places, rate)
-        load.change(one, 1)
-        if keys is not None:
+        """Take note of a request that goes to an engine, whether that is up or not."""
+        id, prompt, load = str(backlog.keys[row]), backlog.prompt.item(row), self._loads.get(name)
+        found, work = self.found(id, name, prompt), 0.0
+        self._planned.pop(id, None)
+        if load is not None and len(self._loads) > 1:  # else nothing asks for it
+            work = load.prompt_seconds(prompt, found)
+        backlog.work[row], backlog.pending[row] = work, True
+        tokens, places, rate = backlog.tokens.item(row), backlog.places.item(row), self._rates.get(id, 0.0)
+        one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate)
+        if load is not None:
+            if not load.waiting:
+                load.since = now
+            load.change(id, one, 1)
+        self._expect(id, name)
+
+    def planned(self, id: str, name: str, found: int) -> None:
+        """Let requests that are placed after this one in the same plan find its prompt; `sent` follows.
+
+        found: tokens of its prompt that the engine holds without it.
+        """
+        self._planned[id] = name, found
+        self._expect(id, name)
+
+    def _expect(self, id: str, name: str) -> None:
+        """Count a request's prompt as held by an engine, which it is or will be sent to."""
+        if (keys := self._keys.get(id)) is not None:
             self.index.sent(id, name, keys)
 
     def started(self, backlog: Backlog, id: str, now: float) -> None:
         """Take note of a first token."""
         one = self._inside.get(id)
-        if one is not None and not one.started:
-            backlog.pending[backlog.row_of[id]] = False
-            one.load.start(one, now)
+        if one is None or one.started:
+            return
+        backlog.pending[one.row] = False
+        if one.load is None:
+            one.started = True
+        else:
+            one.load.start(id, now)
 
     def left(self, backlog: Backlog, id: str) -> None:
         """Take note of a request that is not inside its engine any more; unknown ones are ignored."""
         one = self._inside.pop(id, None)
         if one is not None:
-            backlog.pending[backlog.row_of[id]] = False
-            one.load.change(one, -1)
+            backlog.pending[one.row] = False
+            if one.load is not None:
+                one.load.change(id, one, -1)
             self.index.ended(id)
 
     def ended(self, backlog: Backlog, id: str) -> None:
         """Forget a request."""
         self.left(backlog, id)
+        self.index.ended(id)  # it may have been planned alone
+        self._planned.pop(id, None)
         self._keys.pop(id, None)
         self._rates.pop(id, None)
 
@@ -240,12 +294,16 @@ class Placement:
 
     def found(self, id: str, name: str, prompt: int) -> int:
         """Return the tokens of a request's prompt that an engine holds; the last one is always computed."""
+        if (planned := self._planned.get(id)) is not None and planned[0] == name:
+            return planned[1]
         return min(self.index.tokens(name, self._keys.get(id)), prompt - 1)
 
     def costs(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> list[Cost]:
         """Return what a queued request costs on each of these engines."""
         id, prompt, tokens = str(backlog.keys[row]), backlog.prompt.item(row), backlog.tokens.item(row)
         loads = [self._load(instance) for instance, *_ in engines]
+        for load in loads:
+            load.settle(backlog, now)
         fastest = min(loads, key=lambda load: load.prompt_seconds(prompt, 0))
         ahead, out = self._ahead(backlog, row, now), list[Cost]()
         free = sum(load.free for load in loads) / len(loads)
@@ -255,7 +313,7 @@ class Placement:
             own = load.prompt_seconds(prompt, found)
             waits = float(ahead[code]) if code < ahead.size else 0.0
             waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
-            first = waits + (sent + own) * slower + load.room_seconds(tokens)
+            first = waits + (sent + own) * slower + load.room_seconds(tokens - found)
             work = own if load is fastest else fastest.prompt_seconds(prompt, found)
             seconds = work + delay * first + ANSWER * pace * (tokens - prompt)
             out.append(Cost(seconds, load.places / instance.window, found, own, first))

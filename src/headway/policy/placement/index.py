@@ -2,8 +2,8 @@
 
 A block is known by a key that stands for all tokens from the beginning of the prompt to its end
 (`headway/prefix.py`). An engine with Headway's plugin reports what its cache has taken in and given up. Reports
-are numbered, so that one that comes twice or too late changes nothing, and after one that is lost all is
-reported anew. Of other engines the index assumes what they keep if they forget the least recently used blocks.
+are numbered: one that comes twice or too late changes nothing, and after one that is lost the index waits for the
+next report of all that is cached. Of other engines it assumes that they forget the least recently used blocks.
 
 Between a request's sending and the first report after its end, the index counts its prompt as held: the engine
 has it by the time that another request with the same prompt is computed.
@@ -117,7 +117,7 @@ class PrefixIndex:
         if report.whole:
             cache.held = dict.fromkeys(_keys(report.added))
         elif (report.epoch, report.since) != (cache.epoch, cache.position):
-            return  # it is known, or one before it is lost: the engine is asked for all
+            return  # a repeat, or one after a gap, which the next report of all closes
         else:
             for key in _keys(report.removed):
                 cache.held.pop(key, None)
@@ -132,8 +132,11 @@ class PrefixIndex:
         return (cache.epoch, cache.position) if cache is not None else ("", 0)
 
     def sent(self, id: str, name: str, keys: Ints) -> None:
-        """Take note of a prompt that an engine will compute."""
-        if name in self._caches:
+        """Take note of a prompt that an engine will compute; said twice, it counts once."""
+        before, _ = self._inside.get(id, ("", None))
+        if before and before != name:
+            self.ended(id)
+        if name in self._caches and before != name:
             self._inside[id] = name, keys
             self._caches[name].begin(keys)
 

@@ -67,6 +67,7 @@ def _cheapest(row: int, names: list[str], cluster: Cluster, now: float, sent: di
     costs = cluster.placement.costs(cluster.backlog, row, engines, now)
     best = least(costs)
     sent[names[best]] += costs[best].own
+    cluster.placement.planned(str(cluster.backlog.keys[row]), names[best], costs[best].found)
     return names[best]
 
 

@@ -18,7 +18,10 @@ def prefixes_of(hashes: Sequence[Sequence[int]], tokens: Sequence[int], block: i
     for parents in before:
         for name, parent in parents:
             children.setdefault(parent, set()).add(name)
-    return [_prefix(parents, children, size, block) for parents, size in zip(before, tokens, strict=True)]
+    return [
+        _prefix(parents, children, size, block) if parents else Prefix(f"prompt {i}", size)
+        for i, (parents, size) in enumerate(zip(before, tokens, strict=True))
+    ]
 
 
 def _parents(hashes: Sequence[int]) -> list[tuple[int, int | None]]:

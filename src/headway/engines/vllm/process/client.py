@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -245,7 +246,8 @@ class VllmEngine(EngineView):
         limits = await read_limits(self, state, self.config.health_timeout_s)
         for problem, fix in limit_warnings(self.config, limits):
             log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
-        self.instance = instance_of(self.id, self.models.current, self.config, limits)
+        instance = instance_of(self.id, self.models.current, self.config, limits)
+        self.instance = replace(instance, prefix_caching=self.prefix_caching or state is None)
         self.about = describe(self.instance, state)
         return self.instance
 

@@ -209,8 +209,8 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
         if cores.isdecimal():
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # `plugin/one_core.py`
-            env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-            env.setdefault("OMP_NUM_THREADS", "1")
+            if env.setdefault("OMP_NUM_THREADS", "1") == "1":  # a fork has no other threads
+                env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         # The n-gram drafter's numba threads and torch's spin on the same cores: iterations take 20x as long.
         env.setdefault("NUMBA_NUM_THREADS", "1")
         if requested(engine).eager:  # else all wait 10 s for a compiler at the first request for log probabilities
