@@ -263,8 +263,8 @@ def beside(
 @command()
 def placement(
     ask: Ask,
-    systems: Annotated[str | None, typer.Option(help="Comma-separated systems. [default: all]")] = None,
-    grounds: Annotated[str | None, typer.Option(help="Comma-separated simulated grounds. [default: all]")] = None,
+    systems: Annotated[str | None, typer.Option(help="Comma-separated systems; unset, all.")] = None,
+    grounds: Annotated[str | None, typer.Option(help="Comma-separated simulated grounds; unset, all.")] = None,
     engines: Annotated[str, typer.Option(help="Comma-separated sizes of the simulated fleet.")] = "4,16,64",
     loads: Annotated[str, typer.Option(help="Comma-separated multiples of the fleet's capacity.")] = "0.7,1,1.3",
     seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds that count.")] = 240.0,

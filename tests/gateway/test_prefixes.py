@@ -113,7 +113,6 @@ def test_a_prompt_s_tokens_are_those_of_the_model_s_template(counter: TokenCount
     "fields",
     [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"cache_salt": "mine"},
         {"chat_template_kwargs": {"thinking": True}},
     ],
 )
@@ -123,6 +122,18 @@ def test_tokens_that_only_the_engine_knows_are_not_guessed(counter: TokenCounter
     assert tokens > 0
     assert ids is None
     assert read(counter, CompletionBody(model="m", prompt=[[1, 2], [3]])) == (3, None)
+
+
+def test_keys_of_a_prompt_depend_on_its_adapter_and_its_salt(counter: TokenCounter) -> None:
+    def keys(adapter: str | None, **fields: Any) -> bytes:
+        prompt = {"role": "user", "content": "Hello! " * 40}
+        body = ChatBody.model_validate({"model": "m", "messages": [prompt]} | fields)
+        return counter.read(body, 10_000).keys(adapter)
+
+    found = [keys(None), keys("a"), keys(None, cache_salt="mine"), keys("a", cache_salt="mine")]
+    assert len({*found}) == 4
+    assert all(found)
+    assert keys(None, chat_template_kwargs={"thinking": True}) == b""
 
 
 @pytest.mark.parametrize(
