@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.placement.conversations import Conversations, Spread, Turn, of_turns
+from benchmarks.placement.hashed_blocks import prefixes_of
 from headway.prefix import Prefix
 from headway.simulate.fleet import spec
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.workload.arrivals import poisson
-from headway.simulate.workload.conversations import Conversations, Spread, Turn, of_turns
-from headway.simulate.workload.hashed_blocks import prefixes_of
 from headway.simulate.workload.traces import locate
 from headway.simulate.workload.traffic import Workload
 from headway.types import Slo

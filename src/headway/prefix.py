@@ -20,14 +20,14 @@ def prompt_seed(adapter: str | None, salt: str | None) -> bytes:
     return blake2b(f"{adapter or ''}\0{salt or ''}".encode(), digest_size=16).digest()
 
 
-def token_keys(ids: Sequence[int], seed: bytes, before: int = 0, grain: int = GRAIN) -> Keys:
+def token_keys(ids: Sequence[int], seed: bytes, before: int = 0) -> Keys:
     """Return the key of each full grain of a prompt: of all its tokens up to the grain's end.
 
     ids: from the beginning, or after a grain whose key is `before`. seed: as in `prompt_seed`.
     """
-    tokens, keys = np.asarray(ids).astype(np.uint32), np.empty(len(ids) // grain, np.int64)
+    tokens, keys = np.asarray(ids).astype(np.uint32), np.empty(len(ids) // GRAIN, np.int64)
     for i in range(keys.size):
-        part = tokens[i * grain : (i + 1) * grain].tobytes()
+        part = tokens[i * GRAIN : (i + 1) * GRAIN].tobytes()
         digest = blake2b(before.to_bytes(8, "little", signed=True) + part, digest_size=8, key=seed).digest()
         before = int.from_bytes(digest, "little", signed=True)
         keys[i] = before

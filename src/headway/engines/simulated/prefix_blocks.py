@@ -53,8 +53,8 @@ class PrefixBlocks(NamedTuple):
         how many of their blocks were held.
     shared: of a running row, how many of its blocks others hold, too, when they were counted last.
 
-    changed, taken_in: keys that the cache has taken in or given up since `drain`, in order, as many as
-        `state` counts; once they are full only the count goes on.
+    changed, taken_in: a log since the last `drain`: a key, and whether the cache took it in or gave it up. Its length
+        is `changes` in `state`; entries beyond its capacity are only counted.
     state: one record: free blocks; whether `shared` is out of date; and the requests, queried tokens and hits
         as vLLM's `PrefixCacheStats` counts them, those that had been preempted apart.
     """

@@ -36,7 +36,7 @@ class Cost(NamedTuple):
     """What a request costs on one engine.
 
     seconds: as the rule adds them up. load: places taken there, as a share of the dispatch window.
-    found: tokens of its prompt in the cache. own: seconds to compute the others. first: until its first token.
+    found: tokens of its prompt in the cache. own: seconds to compute the rest. first: seconds until its first token.
     """
 
     seconds: float

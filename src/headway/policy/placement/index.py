@@ -14,7 +14,6 @@ prompt that an engine holds is found by bisection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,11 +153,6 @@ class PrefixIndex:
         """Return how many tokens of a prompt an engine holds."""
         cache = self._caches.get(name)
         return cache.blocks(keys) * cache.grains * GRAIN if cache is not None and keys is not None else 0
-
-    def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield the engines and how many blocks each is believed to hold."""
-        for name, cache in self._caches.items():
-            yield name, len(cache.held)
 
 
 def _keys(packed: bytes) -> list[int]:

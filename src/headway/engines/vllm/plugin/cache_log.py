@@ -1,8 +1,8 @@
 """What vLLM's prefix cache takes in and gives up, by the keys that gateways make of prompts (`headway/prefix.py`).
 
-vLLM could publish such events itself (`--kv-events-config`), with the tokens of every block, over a socket that
-loses what nobody reads in time. Here a reader asks for what is new to it (`{"op": "cache"}`), so nothing is lost,
-and a block is eight bytes.
+vLLM can publish such events itself (`--kv-events-config`): with the tokens of every block, over a socket that drops
+events which are not read in time. Here the gateway asks for what is new to it (`{"op": "cache"}`), so nothing is
+dropped, and a block is eight bytes.
 
 Blocks behind the first image of a prompt, or of prompts that are given as embeddings, have no key: only vLLM knows
 what such a prompt is made of.
