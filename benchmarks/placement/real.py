@@ -65,9 +65,10 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A turn. first: seconds to its first token. prompt: tokens. text: of the answer."""
+    """A turn. first: seconds to its first token. gap: longest silence after it. prompt: tokens. text: of the answer."""
 
     first: float
+    gap: float
     prompt: int
     text: str
 
@@ -156,12 +157,15 @@ async def _run(system: System, talk: Talk, seed: int) -> list[Row]:
     after = await _counters(system.engines)
     found = 100 * (after[_HITS] - before[_HITS]) / (after[_QUERIES] - before[_QUERIES])
     first = [turn.first for turns in talks for turn in turns[1:]]
+    gaps = [turn.gap for turns in talks for turn in turns]
     prompts = [turn.prompt for turns in talks for turn in turns]
     left = [(turn.prompt + talk.answer - 1) // _BLOCK * _BLOCK for turns in talks for turn in turns[:-1]]
     setting = f"{talk.conversations} conversations"
     values = (
         ("ttft.p50", float(np.quantile(first, 0.5)), "s"),
         ("ttft.p99", float(np.quantile(first, 0.99)), "s"),
+        ("gap.p50", float(np.quantile(gaps, 0.5)), "s"),
+        ("gap.p99", float(np.quantile(gaps, 0.99)), "s"),
         ("prompt.hit_pct", found, "%"),
         ("prompt.hit_share", found * sum(prompts) / (100 * sum(left)), "of what could be found"),
     )
@@ -205,25 +209,26 @@ async def _say(http: aiohttp.ClientSession, system: System, prompt: str, most: i
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     system.inside[url] = system.inside.get(url, 0) + 1
-    began, first, text, tokens = time.perf_counter(), 0.0, "", 0
+    began, times, text, tokens = time.perf_counter(), list[float](), "", 0
     try:
         async with http.post(f"{url}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     event: Mapping[str, Any] = json.loads(line[6:])
-                    first = first or time.perf_counter() - began
+                    if event["choices"]:
+                        times.append(time.perf_counter() - began)
                     text += "".join(choice["text"] for choice in event["choices"])
                     tokens = (event.get("usage") or {}).get("prompt_tokens", tokens)
     finally:
         system.inside[url] -= 1
-    return Said(first, tokens, text)
+    return Said(times[0], float(np.diff(times).max(initial=0.0)), tokens, text)
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
     systems = list(dict.fromkeys(row.system for row in rows))
-    figure, grid = sheet(1, 2, 7.2, 3.2)
-    for axes, (id, unit) in zip(grid, (("ttft.p99", "s"), ("prompt.hit_pct", "%")), strict=True):
+    figure, grid = sheet(1, 3, 9.6, 3.2)
+    for axes, (id, unit) in zip(grid, (("ttft.p99", "s"), ("gap.p99", "s"), ("prompt.hit_pct", "%")), strict=True):
         values = [next(row.ours or 0.0 for row in rows if (row.id, row.system) == (id, name)) for name in systems]
         axes.bar(systems, values, color=list(colours(systems).values()))
         axes.set(ylabel=f"{id}, {unit}")

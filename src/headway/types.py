@@ -162,7 +162,7 @@ class Jobs(Table):
         ttft, tpot, e2e: SLOs in seconds, inf = none.
         line_from: instant from which its tpot counts at the earliest, -inf = its first token (`Slo.line`).
         weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
-        prompt, computed, output_tokens: tokens.
+        prompt, computed, output_tokens: tokens. found: of the prompt, what the prefix cache held before it began.
         drafts: tokens that a running row's next step verifies beside the one that it lacks (speculation).
         lookahead: tokens for whose KV that step then holds blocks, too, because the drafter writes it.
         tokens_left: expected tokens still to come.
@@ -193,6 +193,7 @@ class Jobs(Table):
         "soft": float,
         "prompt": int,
         "computed": int,
+        "found": int,
         "output_tokens": int,
         "drafts": int,
         "lookahead": int,

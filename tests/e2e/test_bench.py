@@ -40,7 +40,7 @@ ignore_eos = true
 def test_compare_runs_stock_and_headway_on_one_trace(tmp_path: Path) -> None:
     mix, out = tmp_path / "short.toml", tmp_path / "out"
     mix.write_text(SHORT)
-    model = vary("smollm2", tmp_path / "few-layers", scale=0.0, layers=5)
+    model = vary("smollm2", tmp_path / "few-layers", scale=0.0, layers=2)
     words = f"compare --quick --mix {mix} --burstiness 0.3 --rate 3 --out {out} --model {model} --json"
     argv = ["taskset", "--cpu-list", CORE, sys.executable, "-m", "headway.cli", "bench", *words.split()]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -142,6 +142,17 @@ def test_requests_that_share_nothing_run_as_without_a_cache(recipe: str) -> None
     assert cached.queried == load.prompt.sum()
 
 
+def test_a_turn_whose_history_is_cached_goes_before_a_long_new_prompt() -> None:
+    """None has an SLO: what is due soon after its arrival is what takes little to compute."""
+    history = Prefix("talk", 1500)
+    arrival, prompts = np.array([0.0, 5.0, 5.001, 5.002]), np.array([1500, 1500, 1500, 1600])
+    work = replace(single(arrival, prompts, np.full(4, 8)), prefix=np.array([1, 0, 0, 1]), prefixes=(None, history))
+    first = outcome("headway", work, caching=True).first
+    assert first[3] < first[2]
+    first = outcome("headway", work, caching=False).first
+    assert first[3] > first[2]
+
+
 def test_prefixes_change_nothing_where_caching_is_off() -> None:
     load = talks(60)
     bare = replace(load, prefix=np.zeros(0, int), prefixes=(None,))

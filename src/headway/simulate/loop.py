@@ -100,7 +100,8 @@ class Loop:
                 self._wait(now, idle, last=math.isinf(upcoming))
             elif self._future and self._future.next_time <= arrival:
                 now, idle = self._future.run_next(), 0
-                self._drain(now)
+                if self._inbox:
+                    self._drain(now)
             else:
                 assert i < size, "requests are in progress and no event is scheduled"
                 now = arrival
@@ -150,6 +151,7 @@ class Loop:
                     self._preempted.pop(id, None)
                     self.outcome.infeasible += reason == "infeasible"
                     self.outcome.shed += reason != "infeasible"
+        self._set_check()
 
     def _prewarm(self, command: Prewarm, now: float) -> None:
         """Warm a resource; requests that belong to no run need none."""
@@ -261,8 +263,7 @@ class Loop:
         if len(self.instances) == 1:
             return
         jobs = instance.engine.jobs
-        rows = ran.rows[jobs.live[ran.rows]]
-        for id in jobs.names(rows[jobs.first[rows] == now]):
+        for id in jobs.names(ran.rows[jobs.first[ran.rows] == now]):
             self.controller.note(Started(id), now)
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:

@@ -396,7 +396,7 @@ def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
 
 @compiled
 def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
-    """Set `computed`, `blocks` and `shared` of the engine's rows to what is known of the cache.
+    """Set `computed`, `found`, `blocks` and `shared` of the engine's rows to what is known of the cache.
 
     named: rows that the packer wanted in the last step.
     """
@@ -406,6 +406,8 @@ def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: 
             jobs["shared"][row] = pool.shared[row]
         else:
             jobs["computed"][row] = pool.found_tokens[row]
+            if jobs["evictions"][row] == 0:  # else it would find what it has computed itself
+                jobs["found"][row] = pool.found_tokens[row]
             jobs["blocks"][row] = jobs["shared"][row] = pool.found_blocks[row]
 
 

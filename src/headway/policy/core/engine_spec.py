@@ -114,7 +114,8 @@ class PromisesConfig(NamedTuple):
     near_s: requests that have begun and are due within this go before those that have not.
     overdue_seen: overdue requests that an iteration considers: this many from the front of their order, and
         this many from its end (`promises/sight.py`).
-    soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone.
+    soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone
+        without what the prefix cache held of it.
     alone_share: a prompt that would be late beside the answers, and takes more than this share of its ttft
         there, runs without those that can wait; inf = never.
     leading_share: share of the tightest tpot that an iteration with requests that are not kept may take,

@@ -20,7 +20,7 @@ _AHEAD = 64  # waiting requests that are looked up again when the cache has chan
 
 
 class PrefixCache:
-    """Keeps `computed`, `blocks` and `shared` of a scheduler's `Jobs` to what its prefix cache holds."""
+    """Keeps `computed`, `found`, `blocks` and `shared` of a scheduler's `Jobs` to what its prefix cache holds."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
@@ -69,6 +69,7 @@ class PrefixCache:
         waiting = jobs.live[:size] & ~jobs.running[:size] & (jobs.saved[:size] == 0)
         for column, values in ((jobs.computed, self._tokens), (jobs.blocks, self._blocks)):
             np.copyto(column[:size], values, where=waiting)
+        np.copyto(jobs.found[:size], self._tokens, where=waiting & (jobs.evictions[:size] == 0))
         jobs.shared[rows] = self._shared[rows]
         np.copyto(jobs.shared[:size], self._blocks, where=waiting)
 

@@ -323,13 +323,14 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
 def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floats) -> float:
     """Return the instant by which a row that is not kept should be served, earlier with more weight.
 
+    Without a target from outside it depends on the tokens of its prompt that the prefix cache did not hold.
     It does not change as the row is computed: two rows would take each other's KV in turn.
     """
     target = jobs["soft"][row]
     if target == 0.0 or level == FAR:
         target = min(jobs["ttft"][row], jobs["e2e"][row])
     if target == np.inf:
-        target = keep.soft_target_factor * prefill_of(theta, jobs["prompt"][row])
+        target = keep.soft_target_factor * prefill_of(theta, jobs["prompt"][row] - jobs["found"][row])
     return float(jobs["arrival"][row] + target / jobs["weight"][row])
 
 
