@@ -99,6 +99,7 @@ class FakeEngine:
     metrics: content of /metrics; None = 404
     fatal: request fields that the engine reports as able to crash it
     counters: counters of the control route
+    cache: what its control route reports of a prefix cache, None = it has none; `POST /cache` sets it
     open, most_open: open requests now, and the maximum so far
     asked, aborted: requests received, and aborted by the client
     tokens_of: for each open request, 1 if its answer has begun, else 0
@@ -115,6 +116,7 @@ class FakeEngine:
     metrics: str | None = _METRICS
     fatal: Sequence[str] = ()
     counters: dict[str, float] = field(default_factory=lambda: dict(_COUNTERS))
+    cache: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     open: int = 0
     most_open: int = 0
@@ -138,6 +140,9 @@ class FakeEngine:
             case ["release", name]:
                 self.released[name].set()
                 await _say(send, 200, b"")
+            case ["cache"]:
+                self.cache = json.loads(await _body(receive))
+                await _say(send, 200, b"")
             case ["v1", "models"]:
                 card = {"id": "smollm2", "object": "model", "created": 0, "owned_by": NAME}
                 await _json(send, 200, {"object": "list", "data": [card]})
@@ -151,6 +156,9 @@ class FakeEngine:
         return {"fake": NAME, **counts, **(self.last or {})}
 
     async def _control(self, message: dict[str, Any], send: Send) -> None:
+        if message.get("op") == "cache":
+            await _json(send, 200, {"cache": self.cache})
+            return
         if message.get("op") not in ("state", "urgency", "pause", "resume"):
             await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
             return
@@ -166,6 +174,7 @@ class FakeEngine:
             "blocks_total": _BLOCKS,
             "block_size": _BLOCK,
             "fatal": self.fatal,
+            "prefix_caching": self.cache is not None,
         }
         await _json(send, 200, state)
 
