@@ -271,12 +271,15 @@ def placement(
     real: Annotated[
         bool, typer.Option("--real", help="Two real vLLM engines on a core each, instead of the simulator.")
     ] = False,
+    hindsight: Annotated[
+        bool, typer.Option("--hindsight", help="Small cases against the best of all placements, in the simulator.")
+    ] = False,
     index: Annotated[bool, typer.Option("--index", help="What the index of prefix caches costs.")] = False,
     model: Model = "smollm2",
 ) -> None:
     """Send conversations to engines with prefix caches by Headway's rule and by those of other routers."""
-    if index:
-        attribute("benchmarks.placement.index:main")(ask)
+    if index or hindsight:
+        attribute(f"benchmarks.placement.{'index' if index else 'hindsight'}:main")(ask)
         return
     from benchmarks.placement import grounds as known
     from benchmarks.placement import real as live

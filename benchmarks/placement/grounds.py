@@ -84,9 +84,9 @@ class Ground:
         return self.make(self.rate * engines * load, self.warm + seconds, np.random.default_rng(seed))
 
 
-def fleet(engines: int) -> list[InstanceSpec]:
-    """Return equal engines with prefix caches."""
-    return spec(f"{PROFILE}:{engines},prefix_caching=true,max_model_len={LONGEST},model=default").instances()
+def fleet(engines: int, longest: int = LONGEST) -> list[InstanceSpec]:
+    """Return equal engines with prefix caches. longest: tokens of a request."""
+    return spec(f"{PROFILE}:{engines},prefix_caching=true,max_model_len={longest},model=default").instances()
 
 
 def _mooncake(rate: float, seconds: float, rng: np.random.Generator) -> Workload:

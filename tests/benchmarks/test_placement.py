@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.placement import grounds, routers, simulated
+from benchmarks.placement import grounds, hindsight, routers, simulated
 from benchmarks.placement.simulated import CLAIRVOYANT, Cell, least_tokens
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Simulation
@@ -26,6 +26,12 @@ def test_one_engine_computes_no_more_than_must_be() -> None:
     work = grounds.CHAT.workload(0.02, 400.0, np.random.default_rng(1))
     outcome = Simulation(find("vllm"), grounds.fleet(1), work).run()
     assert least_tokens(work) == outcome.queried - outcome.hits
+
+
+def test_no_rule_does_better_than_hindsight() -> None:
+    kept, tokens = hindsight.figures_of(0)
+    assert max(zip(kept, (-computed for computed in tokens), strict=True)) == (kept[-1], -tokens[-1])
+    assert kept[-1] > kept[-2]
 
 
 def seen(requests: int = 0, waiting: int = 0, found: int = 0, prompts: float = 0, context: float = 0) -> routers.Seen:
