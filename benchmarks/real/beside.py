@@ -23,6 +23,7 @@ from headway.whatif.load import mix, report
 from headway.whatif.load.metrics import attainment, values
 from headway.whatif.load.records import Call, Record, Results
 from headway.whatif.measured import compare
+from headway.whatif.measured.systems import Start, running
 from headway.whatif.output.results import Ask
 
 _INTERACTIVE = mix.TrafficTier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
@@ -39,6 +40,7 @@ class BesideTrial:
     seconds: time until the batch is due; the interactive requests arrive within the same time
     capacity: requests/s of the engine; None = measured on the first system
     interactive: the class of interactive requests with a promise; the others are copies with other SLOs
+    start: starts the systems, as `systems.running` does
     """
 
     engine: Engine
@@ -48,6 +50,7 @@ class BesideTrial:
     seed: int = 0
     capacity: float | None = None
     interactive: mix.TrafficTier = _INTERACTIVE
+    start: Start = running
 
     @property
     def plain(self) -> mix.TrafficTier:
@@ -87,6 +90,7 @@ async def run(trial: BesideTrial) -> BesideOutcome:
         rounds=trial.rounds,
         seed=trial.seed,
         together=True,
+        start=trial.start,
     )
     async with compare.started(setup) as systems:
         capacity = trial.capacity or await systems.capacity()

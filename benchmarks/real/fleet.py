@@ -12,8 +12,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class FleetTrial:
     tail: share of the arrivals that ask for the last model
     duration: seconds of arrivals
     kill: kill one engine (SIGKILL) after half of the duration
+    start: starts a system, as `running` does; None = that
     """
 
     models: tuple[Model, ...]
@@ -81,6 +82,7 @@ class FleetTrial:
     max_running: int = 8
     kill: bool = False
     seed: int = 0
+    start: Callable[[str, FleetTrial, Path], AbstractAsyncContextManager[ServedFleet]] | None = None
 
     @property
     def shares(self) -> list[float]:
@@ -288,12 +290,13 @@ class FleetRun:
 async def run(trial: FleetTrial) -> dict[str, FleetRun]:
     """Run all systems one after the other. Raise ConfigError or EngineError if one cannot run."""
     check(trial)
+    start = trial.start or running
     calls, logs = trial.calls(), Path(tempfile.mkdtemp(prefix="headway-bench-"))
     _console.print(f"[dim]logs: {logs}[/]")
     found = {}
     for number, name in enumerate(trial.systems):
         _console.print(f"[dim]starting {name} ...[/]")
-        async with running(name, trial, logs) as served:
+        async with start(name, trial, logs) as served:
             before = await _warm(served, trial)
             _console.print(f"[bold]{name}[/], system {number + 1} of {len(trial.systems)}")
             found[name] = await measure(served, trial, calls, before)

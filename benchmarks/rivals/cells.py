@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,13 +70,16 @@ def simulate(cell: Cell) -> Figures:
     return figures(workload, outcome, arena.window(cell.load, quick=cell.quick))
 
 
-def highest(search: Search) -> float:
-    """Return the highest of `STEPS` with few enough missed, by halving; 0 = not even the lowest has."""
+def highest(search: Search, figures_of: Callable[[Cell], Figures] = simulate) -> float:
+    """Return the highest of `STEPS` with few enough missed, by halving; 0 = not even the lowest has.
+
+    figures_of: runs a cell.
+    """
     low, high = -1, len(STEPS)
     while high - low > 1:
         middle = (low + high) // 2
         cell = Cell(search.arena, STEPS[middle], search.seed, search.system, seconds=search.seconds)
-        if 100 - getattr(simulate(cell), search.by) <= search.missed:
+        if 100 - getattr(figures_of(cell), search.by) <= search.missed:
             low = middle
         else:
             high = middle

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from headway.policy.apps import runs as module
 from headway.policy.apps.demand import SAMPLES, Costs, Draw
 from headway.policy.apps.graph import LLM, Graph, Visit
 from headway.policy.apps.knowledge import Knowledge
@@ -24,14 +23,14 @@ def ask(id: str, unit: str = "a", run: str = "1", prompt: int = 100, **more: obj
     return Request(id, "m", prompt, 100, 0.0, tenant="t", stage=stage)
 
 
-def fixed(*seconds: float, **by_run: float) -> Runs:
+def fixed(*seconds: float, most: int = 65_536, **by_run: float) -> Runs:
     """Runs whose demand from every visit on is equally likely to be one of these, or that of their name."""
 
     def futures(run: Run, costs: Costs) -> Draw:
         samples = np.resize(np.array(by_run.get(run.key[2], seconds), float), SAMPLES)
         return Draw(samples, samples, samples, np.full(SAMPLES, -1))
 
-    runs = Runs(Knowledge(), RankOptions(), futures)
+    runs = Runs(Knowledge(), RankOptions(), futures, most=most)
     runs.costs = Costs(0.0, 1.0, 0.0)
     return runs
 
@@ -178,9 +177,8 @@ def test_a_run_whose_tool_never_ends_teaches_nothing_when_it_is_ended() -> None:
     assert runs.knowledge.graphs == {}
 
 
-def test_the_number_of_silent_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST", 10)
-    runs = fixed(5.0)
+def test_the_number_of_silent_runs_is_bounded() -> None:
+    runs = fixed(5.0, most=10)
     for i in range(50):
         runs.arrived(ask(f"r{i}", run=f"{i}"), 1.0, float(i))
         runs.ended(f"r{i}", 1, float(i))

@@ -38,7 +38,6 @@ from tests.gateway import gateway as in_process
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)
 SMALL = AppShape(scale=0.01)
 RATE, SECONDS = 8.0, 1.0
-Seen = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
@@ -163,20 +162,28 @@ def written(child: Child) -> Config:
     return load(Path(child.argv[child.argv.index("--config") + 1]))
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
-    """Start FAKE engines, with a gateway of this process but for stock vLLM; return what they are asked."""
-    found: Seen = {}
+class Seen(dict[str, list[dict[str, Any]]]):
+    """What each system is asked: FAKE engines, with a gateway of this process but for stock vLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @asynccontextmanager
-    async def running(
-        name: str, engine: Any, logs: Path, classes: Sequence[str], *, keys: tuple[Key, ...], graphs: Sequence[Graph]
+    async def start(
+        self,
+        name: str,
+        engine: Any,
+        logs: Path,
+        classes: Sequence[str],
+        *,
+        keys: tuple[Key, ...],
+        graphs: Sequence[Graph],
     ) -> AsyncIterator[str]:
-        async with serving(fake(2, split=False, on_request=found.setdefault(name, []).append)) as url:
+        async with serving(fake(2, split=False, on_request=self.setdefault(name, []).append)) as url:
             if name in systems.STOCK:
                 yield url
                 return
-            folder = Path(tempfile.mkdtemp(dir=tmp_path))
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
             broker = Broker(sqlite=Sqlite(str(folder / "queue.sqlite"), "normal"))
             tiers = {one: Tier() for one in ("default", *classes)}
             attached = replace(ENGINE, url=url, served_name="smollm2")
@@ -188,8 +195,10 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
             yield (await asyncio.to_thread(gateway.__enter__)).url
             await asyncio.to_thread(gateway.__exit__, None, None, None)
 
-    monkeypatch.setattr(apps, "running", running)
-    return found
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Seen:
+    return Seen(tmp_path)
 
 
 def of(seen: Seen, system: str) -> list[str]:
@@ -202,7 +211,7 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
     seen: Seen, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     names = ("vllm-fcfs", "parrot", "hermes")
-    trial = AppsTrial(ENGINE, names, SMALL, rate=RATE, duration=SECONDS, rounds=2)
+    trial = AppsTrial(ENGINE, names, SMALL, rate=RATE, duration=SECONDS, rounds=2, start=seen.start)
     main(Ask(as_json=True, out=tmp_path / "out"), trial)
     result = json.loads(capsys.readouterr().out)
     assert (result["bench"], result["host"]) == ("apps", "vllm")
@@ -221,18 +230,19 @@ def test_all_systems_get_the_same_runs_and_the_gateway_counts_them(
 
 
 def test_a_quick_run_has_two_systems_and_no_capacity(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
-    main(Ask(True, True), AppsTrial(ENGINE, duration=1.0))
+    main(Ask(True, True), AppsTrial(ENGINE, duration=1.0, start=seen.start))
     result = json.loads(capsys.readouterr().out)
     assert {row["system"] for row in result["rows"]} == {"vllm-fcfs", "hermes"}
 
 
 async def test_the_load_is_a_multiple_of_the_capacity(seen: Seen) -> None:
-    outcome = await apps.run(AppsTrial(ENGINE, ("vllm-fcfs",), SMALL, load=0.01, duration=SECONDS))
+    trial = AppsTrial(ENGINE, ("vllm-fcfs",), SMALL, load=0.01, duration=SECONDS, start=seen.start)
+    outcome = await apps.run(trial)
     assert outcome.capacity is not None
     assert outcome.rate == pytest.approx(0.01 * outcome.capacity)
 
 
-async def test_a_run_is_lost_with_the_first_request_without_an_answer(seen: Seen) -> None:
+async def test_a_run_is_lost_with_the_first_request_without_an_answer() -> None:
     load = SMALL.load(RATE, SECONDS, [0, 0])
     served = await apps.send("vllm-fcfs", "http://127.0.0.1:9", "smollm2", replace(load, chat=()))
     assert completion_times(served.runs).size == 0

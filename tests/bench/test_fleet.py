@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,8 +67,8 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetTrial:
             await served.up()
             yield served
 
-    monkeypatch.setattr(fleet, "running", running)
-    return FleetTrial(models, ("qlm", "vllm-model-swap"), MIX, rate=20.0, tail=0.2, duration=1.0)
+    systems = ("qlm", "vllm-model-swap")
+    return FleetTrial(models, systems, MIX, rate=20.0, tail=0.2, duration=1.0, start=running)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float | None]:
@@ -216,16 +215,13 @@ def test_states_are_noted_when_they_change() -> None:
     assert watched.back is None
 
 
-def test_variants_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def vary(source: str, out: Path, **options: Any) -> None:
-        out.mkdir(parents=True)
-        made.append((source, options.get("layers")))
-
-    monkeypatch.setattr(fleet, "vary", vary)
-    for _ in range(2):
-        models = fleet.make_models("smollm2", tmp_path / "variants")
-        assert [model.name for model in models] == ["smollm2", "smollm2-near", "smollm2-short"]
-    assert made == [("smollm2", None), ("smollm2", 12)]
-    assert all(Path(model.model).is_dir() for model in models)
+def test_variants_are_made_once(tmp_path: Path) -> None:
+    source = str(make_model(tmp_path, "tiny", layers=14))
+    first = fleet.make_models(source, tmp_path / "variants")
+    made = [Path(model.model).stat().st_ino for model in first]
+    assert fleet.make_models(source, tmp_path / "variants") == first
+    assert [Path(model.model).stat().st_ino for model in first] == made
+    assert [model.name for model in first] == ["tiny", "tiny-near", "tiny-short"]
+    configs = [json.loads((Path(model.model) / "config.json").read_text()) for model in first]
+    assert [config["num_hidden_layers"] for config in configs] == [14, 14, 12]
+    assert all((Path(model.model) / "model.safetensors").is_file() for model in first)

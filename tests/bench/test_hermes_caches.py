@@ -34,16 +34,15 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
     assert found["kv.tokens_hit_pct", "lru", "KV 8 GiB"].ours == pytest.approx(40.0)
 
 
-def test_every_case_runs_with_every_policy_and_the_first_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_runs_with_every_policy_and_the_first_one_without() -> None:
     served = list[tuple[str, str, int]]()
 
     def serve(system: str, case: CacheCase, seed: int) -> Cached:
         served.append((system, case.setting.name, seed))
         return result(system, case, 1, 1.0)
 
-    monkeypatch.setattr(hermes_caches, "_serve", serve)
     some = cases(quick=True)
-    results = hermes_caches.run(some, range(2), bar=False)
+    results = hermes_caches.run(some, range(2), bar=False, serve=serve)
     assert len(served) == 20
     assert [one.requests for one in results] == [200] * 10
     assert {(system, name) for system, name, _ in served} >= {("no-cache", "KV 8 GiB"), ("hermes", "LoRA")}

@@ -25,22 +25,21 @@ from tests.bench.fake import fake, serving
 
 ENGINE = standard_engine("smollm2", max_running=16, blocks=None)
 SYSTEMS = ("vllm-fcfs", "headway")
-Seen = dict[str, list[dict[str, Any]]]
+
+
+class Seen(dict[str, list[dict[str, Any]]]):
+    """The requests that each system gets; FAKE engines are started in their place."""
+
+    @asynccontextmanager
+    async def start(self, name: str, *_: Any) -> AsyncIterator[str]:
+        assert name not in self, "a system is started once"
+        async with serving(fake(2, on_request=self.setdefault(name, []).append)) as url:
+            yield url
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Start FAKE engines instead of the systems; return the requests that each gets."""
-    found: Seen = {}
-
-    @asynccontextmanager
-    async def running(name: str, *_: Any) -> AsyncIterator[str]:
-        assert name not in found, "a system is started once"
-        async with serving(fake(2, on_request=found.setdefault(name, []).append)) as url:
-            yield url
-
-    monkeypatch.setattr(compare, "running", running)
-    return found
+def seen() -> Seen:
+    return Seen()
 
 
 def setup(**more: Any) -> compare.CompareSetup:
@@ -72,7 +71,7 @@ def test_figures_name_what_is_not_the_default() -> None:
 
 
 async def test_every_system_gets_the_same_bursts_in_every_round(seen: Seen) -> None:
-    chosen = setup(rate=20.0, duration=0.5, rounds=2, burstiness=0.2, together=True)
+    chosen = setup(rate=20.0, duration=0.5, rounds=2, burstiness=0.2, together=True, start=seen.start)
     results = (await compare.run(chosen)).results
     ours, theirs = (results[name][0] for name in SYSTEMS)
     assert len(ours) == len(theirs) == 2 * 10
@@ -123,7 +122,7 @@ def test_figures_of_a_real_run() -> None:
 
 
 def test_both_runs_of_both_systems(seen: Seen, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    beside.main(Ask(True, True, out=tmp_path), trial())
+    beside.main(Ask(True, True, out=tmp_path), trial(start=seen.start))
     printed = json.loads(capsys.readouterr().out)
     assert (printed["bench"], printed["host"]) == ("beside", "vllm")
     rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in printed["rows"]}

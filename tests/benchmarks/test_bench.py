@@ -136,7 +136,7 @@ def test_seeds_are_weighted_by_what_was_promised() -> None:
 # ---- searches
 
 
-def test_a_search_finds_the_highest_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_finds_the_highest_load() -> None:
     asked: list[float] = []
 
     def simulate(cell: Cell) -> Figures:
@@ -144,11 +144,10 @@ def test_a_search_finds_the_highest_load(monkeypatch: pytest.MonkeyPatch) -> Non
         kept = 99.5 if cell.load <= 1.4 else 80.0
         return Figures(1.0, kept, 100.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
-    monkeypatch.setattr(cells, "simulate", simulate)
-    assert cells.highest(Search("G4", 0, "vllm", 1.0)) == 1.4
+    assert cells.highest(Search("G4", 0, "vllm", 1.0), simulate) == 1.4
     assert len(asked) <= 6
-    assert cells.highest(Search("G4", 0, "vllm", 0.1)) == 0.0
-    assert cells.highest(Search("G4", 0, "vllm", 1.0, "line")) == STEPS[-1]
+    assert cells.highest(Search("G4", 0, "vllm", 0.1), simulate) == 0.0
+    assert cells.highest(Search("G4", 0, "vllm", 1.0, "line"), simulate) == STEPS[-1]
 
 
 # ---- rows

@@ -109,7 +109,7 @@ def start_instead(monkeypatch: pytest.MonkeyPatch, command: Callable[..., list[s
     """Start this instead of vLLM; the tests' modules are found."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     monkeypatch.setattr(children, "command", command)
-    monkeypatch.setattr(children, "environment", lambda engine, secret, recipe: {**os.environ, "PYTHONPATH": path})
+    monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(client, "check_installed", lambda: None)
 
 

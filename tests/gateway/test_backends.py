@@ -31,6 +31,7 @@ from headway.errors import ConfigError, HeadwayError, RequestError
 from tests.gateway.docker_daemon import IMAGE, NoDocker, command, daemon
 from tests.gateway.gateway import until
 
+pytestmark = pytest.mark.usefixtures("temporary")  # sandboxes of tests in other processes are elsewhere
 MODELS = "tests.gateway.backend_models"
 
 
@@ -97,12 +98,6 @@ async def eventually(true: Callable[[], Any]) -> None:
     while not true():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-
-
-@pytest.fixture(autouse=True)
-def _own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sandboxes of tests that run in other processes are elsewhere."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def folders() -> set[Path]:

@@ -211,26 +211,12 @@ async def test_closing_without_a_server_ends(own: server.PrivateServer, address:
 # ---- answers that are lost
 
 
-def lose(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the connection end between the next commit and the word of it."""
-    carry_out, cuts = store._after_undo, iter([True])
-
-    async def committed(work: Any, connection: asyncpg.Connection) -> Any:
-        done = await carry_out(work, connection)
-        if next(cuts, False):
-            connection.terminate()
-            raise ConnectionResetError
-        return done
-
-    monkeypatch.setattr(store, "_after_undo", committed)
-
-
 async def test_a_batch_whose_outcome_is_unknown_is_cancelled(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client was told 503, and may send it again."""
     await add(store)
-    lose(store, monkeypatch)
+    server.lose(store, "_after_undo", monkeypatch)
     with pytest.raises(HeadwayError, match="is out"):
         await store.add_batch(BATCH, 9)
     (found,) = await succeeds(store.open_batches)
@@ -242,7 +228,7 @@ async def test_a_file_whose_outcome_is_unknown_is_not_listed(
 ) -> None:
     await store.begin_file(FILE)
     await store.append(FILE.id, 0, b"x" * 10)
-    lose(store, monkeypatch)
+    server.lose(store, "_after_undo", monkeypatch)
     with pytest.raises(HeadwayError, match="is out"):
         await store.add_file(FILE, ROOM)
     await store.discard(FILE.id)
@@ -254,7 +240,7 @@ async def test_a_file_whose_outcome_is_unknown_is_not_listed(
 
 async def test_a_line_whose_end_is_unknown_has_it_once(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
     await begun(store, 1)
-    lose(store, monkeypatch)
+    server.lose(store, "_after_undo", monkeypatch)
     with pytest.raises(HeadwayError, match="is out"):
         await store.record(BATCH.id, 1, True, b"first")
     assert not await succeeds(lambda: store.record(BATCH.id, 1, True, b"again"))
@@ -272,7 +258,7 @@ async def test_the_end_of_a_batch_that_is_lost_counts(
 
     async def end(*args: Any, **named: Any) -> None:
         seen.append(named["error"])
-        lose(store, monkeypatch)
+        server.lose(store, "_after_undo", monkeypatch)
         await whole(*args, **named)
 
     store.end = end  # type: ignore[method-assign]

@@ -108,16 +108,15 @@ def test_cards_are_those_that_this_process_sees(see: See, monkeypatch: pytest.Mo
     assert [card.index for card in cards()] == ["3", "1"]
 
 
-def test_more_engines_than_cards(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_engines_than_cards(see: See) -> None:
     see(4)
     wanted = expanded([Engine(count=5, gpus=1)])
     with pytest.raises(ConfigError, match="build for CPUs"):
         preflight(Config(engines=wanted))
-    monkeypatch.setattr("headway.engines.vllm.process.cards.is_cpu_build", lambda: False)
-    check_cards("engines.3", wanted[3], cards())
+    check_cards("engines.3", wanted[3], cards(), on_cpu=False)
     with pytest.raises(ConfigError, match=r"engines.4 needs GPU 4 .*sees 4"):
-        check_cards("engines.4", wanted[4], cards())
-    check_cards("engines.4", wanted[4], cards()[:1])  # what Ray has given its agent
+        check_cards("engines.4", wanted[4], cards(), on_cpu=False)
+    check_cards("engines.4", wanted[4], cards()[:1], on_cpu=False)  # what Ray has given its agent
 
 
 @pytest.mark.parametrize("args", [("--data-parallel-size", "2"), ("-dp=2",)])

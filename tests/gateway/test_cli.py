@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -104,9 +105,13 @@ def test_mistakes_are_named_with_their_mend(taken: Preempted, tmp_path: Path) ->
 
 
 @pytest.fixture
-def own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_logging() -> Iterator[None]:
     """Leave logging as the tests have it."""
-    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -119,16 +124,16 @@ def test_more_mistakes(name: str, taken: Preempted, tmp_path: Path, own_logging:
 
 
 def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
-    tmp_path: Path, own_logging: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, own_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "headway.toml"
     file.write_text(
         'recipe = "slak"\n[server]\noperator_key = "env:HEADWAY_NO_SUCH"\n'
         '[[engines]]\nmodel = "/no/a"\n[[engines]]\nmodel = "/no/b"\n[[engines]]\nmodel = "/no/b"\n'
     )
-    monkeypatch.setattr(sys, "argv", ["headway", "serve", "-c", str(file), "--port", str(free_port())])
+    args = ["serve", "-c", str(file), "--port", str(free_port())]
     with pytest.raises(SystemExit) as raised:
-        main()
+        main(args)
     said = capsys.readouterr().err
     assert raised.value.code == 2
     assert said.count("error:") == said.count("hint:") == 4, said
@@ -136,10 +141,10 @@ def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
         assert wrong in said
     file.write_text('classes = 3\nengines = [{ api_key = "sk-long-enough", resources = 1 }]')
     with pytest.raises(SystemExit):
-        main()
+        main(args)
     file.write_text("engines = []")
     with pytest.raises(SystemExit):
-        main()
+        main(args)
     assert "[[engines]]" in capsys.readouterr().err
 
 

@@ -27,10 +27,7 @@ from tests.gateway.test_background import begin, finished, look
 from tests.gateway.test_refusals import error
 from tests.helpers.damage import alter, overwrite, read_by_another
 
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PAUSE_S", 0.05)
+pytestmark = pytest.mark.usefixtures("watched_closely")
 
 
 def into_file(file: Path) -> None:

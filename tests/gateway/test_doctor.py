@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli import doctor
 from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
@@ -155,9 +153,8 @@ def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pyt
     assert (seen["cores"].state, seen["memory"].state) == ("good", "good")
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk(tmp_path: Path) -> None:
     assert found(tmp_path, "")["queue"].state == "bad"
 
 

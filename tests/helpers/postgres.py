@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import asyncpg
+import pytest
 
 from headway.store.queue.postgres_link import Address
 from testing.servers.postgres import PASSWORD as PASSWORD
@@ -47,6 +48,23 @@ def run_sql(sql: str, *values: Any, url: str) -> list[Any]:
             await connection.close()
 
     return _apart(lambda: asyncio.run(run()))
+
+
+def lose(owner: Any, work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the connection end between the next commit and the word of it.
+
+    work: the owner's method that commits; its last argument is the connection.
+    """
+    carry_out, cuts = getattr(owner, work), iter([True])
+
+    async def committed(*arguments: Any) -> Any:
+        done = await carry_out(*arguments)
+        if next(cuts, False):
+            arguments[-1].terminate()
+            raise ConnectionResetError
+        return done
+
+    monkeypatch.setattr(owner, work, committed)
 
 
 def _apart(work: Callable[[], list[Any]]) -> list[Any]:

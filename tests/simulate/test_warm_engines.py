@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
 from headway.policy.apps.graph import LLM
 from headway.policy.apps.knowledge import SHARED, Knowledge
@@ -17,6 +18,7 @@ from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
 from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
+from headway.simulate.observer import Observer
 from headway.simulate.replay import Replayed, replay
 from headway.simulate.warm_engines import AdapterEngine, Adapters, KvCache, WarmEngine
 from headway.simulate.workload.application_models import generated
@@ -43,8 +45,10 @@ def kv(policy: Policy, tokens: int = 10_000, load: float = 0.0) -> KvCache:
     return KvCache(policy, tokens, load)
 
 
-def done(apps: Applications, cache: KvCache | Adapters, recipe: Recipe | None = None) -> tuple[Replayed, WarmEngine]:
-    replayed = replay(recipe or find("vllm"), [MACHINE], apps, cache=cache)
+def done(
+    apps: Applications, cache: KvCache | Adapters, recipe: Recipe | None = None, observer: Observer | None = None
+) -> tuple[Replayed, WarmEngine]:
+    replayed = replay(recipe or find("vllm"), [MACHINE], apps, cache=cache, observer=observer)
     assert replayed.engine is not None
     return replayed, replayed.engine
 
@@ -131,17 +135,22 @@ def test_the_adapter_of_a_run_in_progress_stays_and_that_of_an_ended_one_goes() 
     assert seen == {"Lru": 0, "WaitingQueue": 2, "Prewarmed": 1}  # z and w, or x
 
 
-def test_a_batch_has_no_more_adapters_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+class Batches(Observer):
+    """Keeps the adapters of each batch."""
+
+    def __init__(self) -> None:
+        self.adapters: list[set[str]] = []
+
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
+        assert isinstance(engine, AdapterEngine)
+        self.adapters.append({name for row in ran.rows.tolist() for name in engine._at[row].needs})
+
+
+def test_a_batch_has_no_more_adapters_than_slots() -> None:
     runs = [(llm("a", (10, 20)),) for _ in range(6)]
-    apps, seen = adapted(apps_of(*runs), "x", "y", "x", "z", "x", "y"), list[set[str]]()
-    complete = AdapterEngine.complete
-
-    def watched(self: AdapterEngine, ran: object, now: float) -> object:
-        seen.append({name for row in ran.rows.tolist() for name in self._at[row].needs})  # type: ignore[attr-defined]
-        return complete(self, ran, now)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(AdapterEngine, "complete", watched)
-    replayed, _ = done(apps, Adapters(Lru(), 2, 3, 0.0, 0.0))
+    apps, batches = adapted(apps_of(*runs), "x", "y", "x", "z", "x", "y"), Batches()
+    replayed, _ = done(apps, Adapters(Lru(), 2, 3, 0.0, 0.0), observer=batches)
+    seen = batches.adapters
     assert max(map(len, seen)) == 2
     assert {"x", "y"} in seen
     assert np.isfinite(replayed.end).all()

@@ -197,25 +197,11 @@ async def test_tables_that_are_gone_are_told_and_not_made_anew(
 # ---- answers that are lost
 
 
-def lose(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the connection end between the next commit and the word of it."""
-    apply, cuts = broker._apply, iter([True])
-
-    async def committed(group: list[Any], alone: bool, connection: asyncpg.Connection) -> list[Any]:
-        ends = await apply(group, alone, connection)
-        if next(cuts, False):
-            connection.terminate()
-            raise ConnectionResetError
-        return ends
-
-    monkeypatch.setattr(broker, "_apply", committed)
-
-
 async def test_a_put_whose_outcome_is_unknown_is_undone(
     broker: PostgresBroker, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await broker.put(job("known"))
-    lose(broker, monkeypatch)
+    server.lose(broker, "_apply", monkeypatch)
     puts = (broker.put(job("lost")), broker.put(job("known")))
     ends = await asyncio.gather(*puts, return_exceptions=True)
     assert [end.status for end in ends if isinstance(end, HeadwayError)] == [503, 503]
@@ -231,7 +217,7 @@ async def test_what_a_lost_take_took_is_taken_again(broker: PostgresBroker, monk
     for id in "abc":
         await broker.put(job(id))
         await broker.give_back(id)
-    lose(broker, monkeypatch)
+    server.lose(broker, "_apply", monkeypatch)
     with pytest.raises(HeadwayError, match="The broker is out"):
         await broker.take(1.0, 2)
     assert await succeeds(lambda: take_ids(broker)) == ["a", "b", "c"]
@@ -259,7 +245,7 @@ async def test_after_a_lost_renewal_the_lease_may_have_begun_anew(
     assert await broker.renew(10.0)
     async with gateways(lambda owner: PostgresBroker(address, owner), "B") as (other,):
         await other.take(10.0, 1)  # ends the lease
-        lose(broker, monkeypatch)
+        server.lose(broker, "_apply", monkeypatch)
         with pytest.raises(HeadwayError, match="The broker is out"):
             await broker.renew(20.0)
         assert not await succeeds(lambda: broker.renew(20.0)), "the lost one would have said so"

@@ -18,7 +18,6 @@ from tests.helpers.damage import alter, overwrite, read_by_another
 from tests.store.stores import FAR, job, take_ids
 
 from headway.errors import ConfigError, HeadwayError
-from headway.store.queue import sqlite as module
 from headway.store.queue import sqlite_jobs
 from headway.store.queue.sqlite import SqliteBroker
 from headway.store.queue.sqlite_file import open_file
@@ -45,18 +44,13 @@ INSERT INTO jobs VALUES
 PRAGMA application_id = 1212438361;
 PRAGMA user_version = 2;
 """
+pytestmark = pytest.mark.usefixtures("watched_closely")
 SAVED = "what the queue has is saved in"  # logged once it has moved
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "jobs.db")
-
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PAUSE_S", 0.02)
-    monkeypatch.setattr(module, "TICK_S", 0.02)
 
 
 @pytest.fixture
@@ -405,7 +399,7 @@ async def test_a_log_that_cannot_shrink_is_bounded(path: str, caplog: pytest.Log
     await broker.close()
 
 
-def test_programs_that_read_are_told_as_far_as_the_system_does(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_read_are_told_as_far_as_the_system_does(path: str, tmp_path: Path) -> None:
     writing, reading = open_file(path, "normal")
     with closing(writing), closing(reading):
         reading.execute("BEGIN")
@@ -414,8 +408,7 @@ def test_programs_that_read_are_told_as_far_as_the_system_does(path: str, monkey
         with read_by_another(path) as process:
             (told,) = health.readers(path)
             assert told.endswith(f"(process {process})")
-        monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))
-        assert health.readers(path) == []
+            assert health.readers(path, locks=tmp_path / "none") == []
 
 
 async def test_a_log_that_was_cut_off_is_noticed(path: str, broker: SqliteBroker) -> None:

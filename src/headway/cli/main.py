@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -32,11 +33,14 @@ queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args
 app.add_typer(queue_app, name="queue")
 
 
-def main() -> None:
-    """Run the command line; a HeadwayError is printed with its hint and exits with status 2."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; a HeadwayError is printed with its hint and exits with status 2.
+
+    args: the words after the program's name, None = those of this process.
+    """
     app.add_typer(bench_commands(), name="bench")
     try:
-        app()
+        app(args)
     except HeadwayError as error:
         for one in error.parts if isinstance(error, ConfigError) else (error,):
             _print_error(one)

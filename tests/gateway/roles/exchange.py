@@ -45,6 +45,7 @@ class Exchange:
     links: dict[str, LocalLink] = field(default_factory=dict)
     term: int = 0
     cut: set[str] = field(default_factory=set)
+    carried: list[tuple[str, str]] = field(default_factory=list)  # sender and receiver of each message
 
     def link(self, name: str, *, controls: bool = False) -> LocalLink:
         new = self.links[name] = LocalLink(self, name, controls)
@@ -68,6 +69,7 @@ class Exchange:
         for one in receivers:
             if one.connected:
                 one.take(sender, data)
+        self.carried.append((sender.name, to))
 
     def lose(self, name: str) -> None:
         """Take a process off the wire, as its death would."""

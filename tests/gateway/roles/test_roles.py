@@ -17,7 +17,6 @@ from headway.events import Arrived, Finished, Started
 from headway.gateway.control.remote.control import RemoteControl
 from headway.types import Request
 from tests.gateway.gateway import Fake, configuration, until
-from tests.gateway.roles.exchange import LocalLink
 from tests.gateway.roles.parts import Parts, parts
 from tests.gateway.test_request_ends import fakes
 
@@ -117,32 +116,24 @@ def warned(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
     return [text for text in (record.getMessage() for record in caplog.records) if what in text]
 
 
-def reports(headway: Parts, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of the reports that an agent makes from now on."""
-    made, carry = list[str](), headway.exchange.carry
-
-    def note(sender: LocalLink, to: str, data: bytes) -> None:
-        carry(sender, to, data)
-        if sender.name == name and to == "all":
-            made.append(name)
-
-    monkeypatch.setattr(headway.exchange, "carry", note)
-    return made
+def reports(headway: Parts, name: str) -> int:
+    """Return how many reports an agent has made."""
+    return headway.exchange.carried.count((name, "all"))
 
 
 def test_an_engine_that_is_not_configured_gets_no_work_and_is_told_of_once(
-    headway: Parts, fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    headway: Parts, fake: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A gateway that does not know it would send back what the controller sends there, again and again."""
     with headway.gateway("g1") as gateway:
-        made, own = reports(headway, "a2", monkeypatch), headway.config
+        own = headway.config
         headway.config = replace(own, engines=own.engines * 2)
         headway.agent("a2", "e1")
         until(lambda: "a2" in headway.agents)
         headway.config = own
-        until(lambda: len(made) > 4 and headway.agents["a2"].agents.engines["e1"].up.is_set(), 30)
-        said = len(made)
-        until(lambda: len(made) > said + 1, 30)
+        until(lambda: reports(headway, "a2") > 4 and headway.agents["a2"].agents.engines["e1"].up.is_set(), 30)
+        said = reports(headway, "a2")
+        until(lambda: reports(headway, "a2") > said + 1, 30)
         for _ in range(4):
             assert gateway.post(gateway.chat()).status_code == 200
         leader = headway.controllers["c1"].leader
@@ -152,13 +143,10 @@ def test_an_engine_that_is_not_configured_gets_no_work_and_is_told_of_once(
         assert len(told) == 2, "the gateway and the controller have told once each"
 
 
-def test_an_engine_that_another_agent_has_is_told_of_once(
-    headway: Parts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_another_agent_has_is_told_of_once(headway: Parts, caplog: pytest.LogCaptureFixture) -> None:
     with headway.gateway("g1") as gateway:
-        made = reports(headway, "a2", monkeypatch)
         headway.agent("a2", "e0")
-        until(lambda: len(made) > 4, 30)
+        until(lambda: reports(headway, "a2") > 4, 30)
         assert gateway.post(gateway.chat()).status_code == 200
         assert len(warned(caplog, "a2 has an engine e0, which gets no work: a1 runs it, too. Start")) == 1
         headway.kill("a1")

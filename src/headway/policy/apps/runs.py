@@ -24,7 +24,6 @@ from headway.policy.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
 
 _GUESS = -np.log(1 - (np.arange(SAMPLES) + 0.5) / SAMPLES)  # an exponential distribution of mean 1
-_MOST = 65_536  # live runs, beside those with requests in progress
 _FINEST = 1e-3  # seconds of service after which a rank is computed anew, at least
 _NO_DEADLINE = 1e12  # added to the ranks of runs without a deadline or late ones, where deadlines decide
 
@@ -53,6 +52,7 @@ class Runs:
     costs: seconds of service per token, set by the planner.
     futures: draws what a run has ahead of it, in place of `knowledge` (an oracle).
     prewarming: the warm-ups that are planned.
+    most: live runs, beside those with requests in progress; the most silent one ends when another begins.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Runs:
         options: RankOptions,
         futures: Futures | None = None,
         prewarming: Prewarming | None = None,
+        *,
+        most: int = 65_536,
     ) -> None:
-        self.knowledge, self.options = knowledge, options
+        self.knowledge, self.options, self._most = knowledge, options, most
         self.prewarming = Prewarming(PrewarmOptions()) if prewarming is None else prewarming
         self.costs = Costs(1e-4, 0.03, 1e-4)
         self._futures = futures or self._drawn
@@ -250,7 +252,7 @@ class Runs:
 
     def _bound(self) -> None:
         """End the most silent run when there are too many; a host says when one was silent for too long."""
-        if len(self._runs) >= _MOST and self._quiet:
+        if len(self._runs) >= self._most and self._quiet:
             self._close(next(iter(self._quiet.values())), teaches=False)
 
     def _entered(self, run: Run, new: bool, now: float) -> None:

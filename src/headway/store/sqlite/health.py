@@ -27,6 +27,7 @@ MAX_LOG_BYTES = 2**30  # bytes of the log beyond which new work is refused, unle
 _PAUSE_S = 2.0  # between two examinations
 _SHARE = 50  # thorough examinations take at most 1/50 of the time, however large the file
 _READS = range(123, 128)  # bytes of the log's index, one of which a read transaction locks (SQLite's format)
+_LOCKS = Path("/proc/locks")
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 log = logging.getLogger("headway.store.queue")
 
@@ -96,12 +97,15 @@ def _size(file: str) -> int:
     return 0
 
 
-def readers(path: str) -> list[str]:
-    """Return the other programs that have a transaction open on a file, as far as Linux reports them."""
+def readers(path: str, locks: Path = _LOCKS) -> list[str]:
+    """Return the other programs that have a transaction open on a file, as far as Linux reports them.
+
+    locks: the system's list of locks on files.
+    """
     found = set[str]()
     with suppress(OSError):
         index = os.stat(os.path.realpath(path) + "-shm").st_ino
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in locks.read_text().splitlines():
             _, _, _, access, process, file, first, *_ = line.split()
             if access == "READ" and file.endswith(f":{index}") and int(first) in _READS and int(process) != os.getpid():
                 with suppress(OSError):  # it has ended, or is in another container

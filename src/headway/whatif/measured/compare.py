@@ -28,7 +28,7 @@ from headway.models.resolve import resolve
 from headway.simulate.workload import arrivals
 from headway.whatif.load import generator, metrics, mix
 from headway.whatif.load.records import Call, Counters, Record
-from headway.whatif.measured.systems import STANDARD, check, counted, running
+from headway.whatif.measured.systems import STANDARD, Start, check, counted, running
 
 BURST = 64  # calls at once that measure the capacity
 LOAD, DEFAULT_MIX = 1.3, "chat-batch"  # defaults, which a comparison's `variant` leaves out
@@ -46,6 +46,7 @@ class CompareSetup:
     tight: choose so few KV blocks that a full batch of this mix overflows them (`tight`), unless the engine sets
         their number
     burstiness: shape of the gamma-distributed gaps between arrivals, 1 = Poisson, lower is burstier
+    start: starts the systems, as `running` does
     """
 
     mix: mix.Mix
@@ -59,6 +60,7 @@ class CompareSetup:
     together: bool = False
     tight: bool = False
     burstiness: float = 1.0
+    start: Start = running
 
     @property
     def variant(self) -> str:
@@ -176,7 +178,7 @@ async def started(setup: CompareSetup) -> AsyncIterator[Systems]:
 
 async def _start(stack: AsyncExitStack, name: str, setup: CompareSetup, logs: Path) -> str:
     _console.print(f"[dim]starting {escape(name)} ...[/]")
-    return await stack.enter_async_context(running(name, setup.engine, logs, setup.mix.names))
+    return await stack.enter_async_context(setup.start(name, setup.engine, logs, setup.mix.names))
 
 
 async def _warm(url: str, setup: CompareSetup) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack", "headway")
 TIGHT = ("vllm-fcfs", "vllm-priority", "slack", "bros", "ecoserve", "headway")  # with little KV
 Counts = Mapping[tuple[str, ...], float]
+Start = Callable[..., AbstractAsyncContextManager[str]]  # takes what `running` does
 
 
 def check(systems: tuple[str, ...], engine: Engine) -> None:

@@ -72,10 +72,10 @@ def parallel(engine: Engine) -> list[str]:
     return ["--tensor-parallel-size", str(count)] if count > 1 and not _has(engine, _PARALLEL) else []
 
 
-def check_cards(where: str, engine: Engine, seen: Sequence[Card]) -> None:
+def check_cards(where: str, engine: Engine, seen: Sequence[Card], *, on_cpu: bool | None = None) -> None:
     """Raise ConfigError for GPUs that are not there, and for several engine cores in one engine.
 
-    seen: by this process.
+    seen: by this process. on_cpu: None = where this environment's vLLM runs.
     """
     ranks = [int(n) for word, n in pairwise([*_words(engine), ""]) if word in _DATA_PARALLEL and n.isdecimal()]
     if any(rank > 1 for rank in ranks):
@@ -84,7 +84,7 @@ def check_cards(where: str, engine: Engine, seen: Sequence[Card]) -> None:
     if engine.cards is None:
         return
     needed = numbers(engine.cards)
-    if is_cpu_build():
+    if is_cpu_build() if on_cpu is None else on_cpu:
         problem = f"{where} has GPUs, but this environment has vLLM's build for CPUs."
         hint = f"{CUDA_BUILD} On a CPU, set cores instead of gpus."
         raise ConfigError(problem, hint, param=f"{where}.gpus")

@@ -48,16 +48,16 @@ _TAIL = 2**16  # bytes of a log's end that are read for last lines and errors
 _LEAKS = re.compile(r"nanobind|^ - (leaked |\.\.\. skipped )|resource_tracker")
 
 
-def free_port() -> int:
+def free_port(ports: Sequence[int] = _PORTS) -> int:
     """Return a TCP port that was free on loopback a moment ago; EngineError when none is.
 
     It is none of those that the system gives to connections of clients, one of which might take it meanwhile.
     """
-    for port in SystemRandom().sample(_PORTS, 100):
+    for port in SystemRandom().sample(ports, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise EngineError(f"No port from {_PORTS[0]} to {_PORTS[-1]} is free.", "End what listens there.")
+    raise EngineError(f"No port from {ports[0]} to {ports[-1]} is free.", "End what listens there.")
 
 
 def command(
@@ -68,18 +68,19 @@ def command(
     *,
     host: str = "127.0.0.1",
     on_cpu: bool | None = None,
+    cpuinfo: Path = _CPUINFO,
 ) -> list[str]:
     """Return the `vllm serve` command line; `recipe` None is stock vLLM with its scheduling `policy`.
 
     Stock vLLM runs in a class that counts what its KV memory costs (`scheduler_stats.py`).
-    on_cpu: None = where this environment's vLLM runs.
+    on_cpu: None = where this environment's vLLM runs. cpuinfo: what Linux says of that CPU.
     """
     on_cpu = is_cpu_build() if on_cpu is None else on_cpu
     engine = requested(engine, on_cpu=on_cpu)
     line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", resolve(engine.model)]
     line += ["--host", host, "--port", str(port), "--served-model-name", engine.name]
     line += _sizes(engine, hook=recipe is not None)
-    line += ["--dtype", chosen] if (chosen := dtype(engine, on_cpu=on_cpu)) != "auto" else []
+    line += ["--dtype", chosen] if (chosen := dtype(engine, on_cpu=on_cpu, cpuinfo=cpuinfo)) != "auto" else []
     if engine.async_scheduling is not None:
         line += ["--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"]
     line += ["--disable-access-log-for-endpoints", "/health,/headway/control"]  # asked every second
@@ -112,12 +113,12 @@ def _sizes(engine: Engine, *, hook: bool) -> list[str]:
     return [word for name, value in values.items() if value is not None for word in (name, str(value))]
 
 
-def dtype(engine: Engine, *, on_cpu: bool) -> str:
+def dtype(engine: Engine, *, on_cpu: bool, cpuinfo: Path = _CPUINFO) -> str:
     """Return vLLM's `--dtype`; "auto" is float32 on a CPU that has no fast bfloat16.
 
     vLLM would take the model's, and PyTorch computes bfloat16 many times slower there than float32.
     """
-    if engine.dtype == "auto" and on_cpu and not has_fast_bfloat16(_CPUINFO.read_text()):
+    if engine.dtype == "auto" and on_cpu and not has_fast_bfloat16(cpuinfo.read_text()):
         return "float32"
     return engine.dtype
 

@@ -26,7 +26,7 @@ from headway.gateway.control.lengths.history import keep, recall
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
 from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import fit
+from headway.policy.forecast.lengths.ridge import History, Model, fit
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Lengths
@@ -100,9 +100,16 @@ class PredictorService:
 
     settings: a quantile to plan with, or None = the cheapest is found; window of answers.
     embed: turns a prompt into an embedding; None = forecasts do without.
+    fit: makes a model of the answers that it is given.
     """
 
-    def __init__(self, settings: config.Predictor, metrics: Metrics, embed: Embed | None = None) -> None:
+    def __init__(
+        self,
+        settings: config.Predictor,
+        metrics: Metrics,
+        embed: Embed | None = None,
+        fit: Callable[[History], Model] = fit,
+    ) -> None:
         self.predictor = Predictor(settings.window)
         self._quantile, self._tuner = settings.quantile, PaddingTuner()
         self.lengths: Lengths = (
@@ -110,7 +117,7 @@ class PredictorService:
         )
         self._metrics = LengthMetrics(metrics.registry)
         self._metrics.quantile.set(self._quantile or self._tuner.quantile)
-        self._embed = embed
+        self._embed, self._model_of = embed, fit
         self._history: Path | None = None
         self._reading = 0
         self._fitting: asyncio.Task[None] | None = None
@@ -181,7 +188,7 @@ class PredictorService:
         """Fit in a thread and adopt the model. A fit that fails is logged and keeps the old model."""
         loop, history = asyncio.get_running_loop(), self.predictor.history()
         try:
-            model = await loop.run_in_executor(self._fitter, fit, history)
+            model = await loop.run_in_executor(self._fitter, self._model_of, history)
         except Exception:
             log.exception("the length model could not be fitted to %d answers", len(history))
         else:
