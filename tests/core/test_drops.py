@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.events import Arrived, Failed, Finished, InstanceDown, InstanceUp, Learned, Returned, Started
+from headway.events import Arrived, Cached, Failed, Finished, InstanceDown, InstanceUp, Learned, Returned, Started
 from headway.policy.core.drops import Drops, Needs
 from headway.policy.forecast.latency.online import OnlineLatency, prefill_of, seconds_of
+from headway.prefix import GRAIN, CacheReport, Keys, prompt_seed, token_keys
 from headway.types import Batch, Floats, Progress, Reject, Request, Shortfall, Slo
 from tests.core.test_controller import every_recipe, world
 from tests.core.world import FLEET, World
@@ -312,3 +313,74 @@ def test_an_arrival_that_is_late_already_is_looked_at_at_once() -> None:
     around.core.on(Arrived(request("old", arrival=NOW - 100)), NOW)
     assert around.core.next_check <= NOW
     assert [reject.id for reject in around.core.overdue(NOW).rejects] == ["old"]
+
+
+# ---- what an engine holds of a prompt
+
+
+def cached(around: World, name: str, keys: Keys) -> None:
+    around.core.note(Cached(name, CacheReport(str(keys.size), 0, 1, keys.tobytes(), whole=True)), around.now)
+
+
+def history(grains: int) -> Keys:
+    return token_keys([7] * (grains * GRAIN), prompt_seed(None, None))
+
+
+def test_what_one_of_several_engines_holds_of_a_prompt_is_not_counted() -> None:
+    around, keys = learned(world("headway", "e0", "e1"), "e0", "e1"), history(75)
+    assert around.core.infeasible(request(prompt=1300), NOW, keys.tobytes()) is not None
+    cached(around, "e1", keys)
+    assert around.core.admit(request(prompt=1300), NOW, keys=keys.tobytes()) is None
+    assert around.core.infeasible(request(prompt=1300), NOW) is not None, "a prompt without the prefix"
+    refused = around.core.admit(request(prompt=2300), NOW, keys=keys.tobytes())
+    assert refused is not None
+    assert refused.shortfall == Shortfall("ttft", pytest.approx(1.11), 1.0)
+
+
+def test_a_queued_request_follows_the_caches() -> None:
+    around, keys = learned(world("vllm", "e0", "e1"), "e0", "e1"), history(50)
+    for i in range(FLEET["e0"].window + FLEET["e1"].window):
+        around.arrive(request(f"old{i}", drop=False))
+    for id in ("r", "lost"):
+        around.requests[id] = around.queued[id] = request(id, prompt=900)
+        around.notify(Arrived(request(id, prompt=900), keys.tobytes()))
+    assert around.core.next_check == pytest.approx(start_of(900))
+    cached(around, "e0", keys)
+    around.now = around.core.next_check
+    around.check()
+    assert not around.refused
+    assert around.core.next_check == pytest.approx(start_of(100))
+    around.end("r", Failed("r", "client_gone"))
+    cached(around, "e0", history(0))
+    around.now = around.core.next_check
+    around.check()
+    assert set(around.refused) == {"lost"}
+
+
+def test_inside_an_engine_counts_what_was_cached_when_it_was_sent() -> None:
+    """Its own prompt is in the index from then on, although nothing of it is computed."""
+    around, keys = learned(world("vllm", "e0", "e1"), "e0", "e1"), history(20)
+    for name in ("e0", "e1"):
+        cached(around, name, keys[:5])
+    around.requests["r"] = around.queued["r"] = request(prompt=320)
+    around.notify(Arrived(request(prompt=320), keys.tobytes()))
+    around.now = around.core.next_check
+    assert around.core.overdue(around.now).inside == {around.inside["r"]: ["r"]}
+    assert around.now == pytest.approx(start_of(320 - 5 * GRAIN))
+
+
+@given(
+    st.integers(1, 4000),
+    st.integers(0, 2000),
+    st.lists(st.tuples(st.integers(0, 250), st.integers(0, 250)), min_size=2, max_size=2),
+)
+def test_more_cached_tokens_make_no_request_infeasible(prompt: int, longest: int, held: list[tuple[int, int]]) -> None:
+    keys = history(prompt // GRAIN)
+    around = learned(world("headway", "e0", "e1"), "e0", "e1", cached=longest)
+
+    def refused(more: int) -> bool:
+        for name, grains in zip(("e0", "e1"), held, strict=True):
+            cached(around, name, keys[: grains[0] + more * grains[1]])
+        return around.core.infeasible(request(prompt=prompt), NOW, keys.tobytes()) is not None
+
+    assert refused(0) >= refused(1)

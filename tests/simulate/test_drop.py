@@ -13,12 +13,13 @@ from headway.errors import ConfigError
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.pack.promises.outlook import LOST, in_progress, outlook_of, pace_of
 from headway.policy.recipes.registry import find
+from headway.prefix import Prefix
 from headway.simulate import fleet
 from headway.simulate.instance import SimulatedInstance
 from headway.simulate.loop import Loop
 from headway.simulate.observer import Observer
 from headway.simulate.run import Failure, InstanceSpec, Outcome, Simulation
-from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
+from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson
 from headway.types import Slo
 from headway.whatif.experiment import records
 from tests.simulate.machines import at, machine, together
@@ -172,6 +173,19 @@ def test_a_planner_that_takes_time_and_a_way_to_the_engine(overhead: float) -> N
     ended = np.isfinite(outcome.end)
     assert outcome.infeasible == np.count_nonzero(~ended) > 20
     assert np.count_nonzero(ended) > 5
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prompt_of_which_one_engine_holds_most_is_on_time(known: bool) -> None:
+    """Computed from its beginning it would take 0.32 s. No request has found anything in a cache before it."""
+    history = {"prefix": np.zeros(1, int), "prefixes": (Prefix("history", 1800),)}
+    first = replace(at(5.0, prompt=1900), **history)
+    again = _dropping(replace(at(8.0, prompt=1900, slo=Slo(ttft=0.1)), **(history if known else {})))
+    workload = concat(at(*np.arange(40) * 0.05, prompt=20, output=20), first, again).sorted()
+    outcome = run("headway", workload, instances=gpu(2, prefix_caching=True))
+    assert outcome.infeasible == (not known)
+    if known:
+        assert outcome.first[-1] - workload.arrival[-1] < 0.1
 
 
 def test_a_class_that_drops_needs_something_to_be_too_late_for() -> None:

@@ -277,13 +277,13 @@ class Loop:
 
     def _arrive(self, request: Request, now: float) -> None:
         self._look_at_caches(now)
+        keys = shared_keys(request.prefix).tobytes() if self._caches else b""
         if request.drop:
             self._poll(now)
-            reject = self.controller.infeasible(request, now)
+            reject = self.controller.infeasible(request, now, keys)
             if reject is not None:
                 self._execute([reject], now)
                 return
-        keys = shared_keys(request.prefix).tobytes() if self._caches else b""
         self._notify(Arrived(request, keys), now)
 
     def _look_at_caches(self, now: float) -> None:

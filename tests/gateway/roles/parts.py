@@ -17,7 +17,7 @@ from headway.cluster.roles.controllers import ControllerProcess
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import engines_of
+from headway.gateway.control.setup import drops, engines_of
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
 from tests.gateway import gateway as base
@@ -58,7 +58,7 @@ class Parts:
         async def run() -> None:
             metrics, link = Metrics(), self.exchange.link(name)
             make = lambda tell: engines_of(self.config, self.folder, tell, metrics, frozenset(engines))  # noqa: E731
-            agent = self.agents[name] = Agent(link, make)
+            agent = self.agents[name] = Agent(link, make, drops=drops(self.config))
 
             async def listen() -> None:
                 async for message in link.messages():

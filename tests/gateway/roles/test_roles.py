@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headway import clock
 from headway.cluster.roles.leader import Leader
 from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
 from headway.cluster.wire.port import Message
-from headway.events import Arrived, Finished, Started
+from headway.config import Tier
+from headway.events import Arrived, Cached, Finished, Started
 from headway.gateway.control.remote.control import RemoteControl
+from headway.prefix import CacheReport
 from headway.types import Request
 from tests.gateway.gateway import Fake, configuration, until
 from tests.gateway.roles.parts import Parts, parts
@@ -54,6 +57,25 @@ def test_a_stream_goes_through_and_the_controller_hears_of_its_first_token(headw
         chunks = list(gateway.client().chat.completions.create(**gateway.chat(), stream=True))
         assert len(chunks) > 2
         until(lambda: not waiting(headway, "c1"))
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_gateways_know_what_is_cached_where_a_class_drops(tmp_path: Path, stock: Fake, drop: bool) -> None:
+    config, keys = configuration(tmp_path, stock.url, classes={"strict": Tier(ttft_ms=300.0, drop=drop)}), np.arange(8)
+    with parts(config, tmp_path) as headway:
+        headway.controller("c1")
+        headway.agent("a1", "e0")
+        with headway.gateway("g1") as gateway:
+            until(lambda: (leader := headway.controllers["c1"].leader) and leader.control.controller.cluster.instances)
+            of_leader, of_gateway = (
+                one.cluster.placement.index
+                for one in (headway.controllers["c1"].leader.control.controller, gateway.controller)  # type: ignore[union-attr]
+            )
+            report = CacheReport("epoch", 0, 1, keys.tobytes(), whole=True)
+            headway.loop.call_soon_threadsafe(headway.agents["a1"]._tell, Cached("e0", report))
+            until(lambda: of_leader.tokens("e0", keys) == 128)
+            assert gateway.post(gateway.chat()).status_code == 200
+            assert of_gateway.tokens("e0", keys) == 128 * drop
 
 
 def test_two_gateways_share_one_queue(headway: Parts) -> None:

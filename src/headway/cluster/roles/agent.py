@@ -23,10 +23,13 @@ class Agent:
     """The engines of this process, for gateways and a controller elsewhere.
 
     make: creates the engines, given a listener for their events.
+    drops: some class drops requests, so gateways want to know what is cached: they refuse by it at arrival.
     """
 
-    def __init__(self, link: WireLink, make: Callable[[Tell], Mapping[str, VllmEngine]]) -> None:
-        self._link = link
+    def __init__(
+        self, link: WireLink, make: Callable[[Tell], Mapping[str, VllmEngine]], *, drops: bool = False
+    ) -> None:
+        self._link, self._drops = link, drops
         self.agents = Agents(make(self._tell), self._tell, self._progressed)
         self._instances: dict[str, Instance] = {}
         self._epoch = 0
@@ -56,14 +59,12 @@ class Agent:
 
     def _tell(self, event: Event) -> None:
         """Report an event of an engine."""
-        if isinstance(event, Learned):
+        if isinstance(event, Learned) or (isinstance(event, Cached) and self._drops):
             self._to_both(event)
             return
-        if isinstance(event, Cached):
-            self._link.send("controller", event)
-            return
-        self._note(event)
-        self._send_states()
+        if not isinstance(event, Cached):
+            self._note(event)
+            self._send_states()
         self._link.send("controller", event)
 
     def _note(self, event: Event) -> None:

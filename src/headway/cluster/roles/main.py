@@ -27,7 +27,7 @@ from headway.errors import ConfigError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import engines_of
+from headway.gateway.control.setup import drops, engines_of
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.main import bind, preflight, serve
 from headway.gateway.watch.logs import configure
@@ -98,7 +98,8 @@ def agent(
     async def work() -> None:
         metrics = Metrics()
         async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}") as link:
-            one = Agent(link, lambda report: engines_of(config, log_dir, report, metrics, only))
+            make = partial(engines_of, config, log_dir, metrics=metrics, only=only)
+            one = Agent(link, make, drops=drops(config))
 
             async def listen() -> None:
                 async for message in link.messages():

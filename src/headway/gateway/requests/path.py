@@ -40,7 +40,7 @@ from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
 from headway.store.queue.port import Broker, queue_unavailable
-from headway.types import Reject, Request
+from headway.types import Reject
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
 _AT_A_TIME = 8  # streams that begin or end in one iteration of the event loop: about two milliseconds
@@ -94,7 +94,7 @@ class RequestPath:
         if (problem := self.broker.problem()) is not None:
             raise queue_unavailable(problem)
 
-    def check_capacity(self, request: Request, most: int | None = None) -> None:
+    def check_capacity(self, parsed: ParsedRequest, most: int | None = None) -> None:
         """Refuse a request before it is stored (429): the queue has no room, or it would be late (`drop`).
 
         Only the latter is a promise that was not kept. ModelUnavailable (503) when its model is given up,
@@ -102,19 +102,19 @@ class RequestPath:
         """
         if (problem := self._dispatcher.control.problem()) is not None:
             raise HeadwayError(problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable")
-        unavailable = self._dispatcher.unavailable(request.model)
+        unavailable = self._dispatcher.unavailable(parsed.request.model)
         if unavailable is not None:
             raise unavailable
-        reject = self.admission(request, most)
+        reject = self.admission(parsed, most)
         if reject is None:
             return
-        self.observers.refused(Refused(reject.reason, request.tenant, request))
+        self.observers.refused(Refused(reject.reason, parsed.request.tenant, parsed.request))
         raise refusal(reject)
 
-    def admission(self, request: Request, most: int | None = None) -> Reject | None:
+    def admission(self, parsed: ParsedRequest, most: int | None = None) -> Reject | None:
         """Return why a request would be refused now, None = it would not be. Nothing is counted."""
         control = self._dispatcher.control
-        return control.controller.admit(request, clock.now(), self._pending_by_group(), most)
+        return control.controller.admit(parsed.request, clock.now(), self._pending_by_group(), most, parsed.keys)
 
     def _pending_by_group(self) -> Mapping[Group, int]:
         """Return the places that the controller does not count: of what is being stored, or elsewhere."""
@@ -133,7 +133,7 @@ class RequestPath:
         if parsed.earlier is None:
             if key is not None:
                 self.check_rate(key, counted=True)  # others' prompts were read meanwhile
-            self.check_capacity(parsed.request, None if key is None else key.max_queued)
+            self.check_capacity(parsed, None if key is None else key.max_queued)
         return parsed
 
     async def with_earlier(self, parsed: ParsedRequest) -> ParsedRequest:

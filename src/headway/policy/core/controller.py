@@ -83,15 +83,20 @@ class Controller:
         return max(self._queued, self._places - inside)
 
     def admit(
-        self, request: Request, now: float, storing: Mapping[Group, int] | None = None, most: int | None = None
+        self,
+        request: Request,
+        now: float,
+        storing: Mapping[Group, int] | None = None,
+        most: int | None = None,
+        keys: bytes = b"",
     ) -> Reject | None:
         """Tell, before anything is stored, whether the queue has room for this request.
 
         storing: places of what was admitted and has not arrived yet, because it is being stored.
-        most: places of its tenant that may wait, as far as its key is concerned.
+        most: places of its tenant that may wait, as far as its key is concerned. keys: as in `Arrived`.
         """
         full = self.full(request.tenant, request.tier, now, storing or {}, most)
-        return self.infeasible(request, now) if full is None else replace(full, id=request.id)
+        return self.infeasible(request, now, keys) if full is None else replace(full, id=request.id)
 
     def full(
         self, tenant: str, tier: str | None, now: float, storing: Mapping[Group, int], most: int | None = None
@@ -113,14 +118,15 @@ class Controller:
 
     # ---- requests that are refused rather than served late (`Request.drop`)
 
-    def infeasible(self, request: Request, now: float) -> Reject | None:
+    def infeasible(self, request: Request, now: float, keys: bytes = b"") -> Reject | None:
         """Refuse a request, at arrival, that not even an idle engine could serve on time.
 
-        Nothing is refused before the engines of its model have learned their latency (`Learned`).
+        Nothing is refused before the engines of its model have learned their latency (`Learned`). What an engine
+        holds of the prompt need not be computed there. keys: as in `Arrived`.
         """
         if not request.drop:
             return None
-        needs = self._needs(request, self._serving(request.model))
+        needs = self._needs(request, self._serving(request.model), keys)
         if needs.last_start(request) >= now:
             return None
         if Needs().last_start(request) >= now and self._drops.try_anyway(request, now):
@@ -174,7 +180,7 @@ class Controller:
                 self._drops.discard(id)
                 continue
             request = self.requests[id]
-            needs = self._needs(request, [instance], done.computed)
+            needs = self._drops.needs(request, self.lengths.forecast(request), {instance: done.computed}, exact=True)
             last = needs.last_start(request)
             if last >= now:
                 self._drops.watch(id, last)
@@ -185,8 +191,10 @@ class Controller:
     def _serving(self, model: str) -> list[str]:
         return [instance.id for instance in self.cluster.instances.values() if instance.model == model]
 
-    def _needs(self, request: Request, instances: Sequence[str], computed: int | None = None) -> Needs:
-        return self._drops.needs(request, self.lengths.forecast(request), instances, computed)
+    def _needs(self, request: Request, instances: Sequence[str], keys: bytes = b"") -> Needs:
+        found, prompt = self.cluster.placement.found, request.prompt_tokens
+        computed = {name: found(request.id, name, prompt, keys) for name in instances}
+        return self._drops.needs(request, self.lengths.forecast(request), computed)
 
     def _watch(self, request: Request) -> None:
         """Look at a queued request again when it must have started."""
@@ -216,8 +224,8 @@ class Controller:
         self.cluster.version += 1
         match event:
             case Arrived(request, keys):
-                self._add(request)
                 self.cluster.placement.came(request, keys)
+                self._add(request)
             case Returned(id, output_tokens):
                 if not self._take_back(id, output_tokens):
                     return False

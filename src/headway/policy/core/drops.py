@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.events import Learned
 from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.feasibility import last_start, least_answer, next_token_seconds, pace_at
-from headway.types import Forecast, Request, Shortfall
+from headway.types import Floats, Forecast, Request, Shortfall
 
 _TRIAL = 60.0  # seconds from one trial of a model to the next
 
@@ -69,26 +69,28 @@ class Drops:
         """Forget what an instance had learned, because another engine is in its place."""
         self._learned.pop(instance, None)
 
-    def needs(
-        self, request: Request, forecast: Forecast, instances: Sequence[str], computed: int | None = None
-    ) -> Needs:
+    def needs(self, request: Request, forecast: Forecast, computed: Mapping[str, int], *, exact: bool = False) -> Needs:
         """Return what a request needs on the best of the instances that may serve it.
 
         Nothing as long as one of them has learned nothing (its next token may come at once for all that is
         known), and of a trial: then only a deadline that has passed counts as missed.
 
-        computed: tokens of its prompt that are computed; None = as many as may be in the prefix cache.
+        computed: instance -> tokens of the prompt that it is known to have. exact: it has no more; otherwise
+            as many as it found for other requests lately may be in its prefix cache.
         """
-        learned = [self._learned.get(name) for name in instances]
-        if request.id == self._trials.get(request.model, (0.0, ""))[1] or not learned or None in learned:
+        learned = {name: self._learned.get(name) for name in computed}
+        if request.id == self._trials.get(request.model, (0.0, ""))[1] or not learned or None in learned.values():
             return Needs()
-        each = (self._needs_on(one, request, forecast, computed) for one in learned if one is not None)
+        each = (
+            self._needs_on(one.theta, request, forecast, computed[name] if exact else max(computed[name], one.cached))
+            for name, one in learned.items()
+            if one is not None
+        )
         return max(each, key=lambda needs: needs.last_start(request))
 
-    def _needs_on(self, learned: Learned, request: Request, forecast: Forecast, computed: int | None) -> Needs:
-        theta, done = learned.theta, learned.cached if computed is None else computed
+    def _needs_on(self, theta: Floats, request: Request, forecast: Forecast, computed: int) -> Needs:
         pace = pace_at(theta, 0, 0.0)
-        prompt = next_token_seconds(theta, max(request.context - done, 1), pace.base)
+        prompt = next_token_seconds(theta, max(request.context - computed, 1), pace.base)
         return Needs(prompt, least_answer(self.doubt, forecast.spread, forecast.mean * pace.token))
 
     def try_anyway(self, request: Request, now: float) -> bool:

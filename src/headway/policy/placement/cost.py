@@ -292,11 +292,17 @@ class Placement:
 
     # ---- the rule
 
-    def found(self, id: str, name: str, prompt: int) -> int:
-        """Return the tokens of a request's prompt that an engine holds; the last one is always computed."""
+    def found(self, id: str, name: str, prompt: int, keys: bytes = b"") -> int:
+        """Return the tokens of a request's prompt that an engine holds, or held when the request went there.
+
+        The last one is always computed. keys: of its prompt, if it has not come yet.
+        """
         if (planned := self._planned.get(id)) is not None and planned[0] == name:
             return planned[1]
-        return min(self.index.tokens(name, self._keys.get(id)), prompt - 1)
+        if (one := self._inside.get(id)) is not None and one.name == name:
+            return one.found
+        known = np.frombuffer(keys, np.int64) if keys else self._keys.get(id)
+        return min(self.index.tokens(name, known), prompt - 1)
 
     def costs(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> list[Cost]:
         """Return what a queued request costs on each of these engines."""

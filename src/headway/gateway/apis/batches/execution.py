@@ -232,18 +232,18 @@ class Execution:
         self._check_room()
         text = await self._text(line)
         _, parsed = await offload(len(text), lambda: parse_line(self._state, batch, text, None))
-        request = self._with_deadline(line, parsed.request)
+        parsed = replace(parsed, request=self._with_deadline(line, parsed.request), background=True)
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant
             held.add(max(len(text), len(parsed.upstream.content)))
-            reject = gateway.path.admission(request, self._slots.most)
+            reject = gateway.path.admission(parsed, self._slots.most)
             if reject is not None and reject.reason != "infeasible":
                 raise NoRoom
-            await _run_to_end(self._put(replace(parsed, request=request, background=True), held))
+            await _run_to_end(self._put(parsed, held))
 
     async def _put(self, parsed: ParsedRequest, held: Held) -> None:
         gateway, tenant, now = self._state.gateway, self._batch.tenant, clock.now()
-        gateway.path.check_capacity(parsed.request, self._slots.most)
+        gateway.path.check_capacity(parsed, self._slots.most)
         self._check_room()  # again: other lines came in meanwhile
         gateway.path.usage.count(tenant, now, requests=1)
         try:

@@ -15,7 +15,7 @@ from headway.config import Engine
 from headway.engines.vllm.fatal_fields import known_fields
 from headway.engines.vllm.process.remote import RemoteEngine
 from headway.errors import EngineError
-from headway.events import Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.remote.control import RemoteControl
 
@@ -68,7 +68,7 @@ class RemoteFleet:
                     self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
                     for id in [id for id, one in self._reports.items() if one.agent == message.sender]:
                         self._mark_silent(id)
-                case Learned():
+                case Learned() | Cached():
                     self._control.fleet_changed(item)
 
     def _update(self, message: Message, state: EngineState) -> None:
