@@ -283,6 +283,7 @@ class Instance:
     loaded: its model as one that it can load again after another; None = it cannot load any.
     assumed: fields above that it does not tell, so that they are as configured.
     prefix_caching: it has a prefix cache.
+    own_order: it computes prompts in vLLM's own order, as they come, unless `Send.rank` says otherwise.
     """
 
     id: str
@@ -299,6 +300,7 @@ class Instance:
     loaded: Loadable | None = None
     assumed: tuple[str, ...] = ()
     prefix_caching: bool = True
+    own_order: bool = False
 
     @property
     def window(self) -> int:

@@ -55,6 +55,7 @@ def check_empty(engine: SchedulerOracle) -> None:
 def test_state_tells_that_blocks_have_two_ends() -> None:
     state = build().scheduler.control({"op": "state"})
     assert state["two_ended"] is True
+    assert state["own_order"] is False
     assert state["counters"]["shared_blocks"] == 0
     assert state["blocks_free"] == state["blocks_total"] == BLOCKS
 

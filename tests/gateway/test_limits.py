@@ -37,7 +37,7 @@ def test_a_stock_engine_is_taken_for_what_it_tells(serve: Serve, stock: Fake, ca
     with serve(stock.url, engine={"max_running": None}) as gateway:
         one = planned(gateway)
         assert (one.max_model_len, one.block_size, one.blocks_total) == (CONTEXT, BLOCK, BLOCKS - 1)
-        assert (one.max_running, one.assumed) == (256, ("max_running",))
+        assert (one.max_running, one.assumed, one.own_order) == (256, ("max_running",), True)
         assert gateway.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT
         long = gateway.chat(max_tokens=CONTEXT + 1)
         assert f"has room for {CONTEXT}" in error(gateway.post(long), 400)["message"]

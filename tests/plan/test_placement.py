@@ -125,6 +125,17 @@ def test_one_more_cached_token_makes_no_engine_cost_more(
     assert max(after.seconds - before.seconds, after.own - before.own, after.first - before.first) <= 0
 
 
+@pytest.mark.parametrize("own_order", [False, True])
+def test_overdue_prompts_go_first_where_an_engine_keeps_vllm_s_own_order(own_order: bool) -> None:
+    fleet = Fleet(2, own_order=own_order)
+    name = fleet.send(ask("late", prompt=4000, slo=Slo(ttft=0.1)), prompt(1, 250))
+    cluster = fleet.core.cluster
+    row = cluster.backlog.add("new", arrival=0.2, due=1.2, prompt=1600, tokens=1700.0)
+    there = Engine(cluster.instances[name], cluster.code(name))
+    (cost,) = cluster.placement.costs(cluster.backlog, row, [there], 0.2)
+    assert cost.first - cost.own == pytest.approx(own_order * (seconds(Batch(0, 0, 4000, 8_000_000)) - 0.2))
+
+
 # ---- the index
 
 

@@ -68,3 +68,8 @@ def test_a_rerank_never_overtakes_the_request() -> None:
     """It is decided as r3 is sent, and both take 0.25 s to the engine."""
     ranks = {"r0": -2.0, "r4": 9.0}
     assert order(ranks, lambda now: {"r3": -1.0} if now == 0.3 else {}, 0.25) == [0, 3, 1, 2, 4]
+
+
+@pytest.mark.parametrize(("name", "own"), [("vllm", True), ("headway", False)])
+def test_the_controller_knows_which_engines_keep_vllm_s_own_order(name: str, own: bool) -> None:
+    assert SimulatedInstance(machine("e0"), find(name)).instance().own_order is own

@@ -30,6 +30,7 @@ FINGERPRINTS = {
     3: "ed152ba2eb04b848",
     4: "cd85f204e05b8823",
     5: "8c165843df3b9275",
+    6: "7bbeba6e2b2bd27c",
 }
 
 
@@ -125,7 +126,7 @@ def altered(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 5. Run the same"),
+        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 6. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
         (altered(items=[{"kind": "Exploded", "body": {}}]), "holds the unknown kind 'Exploded'. Run"),

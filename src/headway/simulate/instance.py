@@ -216,7 +216,8 @@ class SimulatedInstance:
         others = tuple(_loadable(spec) for model, spec in self.variants.items() if model != self.variant.instance.model)
         loaded = _loadable(self.variant) if others else None
         latency, warm = self.variant.latency.seconds, tuple(self.memory.held)
-        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency, loaded=loaded)
+        own = self.engine.packer.own_order
+        return replace(self.variant.instance, loadable=others, warm=warm, latency=latency, loaded=loaded, own_order=own)
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,7 @@ from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standi
 from headway.cluster.wire.port import Message
 from headway.config import Tier
 from headway.events import Arrived, Cached, Finished, Started
-from headway.gateway.control.remote.control import RemoteControl
+from headway.gateway.control.remote.control import RemoteControl, reported
 from headway.prefix import CacheReport
 from headway.types import Request
 from tests.gateway.gateway import Fake, configuration, until
@@ -98,6 +98,40 @@ def test_a_standby_takes_over_what_waits_and_what_runs(headway: Parts, fake: Fak
         assert [one.result(20).status_code for one in held] == [200] * 36
         until(lambda: not waiting(headway, "c2"))
         assert fake.last()["asked"] == 36, "none was sent twice"
+
+
+def test_a_standby_learns_the_keys_of_prompts(tmp_path: Path, fake: Fake, stock: Fake) -> None:
+    """They exist where several engines have the model."""
+    with parts(configuration(tmp_path, fake.url, stock.url), tmp_path) as headway:
+        headway.controller("c1")
+        headway.controller("c2")
+        headway.agent("a1", "e0", "e1")
+        with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
+            body = gateway.chat(messages=[{"role": "user", "content": "word " * 200}], **fakes(hold="h"))
+            asked = pool.submit(gateway.post, body)
+            until(lambda: waiting(headway, "c1"))
+            headway.kill("c1")
+            until(lambda: headway.controllers["c2"].leader is not None)
+            until(lambda: waiting(headway, "c2"))
+            (id,) = waiting(headway, "c2")
+            leader = headway.controllers["c2"].leader
+            assert leader is not None
+            keys = leader.control.controller.cluster.placement.keys(id)
+            assert len(keys) >= 8 * 200 // 16
+            assert keys == gateway.controller.cluster.placement.keys(id)
+            for engine in (fake, stock):
+                engine.release("h")
+            assert asked.result(20).status_code == 200
+
+
+def test_a_message_with_requests_has_room_for_their_keys() -> None:
+    request = Request("r", "m", 10, 10, arrival=0.0)
+    held = [InFlight(request, None, False, 0.0, bytes(size)) for size in (0, 2**20, 2**19, 2**19, 0, 2**20, 0)]
+    made = list(reported(held))
+    assert [one for part in made for one in part] == held
+    assert [sum(len(one.keys) for one in part) for part in made] == [3 * 2**19, 3 * 2**19, 0]
+    assert [len(part) for part in reported(held[:1] * 1001)] == [500, 500, 1]
+    assert list(reported([])) == [[]]
 
 
 def test_requests_of_a_gateway_that_dies_end_in_the_controller(headway: Parts, fake: Fake) -> None:

@@ -248,7 +248,7 @@ class Leader:
         if owner != name and self._since[id] > since:
             return []  # another gateway has taken it over
         if id not in self.control.controller.requests or owner != name:
-            events += self._arrived(name, gateway, one.request, apart, since)
+            events += self._arrived(name, gateway, one.request, apart, since, one.keys)
         elif (code := self._code(id)) is not None:
             cluster = self.control.controller.cluster
             if one.instance is None or code != cluster.code(one.instance):

@@ -8,7 +8,7 @@ has (`Present`, `EngineState`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.events import Event
 from headway.types import Command, Instance, Progress, Request
@@ -20,12 +20,14 @@ class InFlight:
 
     instance: where it was sent, None = it is queued. started: it has its first token.
     since: instant from which the gateway has it; of two gateways that claim a request, the later one has it.
+    keys: as in `Arrived`.
     """
 
     request: Request
     instance: str | None
     started: bool
     since: float
+    keys: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,6 +292,11 @@ class Placement:
 
     # ---- the rule
 
+    def keys(self, id: str) -> bytes:
+        """Return the keys of a request's prompt, as in `Arrived`."""
+        keys = self._keys.get(id)
+        return b"" if keys is None else keys.tobytes()
+
     def found(self, id: str, name: str, prompt: int, keys: bytes = b"") -> int:
         """Return the tokens of a request's prompt that an engine holds, or held when the request went there.
 
@@ -311,7 +316,7 @@ class Placement:
         for load in loads:
             load.settle(backlog, now)
         fastest = min(loads, key=lambda load: load.prompt_seconds(prompt, 0))
-        ahead, out = self._ahead(backlog, row, now), list[Cost]()
+        ahead, out = self._ahead(backlog, row, engines, now), list[Cost]()
         free = sum(load.free for load in loads) / len(loads)
         delay = BUSY_DELAY + (1 - BUSY_DELAY) * free
         for (instance, code, sent), load in zip(engines, loads, strict=True):
@@ -330,16 +335,19 @@ class Placement:
             self.up(instance)
         return self._loads[instance.id]
 
-    def _ahead(self, backlog: Backlog, row: int, now: float) -> Floats:
+    def _ahead(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> Floats:
         """Return the seconds of prompts inside the engines that go before a queued request, by code of an engine.
 
-        Those that are due before it and not overdue; without a deadline, the soft target counts.
+        Those that are due before it and not overdue; without a deadline, the soft target counts. All of them in an
+        engine that keeps vLLM's own order.
         """
         rows = np.flatnonzero(backlog.pending)
         both = np.append(rows, row)
         due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
         due = np.where(np.isinf(due), soft, due)
         before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now)
+        if in_order := [code for instance, code, _ in engines if instance.own_order]:
+            before |= np.isin(backlog.instance[rows], in_order)
         return np.asarray(np.bincount(backlog.instance[rows[before]], backlog.work[rows[before]]), float)
 
 

@@ -26,8 +26,8 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         nothing else; null = it is not followed
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
-is whether prefixes can be pinned, `fatal` which request fields crash this engine (`fatal_fields.py`), `settings`
-what vLLM has resolved for this device and model. Its
+is whether prefixes can be pinned, `own_order` whether vLLM's own order is kept, `fatal` which request fields crash
+this engine (`fatal_fields.py`), `settings` what vLLM has resolved for this device and model. Its
 `latency` is null until the engine has learned its own; then theta (`policy/forecast/latency/online.py`), and
 the tokens of the longest prefix that was found in the cache lately.
 """
@@ -101,6 +101,7 @@ class ControlMixin(PinsMixin):
     _headway_id: dict[str, str]
     pending: PendingUrgency
     recipe: Any
+    packer: Any
     stats: Any
     counters: dict[str, float]
     kv_policy: Any
@@ -164,6 +165,7 @@ class ControlMixin(PinsMixin):
             "blocks_total": self._total,
             "block_size": self._block_size,
             "prefix_caching": self.pins.possible,
+            "own_order": self.packer.own_order,
             "fatal": self._fatal(),
             **self._limits,
             "settings": self.settings,

@@ -247,7 +247,8 @@ class VllmEngine(EngineView):
         for problem, fix in limit_warnings(self.config, limits):
             log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
         instance = instance_of(self.id, self.models.current, self.config, limits)
-        self.instance = replace(instance, prefix_caching=self.prefix_caching or state is None)
+        own_order = state is None or bool(state.get("own_order"))
+        self.instance = replace(instance, prefix_caching=self.prefix_caching or state is None, own_order=own_order)
         self.about = describe(self.instance, state)
         return self.instance
 

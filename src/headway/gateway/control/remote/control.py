@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, get_args
+from typing import get_args
 
 from headway import clock
 from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
@@ -29,9 +29,8 @@ from headway.types import Command, Plan, Reject, Request, Send, Swap
 EVERY_S = 0.5  # between two signs of life
 REPORT_S = 1.0  # between two reports to a controller that still does not know this gateway ...
 _REPORTED_PER_S = 10_000  # ... and more for what it has to take note of
-_CHUNK = 500  # requests or events in one message
+_MOST, _MOST_KEYS = 500, 2**20  # requests in one message, and bytes of keys after which it is full
 COMMANDS = get_args(Command)
-T = TypeVar("T")
 log = logging.getLogger("headway.gateway")
 
 
@@ -124,9 +123,8 @@ class RemoteControl(ControlView):
         """
         self._flushing = False
         events, self._outbox = self._outbox, []
-        if self.leader.knows:
-            for part in _parts(events):
-                self._link.send("controller", *part)
+        if self.leader.knows and events:
+            self._link.send("controller", *events)
 
     def fleet_changed(self, event: Event) -> None:
         """Take note of what an agent says of an engine; the controller hears it from the agent itself."""
@@ -177,12 +175,13 @@ class RemoteControl(ControlView):
 
     def report(self) -> None:
         """Report all requests of this gateway to the controller."""
-        held = [
-            InFlight(request, self._at.get(id), id in self._started, self._since[id])
+        keys = self.controller.cluster.placement.keys
+        held = (
+            InFlight(request, self._at.get(id), id in self._started, self._since[id], keys(id))
             for id, request in self.controller.requests.items()
-        ]
+        )
         self._outbox = []
-        parts = list(_parts(held)) or [[]]
+        parts = list(reported(held))
         for i, part in enumerate(parts):
             self._link.send("controller", Present(tuple(part), last=i == len(parts) - 1))
 
@@ -225,5 +224,13 @@ def _shifted(command: Command, apart: float) -> Command:
     return replace(command, until=command.until + apart) if isinstance(command, Prewarm) else command
 
 
-def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
-    return (items[i : i + _CHUNK] for i in range(0, len(items), _CHUNK))
+def reported(held: Iterable[InFlight]) -> Iterator[list[InFlight]]:
+    """Yield requests as they go into one message each, at least one, which may be empty."""
+    part, size = list[InFlight](), 0
+    for one in held:
+        if len(part) == _MOST or size > _MOST_KEYS:
+            yield part
+            part, size = [], 0
+        part.append(one)
+        size += len(one.keys)
+    yield part
