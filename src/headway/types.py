@@ -336,7 +336,7 @@ class Send:
 
     rank: its `Jobs.urgency` there, lower first; 0 = the packer's order.
     soft: its `Jobs.soft` there, None = as its `Slo` says.
-    found: tokens of its prompt that the engine is known to hold.
+    found: tokens of its prompt that the engine is known to hold. moved: another one that it could go to holds more.
     """
 
     id: str
@@ -344,6 +344,7 @@ class Send:
     rank: float = 0.0
     soft: float | None = None
     found: int = 0
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

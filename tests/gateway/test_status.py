@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.engines.vllm.process.client import VllmEngine
-from headway.gateway.watch.metrics import relabelled
+from headway.gateway.watch.metrics import Metrics, relabelled
+from headway.types import Request, Send
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import DEAD, Fake, Gateway, until
 from tests.gateway.test_refusals import error
@@ -79,6 +80,21 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
         for name in ("headway_ttft_seconds", "headway_tpot_seconds", "headway_e2e_seconds"):
             counts = [value for sample, _, value in found[name] if sample.endswith("_count")]
             assert counts == [1, 1]
+
+
+def test_metrics_of_placement() -> None:
+    """A request's prompt counts where it is sent, and once as moved if another engine held more of it."""
+    metrics, request = Metrics(), Request("a", "m", 100, 8, 0.0, tier="chat")
+    metrics.placed(request, Send("a", "e0", found=96))
+    metrics.placed(request, Send("a", "e1", found=32, moved=True))
+
+    def counted(name: str) -> list[float | None]:
+        by = [{"instance": engine, "class": "chat"} for engine in ("e0", "e1")]
+        return [metrics.registry.get_sample_value(f"headway_placed_{name}_total", labels) for labels in by]
+
+    assert counted("prompt_tokens") == [100.0, 100.0]
+    assert counted("cached_tokens") == [96.0, 32.0]
+    assert counted("moves") == [0.0, 1.0]
 
 
 def test_metrics_without_an_engine(serve: Serve) -> None:

@@ -14,7 +14,7 @@ from headway.policy.placement.cost import Cost, Engine
 from headway.policy.placement.index import PrefixIndex
 from headway.policy.plan.ordered import Ordered
 from headway.prefix import GRAIN, CacheReport, Keys, prompt_seed, token_keys
-from headway.types import Batch, Request, Slo
+from headway.types import Batch, Request, Send, Slo
 from tests.plan.place import Place, ask, instance
 
 SEED = prompt_seed(None, None)
@@ -92,6 +92,33 @@ def test_an_engine_that_is_far_behind_loses_its_prefix_to_another() -> None:
     sent = [fleet.send(ask(f"r{i}", prompt=2000 + i), prompt(7, 20)) for i in range(40)]
     assert sent[0] == "e0"
     assert sent.count("e1") >= 15, "the prefix is computed again where there is nothing to do"
+
+
+@EXAMPLES
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=40))
+def test_a_send_says_what_its_engine_holds_and_whether_another_one_holds_more(
+    engines: int, prompts: list[tuple[int, int]]
+) -> None:
+    fleet = Fleet(engines)
+    index, names = fleet.core.cluster.placement.index, [f"e{i}" for i in range(engines)]
+    for i, (chain, grains) in enumerate(prompts):
+        request, keys = ask(f"r{i}", 0.01 * i, prompt=grains * GRAIN), prompt(chain, grains)
+        held = {name: min(index.tokens(name, keys), request.prompt_tokens - 1) for name in names}
+        (sent,) = fleet.core.on(Arrived(request, keys.tobytes()), request.arrival)
+        assert isinstance(sent, Send)
+        assert (sent.found, sent.moved) == (held[sent.instance], max(held.values()) > held[sent.instance])
+
+
+def test_a_request_that_is_sent_away_from_its_prefix_has_moved_and_those_after_it_have_not() -> None:
+    fleet = Fleet(2)
+    fleet.holds("e0", prompt(7, 125))
+    fleet.holds("e1", prompt(8, 1))
+    sent = list[Send]()
+    for i in range(60):
+        keys = np.concatenate([prompt(7, 125), prompt(100 + i, 500)])
+        sent += fleet.core.on(Arrived(ask(f"r{i}", prompt=10_000), keys.tobytes()), 0.0)  # type: ignore[arg-type]
+    assert [send.instance for send in sent if send.moved] == ["e1"], "from then on both hold it"
+    assert {send.found for send in sent if not send.moved} == {2000}
 
 
 def test_equal_engines_take_turns() -> None:

@@ -126,8 +126,7 @@ class Dispatcher:
         in_flight.rank, in_flight.soft = send.rank, send.soft
         in_flight.sends += ((clock.now(), send.instance),)
         in_flight.enter(RequestState.SENT)
-        request = in_flight.request
-        self._metrics.placed(send.instance, request.tier, request.prompt_tokens, send.found)
+        self._metrics.placed(in_flight.request, send)
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
         if in_flight.returned is not None:

@@ -21,7 +21,7 @@ from headway.gateway.watch.history import History, RatePair
 from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.gateway.watch.run_metrics import RunMetrics
 from headway.store.batches.records import Batch
-from headway.types import Request
+from headway.types import Request, Send
 
 log = logging.getLogger("headway.gateway")
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 30, 60, 120)
@@ -100,6 +100,11 @@ class Metrics(Observer):
         self._placed = Counter("headway_placed_prompt_tokens", "Tokens of prompts sent to an engine.", by, registry=r)
         help = "Of these, tokens that the engine was known to have in its prefix cache."
         self._found = Counter("headway_placed_cached_tokens", help, by, registry=r)
+        help = (
+            "Moves: requests sent to an engine while another one that could take them held more of their prompt. "
+            "Each makes a replica of that prefix, which is computed anew where the request goes."
+        )
+        self._moves = Counter("headway_placed_moves", help, by, registry=r)
         self.evictions = Gauge("headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r)
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
@@ -230,10 +235,12 @@ class Metrics(Observer):
         """Count a refusal."""
         self._drops.labels(reason, self._label(tenant)).inc()
 
-    def placed(self, instance: str, tier: str, tokens: int, found: int) -> None:
-        """Count the tokens of a prompt that is sent to an engine, and those that it holds."""
-        self._placed.labels(instance, tier).inc(tokens)
-        self._found.labels(instance, tier).inc(found)
+    def placed(self, request: Request, send: Send) -> None:
+        """Count the tokens of a prompt that is sent to an engine, those that it holds, and moves."""
+        by = send.instance, request.tier
+        self._placed.labels(*by).inc(request.prompt_tokens)
+        self._found.labels(*by).inc(send.found)
+        self._moves.labels(*by).inc(send.moved)
 
     def refused(self, refusal: Refused) -> None:
         """Count a refusal; only one that could not be on time is a promise that was not kept."""

@@ -303,8 +303,9 @@ class Controller:
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
 
     def _with_found(self, send: Send) -> Send:
-        found = self.cluster.placement.found(send.id, send.instance, self.requests[send.id].prompt_tokens)
-        return replace(send, found=found) if found > 0 else send
+        placement, id, name = self.cluster.placement, send.id, send.instance
+        found, moved = placement.found(id, name, self.requests[id].prompt_tokens), placement.moved(id, name)
+        return replace(send, found=found, moved=moved) if found > 0 or moved else send
 
     def _takes_work(self, instance: Instance) -> None:
         self._forget(instance.id)

@@ -188,7 +188,7 @@ class Placement:
     _loads: dict[str, _Load] = field(default_factory=dict)
     _keys: dict[str, Keys] = field(default_factory=dict)  # of prompts, by id
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
-    _planned: dict[str, tuple[str, int]] = field(default_factory=dict)  # engine, and tokens found there, by id
+    _planned: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # engine, `found` and `moved`, by id
     _inside: dict[str, _Inside] = field(default_factory=dict)
 
     # ---- what happens
@@ -249,12 +249,12 @@ class Placement:
             load.change(id, one, 1)
         self._expect(id, name)
 
-    def planned(self, id: str, name: str, found: int) -> None:
+    def planned(self, id: str, name: str, found: int, *, moved: bool) -> None:
         """Let requests that are placed after this one in the same plan find its prompt; `sent` follows.
 
-        found: tokens of its prompt that the engine holds without it.
+        found: tokens of its prompt that the engine holds without it. moved: as in `Send`.
         """
-        self._planned[id] = name, found
+        self._planned[id] = name, found, moved
         self._expect(id, name)
 
     def _expect(self, id: str, name: str) -> None:
@@ -308,6 +308,11 @@ class Placement:
             return one.found
         known = np.frombuffer(keys, np.int64) if keys else self._keys.get(id)
         return min(self.index.tokens(name, known), prompt - 1)
+
+    def moved(self, id: str, name: str) -> bool:
+        """Return `Send.moved` for a request that was planned for an engine; False for others."""
+        planned = self._planned.get(id)
+        return planned is not None and planned[0] == name and planned[2]
 
     def costs(self, backlog: Backlog, row: int, engines: Sequence[Engine], now: float) -> list[Cost]:
         """Return what a queued request costs on each of these engines."""

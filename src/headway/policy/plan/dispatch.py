@@ -67,7 +67,8 @@ def _cheapest(row: int, names: list[str], cluster: Cluster, now: float, sent: di
     costs = cluster.placement.costs(cluster.backlog, row, engines, now)
     best = least(costs)
     sent[names[best]] += costs[best].own
-    cluster.placement.planned(str(cluster.backlog.keys[row]), names[best], costs[best].found)
+    found, most = costs[best].found, max(cost.found for cost in costs)
+    cluster.placement.planned(str(cluster.backlog.keys[row]), names[best], found, moved=most > found)
     return names[best]
 
 
