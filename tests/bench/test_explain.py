@@ -16,11 +16,15 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.errors import ConfigError
+from headway.prefix import Prefix
 from headway.simulate.record import run_folder
-from headway.simulate.record.run_folder import Run
+from headway.simulate.record.recorder import Recorder
+from headway.simulate.record.run_folder import Header, Machine, Run
 from headway.simulate.record.timeline import Reader
+from headway.simulate.run import Simulation
+from headway.simulate.workload.traffic import single
 from headway.whatif import explain, slo_violations
-from tests.helpers.recorded import record
+from tests.helpers.recorded import ALL, fleet, record
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +162,24 @@ def test_an_unknown_request_is_answered_with_near_ones(late: Run, wrong: str) ->
 
 def test_a_request_may_be_written_with_or_without_r(late: Run) -> None:
     assert slo_violations.find(late, "r7") == slo_violations.find(late, "7") == slo_violations.find(late, " r07 ") == 7
+
+
+def test_of_several_engines_it_says_which_one_got_it_and_what_that_one_held(late: Run, tmp_path: Path) -> None:
+    load = single(np.array([0.0, 1.0, 2.0]), np.array([1000, 500, 1200]), np.array([5, 5, 5]))
+    load = replace(load, prefix=np.array([1, 0, 1]), prefixes=(None, Prefix("history", 960)))
+    nodes, recorder = [replace(one, prefix_caching=True) for one in fleet(2)], Recorder()
+    outcome = Simulation(ALL["headway"], nodes, load).run(observer=recorder)
+    header = Header("headway", tuple(map(Machine.of, nodes)), 0, "a test")
+    run = run_folder.load(run_folder.save(Run(header, load, outcome, recorder.recording()), tmp_path))
+    said = [explain.placement(run, Reader(run).timeline(i)) for i in range(3)]
+    names = [f"e{number}" for number in outcome.instance]
+    waited = "; it waited 0.000 s outside and 0.000 s inside."
+    assert said[0] == f"It went to {names[0]}, which held none of its 1,000 prompt tokens{waited}"
+    assert said[2] == f"It went to {names[0]}, which held 960 of its 1,200 prompt tokens{waited}"
+    assert said[2] in text_of(run, 2)
+    data = explain.describe(run, Reader(run).timeline(2))
+    assert (data["placement"], data["cached_tokens"]) == (said[2], 960)
+    assert explain.placement(late, Reader(late).timeline(0)) == "", "one engine has the model"
 
 
 # ---- the command

@@ -200,6 +200,23 @@ def test_an_engine_that_gave_a_request_back_is_not_the_one_that_finished_it() ->
     assert "inside an engine that it came back from and e1" in explain.verdict(past_.run, past_.timeline(0))
 
 
+def test_it_says_what_the_engine_held_where_several_have_the_model() -> None:
+    row = request("a", instance="e1", prompt_tokens=13_000, found=12_288, sent=1000.4, resent=1000.4)
+    stay = StayRow("a", "e1", 1000.4, 1000.45, 1000.6, 1001.0, "")
+
+    def said(journal: JournalReader, model: str = "smollm2") -> str:
+        both = {"e0": replace(ENGINE, model=model), "e1": replace(ENGINE, instance="e1")}
+        past = Past.of(replace(journal, engines=both), "")
+        return explain.placement(past.run, past.timeline(0))
+
+    went = "It went to e1, which held 12,288 of its 13,000 prompt tokens; it waited 0.400 s outside"
+    assert said(JournalReader([row], stays=[stay])) == f"{went} and 0.050 s inside."
+    assert said(JournalReader([row])) == f"{went}.", "what it waited inside is not known"
+    assert said(JournalReader([row]), "another model") == ""
+    unsent = request("a", instance=None, found=None, sent=None, resent=None, outcome="refused", reason="infeasible")
+    assert said(JournalReader([unsent])) == ""
+
+
 # ---- the report
 
 

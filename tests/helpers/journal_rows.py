@@ -36,6 +36,7 @@ _REQUEST = RequestRow(
     0,
     "e0",
     0,
+    0,
     None,
     None,
     None,

@@ -108,7 +108,7 @@ class Watch(Observer):
         self.at: dict[int, int] = {}
         self.back: list[int] = []
 
-    def sent(self, request: int, instance: int, now: float) -> None:
+    def sent(self, request: int, instance: int, now: float, found: int) -> None:
         self.at[request] = instance
 
     def returned(self, request: int, now: float) -> None:

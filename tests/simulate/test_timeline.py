@@ -112,7 +112,7 @@ def test_a_request_that_came_back_and_went_elsewhere() -> None:
     request = int(np.argmax(run.outcome.end - run.outcome.first))
     other = 1 - int(run.outcome.instance[request])
     end = float(run.outcome.end[request])
-    moves = np.array([(end + 1, request, OUTSIDE), (end + 3, request, other)], run.recording.moves.dtype)
+    moves = np.array([(end + 1, request, OUTSIDE, 0), (end + 3, request, other, 32)], run.recording.moves.dtype)
     moves = np.concatenate([run.recording.moves, moves])
     run.outcome.end[request] = end + 4
     moves = moves[np.argsort(moves["time"], kind="stable")]
@@ -120,14 +120,15 @@ def test_a_request_that_came_back_and_went_elsewhere() -> None:
     *_, back, again = story.spans
     assert (back.state, back.start, back.end) == (OUT, end + 1, end + 3)
     assert (again.state, again.instance, again.end) == ("waiting", other, end + 4)
+    assert story.found == 32
     assert sum(story.seconds().values()) == pytest.approx(story.end - story.arrival)
 
 
 def test_moves_back_are_recorded() -> None:
     recorder = Recorder()
-    recorder.sent(4, 0, 1.0)
+    recorder.sent(4, 0, 1.0, 32)
     recorder.returned(4, 2.0)
-    assert recorder.recording().moves.tolist() == [(1.0, 4, 0), (2.0, 4, OUTSIDE)]
+    assert recorder.recording().moves.tolist() == [(1.0, 4, 0, 32), (2.0, 4, OUTSIDE, 0)]
 
 
 def test_a_failure_sends_requests_back_and_their_seconds_still_add_up() -> None:

@@ -96,7 +96,7 @@ class InFlightRequest:
     returned: when (monotonic) and why it came back to the queue; None = it has not, or was sent again.
     waited: what it waited for in the queue, as in a header of its response; None = nothing.
     refusal: the error that its client gets instead of an answer, None = it is not refused.
-    rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft: of the latest `Send`.
+    rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft, found: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
     prompt_tokens: as its engine counts them, 0 = not reported yet.
     first_token: instant of the first token, None before it.
@@ -120,6 +120,7 @@ class InFlightRequest:
     refusal: HeadwayError | None = None
     rank: float = 0.0
     soft: float | None = None
+    found: int = 0
     attempts: int = 0
     prompt_tokens: int = 0
     first_token: float | None = None

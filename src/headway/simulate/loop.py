@@ -195,7 +195,7 @@ class Loop:
             self.outcome.instance[row] = self._numbers[instance.id]
             forecast = self.controller.lengths.forecast(request)
             if self.observer is not None:
-                self.observer.sent(row, self._numbers[instance.id], now)
+                self.observer.sent(row, self._numbers[instance.id], now, send.found)
             preempted = self._preempted.pop(id, None)
             told = forecast.mean, forecast.spread, send.rank, send.soft
             instance.submit(Submission(request, output, *told, preempted))

@@ -14,8 +14,8 @@ class Observer:
     Requests are rows of the workload, instances their number in the fleet.
     """
 
-    def sent(self, request: int, instance: int, now: float) -> None:
-        """A request was submitted to an instance, which has not admitted it yet."""
+    def sent(self, request: int, instance: int, now: float, found: int) -> None:
+        """A request was submitted to an instance, which has not admitted it yet. found: as in `Send`."""
 
     def entered(self, request: int, instance: int, row: int) -> None:
         """It was admitted between two iterations, and is `row` of the jobs there."""

@@ -106,6 +106,21 @@ def verdict(run: Run, story: Timeline) -> str:
     return f"{took}: {_cause(run, story, story.arrival, story.end)}."
 
 
+def placement(run: Run, story: Timeline) -> str:
+    """Return a sentence with the engine that it went to; empty unless several have this model.
+
+    It says how much of the prompt that engine's prefix cache held, and how long the request waited for it.
+    """
+    fleet, chosen = run.header.fleet, int(run.outcome.instance[story.request])
+    if story.found is None or chosen < 0 or sum(one.model == fleet[chosen].model for one in fleet) < 2:
+        return ""
+    held, prompt = f"{story.found:,}" if story.found else "none", int(run.workload.prompt[story.request])
+    seconds = story.seconds()
+    inside = "" if "unseen" in seconds else f" and {_s(seconds.get('waiting', 0.0))} inside"
+    waited = f"it waited {_s(seconds.get(OUT, 0.0))} outside{inside}"
+    return f"It went to {fleet[chosen].id}, which held {held} of its {prompt:,} prompt tokens; {waited}."
+
+
 def _missed(kept: SloResult) -> str:
     if kept.promise == "tpot":
         return f"was {_s(kept.late)} too slow, {_pair(kept)} per token"
@@ -246,7 +261,7 @@ def _times(count: int) -> str:
 def describe(run: Run, story: Timeline) -> dict[str, Any]:
     """Return the explanation as JSON types; times are seconds, never NaN or infinite.
 
-    began: the wall-clock time from which they count, None = virtual time.
+    began: the wall-clock time from which they count, None = virtual time. cached_tokens: see `Timeline.found`.
     """
     i, first = story.request, story.first if math.isfinite(story.first) else None
     return {
@@ -256,6 +271,8 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
         "request": run.name(i),
         "class": _tier(run, i),
         "verdict": verdict(run, story),
+        "placement": placement(run, story),
+        "cached_tokens": story.found,
         "prompt_tokens": int(run.workload.prompt[i]),
         "output_tokens": _output(run, story),
         "arrival": story.arrival,
@@ -306,6 +323,7 @@ def render(run: Run, story: Timeline, *, whole: bool = False, lines: int = _LINE
     unseen = [Text(_NO_LOG, style="dim")] if "unseen" in story.seconds() else []
     return Group(
         Text(verdict(run, story), style="bold"),
+        *[Text(where) for where in [placement(run, story)] if where],
         Text(about, style="dim"),
         "",
         _states(run, story),

@@ -123,7 +123,7 @@ class Dispatcher:
 
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]
-        in_flight.rank, in_flight.soft = send.rank, send.soft
+        in_flight.rank, in_flight.soft, in_flight.found = send.rank, send.soft, send.found
         in_flight.sends += ((clock.now(), send.instance),)
         in_flight.enter(RequestState.SENT)
         self._metrics.placed(in_flight.request, send)

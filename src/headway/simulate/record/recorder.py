@@ -63,7 +63,7 @@ ITERATIONS = np.dtype(
 )
 CHANGES = np.dtype([("iteration", "i4"), ("request", "i4"), ("state", "i1"), ("tokens", "i4")])
 TAKERS = np.dtype([("iteration", "i4"), ("request", "i4"), ("blocks", "i4"), ("slot", "?")])
-MOVES = np.dtype([("time", "f8"), ("request", "i4"), ("instance", "i2")])
+MOVES = np.dtype([("time", "f8"), ("request", "i4"), ("instance", "i2"), ("found", "i4")])
 LOGS = {"iterations": ITERATIONS, "changes": CHANGES, "takers": TAKERS, "moves": MOVES}
 
 
@@ -77,7 +77,7 @@ class Recording:
         `state` and got `tokens` in each iteration.
     takers: of an iteration that took KV from a request, the requests that gained blocks; of one that paused a
         request or took its KV, the requests that were admitted (slot).
-    moves: a request was sent to an instance, or came back (OUTSIDE); in order.
+    moves: a request was sent to an instance, which held `found` tokens of its prompt, or came back (OUTSIDE); in order.
     """
 
     iterations: Log
@@ -100,9 +100,9 @@ class Recorder(Observer):
         self._logs = {name: _Growing(dtype) for name, dtype in LOGS.items()}
         self._seen: dict[int, _Seen] = {}
 
-    def sent(self, request: int, instance: int, now: float) -> None:
+    def sent(self, request: int, instance: int, now: float, found: int) -> None:
         """Record that a request was sent to an instance."""
-        self._log("moves", [(now, request, instance)], now)
+        self._log("moves", [(now, request, instance, found)], now)
 
     def entered(self, request: int, instance: int, row: int) -> None:
         """Record which row of an instance's jobs a request is from now on."""
@@ -110,7 +110,7 @@ class Recorder(Observer):
 
     def returned(self, request: int, now: float) -> None:
         """Record that a request came back from its instance unfinished."""
-        self._log("moves", [(now, request, OUTSIDE)], now)
+        self._log("moves", [(now, request, OUTSIDE, 0)], now)
 
     def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
         """Record an iteration right after it was decided; the jobs are as they were before it computes."""

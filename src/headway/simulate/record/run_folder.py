@@ -26,7 +26,7 @@ from headway.simulate.record.recorder import LOGS, Recording
 from headway.simulate.workload.traffic import Workload
 
 HEADER = "run.json"
-VERSION = 2
+VERSION = 3
 _PARTS = ("workload", "outcome", "recording")
 
 
@@ -35,6 +35,7 @@ class Machine:
     """The fields of an instance that a reader of its run needs."""
 
     id: str
+    model: str
     blocks: int
     block_size: int
     max_running: int
@@ -44,7 +45,7 @@ class Machine:
     @classmethod
     def of(cls, spec: InstanceSpec) -> Machine:
         it = spec.instance
-        return cls(it.id, it.blocks_total, it.block_size, it.max_running, spec.slots, spec.budget)
+        return cls(it.id, it.model, it.blocks_total, it.block_size, it.max_running, spec.slots, spec.budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class Timeline:
 
     first: instant of the first token, NaN when there was none.
     crowded: seconds of `running` in iterations that computed prompts as well, NaN = no log of them.
+    found: tokens of its prompt that the last engine was known to hold when it was sent there, None = it was not sent.
     """
 
     request: int
@@ -87,6 +88,7 @@ class Timeline:
     end: float
     finished: bool
     crowded: float
+    found: int | None
 
     def seconds(self, start: float | None = None, end: float | None = None) -> dict[str, float]:
         """Return seconds per state between two instants (default: all), states without any left out."""
@@ -123,7 +125,13 @@ class Reader:
         end = end if finished else max(self.last, arrival)
         spans = tuple(self._explained(request, span) for span in self._spans(request, arrival, end))
         first = float(self.run.outcome.first[request])
-        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
+        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans), self._found(request))
+
+    def _found(self, request: int) -> int | None:
+        """Return what its last engine held of its prompt, None = it was not sent."""
+        own = self.stays[_rows(self.stays["request"], request)]
+        sent = own["position"][own["instance"] != OUTSIDE]
+        return int(self.run.recording.moves["found"][sent[-1]]) if sent.size else None
 
     def _spans(self, request: int, arrival: float, end: float) -> list[Span]:
         """Return its spans, each beginning where the one before it ends, equal neighbours as one."""

@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
-VERSION = 3  # of the tables below, in PRAGMA user_version
+VERSION = 4  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -35,7 +35,8 @@ class RequestRow:
     ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
     line: 1 = its tpot counts from when the first token is due (`Slo.line`).
     priority: lower is more urgent.
-    instance: the last engine. requeues: how often it came back from an engine.
+    instance: the last engine. found: tokens of its prompt that this one was known to hold when it was sent there.
+    requeues: how often it came back from an engine.
     outcome: as `headway_requests` counts it: finished, refused, cancelled or failed.
     met: 1 = it kept its SLO, 0 = it did not, None = it had none or does not count (cancelled).
     reason: of an outcome that is not "finished", one word such as infeasible or engine_gone.
@@ -65,6 +66,7 @@ class RequestRow:
     line: int
     priority: int
     instance: str | None
+    found: int | None
     requeues: int
     app: str | None
     run: str | None

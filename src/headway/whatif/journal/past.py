@@ -59,7 +59,7 @@ class Past:
         spans = tuple(self._explained(request, span) for span in self.spans(row))
         first = float(self.run.outcome.first[request])
         finished = row.outcome == "finished"
-        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans))
+        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans), row.found)
 
     # ---- states of a request
 
@@ -268,9 +268,10 @@ def _machine(journal: JournalReader, name: str) -> Machine:
     """Return an engine as it last reported itself; 0 = unknown."""
     engine = journal.engines.get(name)
     if engine is None:
-        return Machine(name, 0, 0, 0, 0, 0)
+        return Machine(name, "", 0, 0, 0, 0, 0)
     return Machine(
         name,
+        engine.model,
         engine.blocks or 0,
         engine.block_size or 0,
         engine.max_running,

@@ -31,7 +31,7 @@ function showStory(story) {
   const took = story.latency || 1, after = story.after_first_token, before = story.before_first_token;
   const longest = [...story.timeline].sort((a, b) => b.seconds - a.seconds).slice(0, SHOWN), left = story.timeline.length - longest.length;
   $("verdict").textContent = story.verdict;
-  $("about").textContent = `Recipe ${story.recipe}; ${whole(story.prompt_tokens)} tokens in, ${whole(story.output_tokens)} out; `
+  $("about").textContent = `${story.placement} Recipe ${story.recipe}; ${whole(story.prompt_tokens)} tokens in, ${whole(story.output_tokens)} out; `
     + `arrived at ${clock(story.began + story.arrival, true)}, took ${seconds(story.latency)}.`;
   fill("states", Object.entries(story.seconds).map(([state, s]) => [
     cell(state), cell(s.toFixed(3), "n"), cell(bar([[s / took, shadeOf(state)]], `${Math.round(100 * s / took)} %`)),
