@@ -53,7 +53,8 @@ def made_up(gateway: Gateway, tenants: tuple[str, ...] = ("alpha", "beta"), seco
                             0.3 * load * chance.lognormvariate(0, 0.5),
                             0.05 * load * chance.lognormvariate(0, 0.3),
                         )
-                        history.answered(pair, ttft, tpot, chance.randrange(50, 2000), chance.randrange(20, 400))
+                        prompt = chance.randrange(50, 2000)
+                        history.answered(pair, ttft, tpot, prompt, 2 * prompt // 3, chance.randrange(20, 400))
                         if tier.slo.objective != "best_effort":
                             history.judged(pair, chance.random() > 0.02 * load**2)
             history.note(at)

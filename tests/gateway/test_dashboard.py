@@ -26,7 +26,8 @@ from headway.gateway.watch.late import LateRequests, spans
 from headway.types import Request, Slo
 from tests.gateway.conftest import Serve
 from tests.gateway.dashboard_pictures import CHROMIUM, busy, made_up, opened
-from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Gateway, until
+from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Fake, Gateway, until
+from tests.gateway.test_journal import row
 
 FAULTS, CONTRASTS = (Path(__file__).with_name(name).read_text() for name in ("readable.js", "contrasts.js"))
 NASTY = '<img src=x onerror="document.title=1">'
@@ -275,8 +276,25 @@ def test_a_browser_shows_it(page: Page, serve: Serve) -> None:
         expect(page.locator("#late tr").first).to_contain_text(NASTY)
         expect(page.locator("#kept")).to_have_text("50.0 %")
         expect(page.locator("#zone")).to_contain_text("Times are in your time zone:")
+        expect(page.locator("#cached")).to_be_empty()
         assert page.title() == "Headway"
     expect(page.locator("#state")).to_contain_text("not live")
+
+
+def test_with_several_engines_the_tokens_found_in_caches_are_shown(page: Page, serve: Serve, stock: Fake) -> None:
+    long = [{"role": "user", "content": "One more word. " * 100}]
+    with serve(stock.url, stock.url) as gateway:
+        ids = [gateway.post(gateway.chat(messages=long)).headers["x-request-id"] for _ in range(2)]
+        first, second = (row(gateway, id) for id in ids)
+        held = second.prompt_tokens // 128 * 128  # its blocks have 128 tokens
+        assert (first.found, second.found, first.instance) == (0, held, second.instance)
+        share = 100 * held / (first.prompt_tokens + second.prompt_tokens)
+        page.goto(gateway.url)
+        expect(page.locator("#cached")).to_have_text(f"{share:.1f} % of prompt tokens in the window were cached")
+        page.fill("#id", second.id)
+        page.keyboard.press("Enter")
+        went = f"It went to {second.instance}, which held {held} of its {second.prompt_tokens} prompt tokens; it waited"
+        expect(page.locator("#about")).to_contain_text(went, timeout=60_000)
 
 
 def test_a_browser_asks_for_the_operator_s_key(page: Page, serve: Serve) -> None:

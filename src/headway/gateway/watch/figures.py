@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from headway.gateway.watch.history import (
     ANSWERED,
+    CACHED,
     FAILED,
     FINEST,
     IN,
@@ -52,6 +53,7 @@ def figures(history: History, view: HistoryView, now: float) -> dict[str, Any]:
         "tokens_per_s": _latest(recent, [IN, OUT]),
         "answered": int(whole[:, ANSWERED].sum()),
         "failed": int(whole[:, FAILED].sum()),
+        "cached": int(whole[:, CACHED].sum()) / max(int(whole[:, IN].sum()), 1),
         "attained": {tier: one for tier, one in by_class.items() if one.owed},
         "ttft": _quantiles(whole, TTFT),
         "tpot": _quantiles(whole, TPOT),

@@ -25,7 +25,7 @@ FINEST = "10m"
 MOST_PAIRS = 128  # of class and tenant; further ones share a row
 RATIO = 1.25  # of a histogram's neighbouring bounds: quantiles are off by 12 % at most
 _LOG_RATIO = math.log(RATIO)
-ANSWERED, FAILED, IN, OUT, OWED, KEPT, _COUNTS = range(7)  # fields of a row of counts
+ANSWERED, FAILED, IN, CACHED, OUT, OWED, KEPT, _COUNTS = range(8)  # fields of a row of counts
 # Histograms: the lowest bound in seconds, and the fields of their bins (to 268 s, to 3.8 s).
 TTFT = 0.001, range(_COUNTS, _COUNTS + 56)
 TPOT = 0.0005, range(TTFT[1].stop, TTFT[1].stop + 40)
@@ -137,11 +137,12 @@ class History:
             self._rows.setdefault(pair, len(self._rows))
         return pair
 
-    def answered(self, pair: RatePair, ttft: float, tpot: float, prompt: int, output: int) -> None:
-        """Count a complete answer. tpot: 0 where there was but one token."""
+    def answered(self, pair: RatePair, ttft: float, tpot: float, prompt: int, cached: int, output: int) -> None:
+        """Count a complete answer. tpot: 0 where there was but one token. cached: tokens of the prompt."""
         counts = self._counts(pair)
         counts[ANSWERED] += 1
         counts[IN] += prompt
+        counts[CACHED] += cached
         counts[OUT] += output
         counts[_bin(ttft, *TTFT)] += 1
         if tpot > 0:

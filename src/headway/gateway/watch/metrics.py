@@ -266,7 +266,7 @@ class Metrics(Observer):
         answers.e2e.observe(e2e)
         answers.prompt.inc(request.prompt_tokens)
         answers.output.inc(output_tokens)
-        self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, output_tokens)
+        self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, end.in_flight.found, output_tokens)
         self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e))
 
     def streamed(self, request: Request, silence: float) -> None:
