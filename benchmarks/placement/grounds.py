@@ -8,27 +8,31 @@ are longer than any model here reads) and forty turns (mean 540, standard deviat
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.placement.conversations import Conversations, Spread, Turn, of_turns
-from benchmarks.placement.hashed_blocks import prefixes_of
 from headway.prefix import Prefix
 from headway.simulate.fleet import spec
 from headway.simulate.instance import InstanceSpec
-from headway.simulate.workload.arrivals import poisson
+from headway.simulate.workload.application_models import generated
+from headway.simulate.workload.applications import AppRun, applications, draw
+from headway.simulate.workload.arrivals import poisson, recorded
+from headway.simulate.workload.run_prefixes import templates, with_prefixes
 from headway.simulate.workload.traces import locate
-from headway.simulate.workload.traffic import Workload
-from headway.types import Slo
+from headway.simulate.workload.traffic import TrafficClass, Workload, make
+from headway.types import Floats, Slo
 
 PROFILE, LONGEST = "llama-3-70b-a100-tp8", 131_072
 _CHARS = 4  # of text in a token
+_RUNS = 200  # of each application, from which runs are drawn
 _TEXTS = "content", "tool_calls", "tool_results"
 CHAT = Conversations(
     "interactive-chat",
@@ -69,8 +73,8 @@ RESEARCH = Conversations(
 class Ground:
     """A workload for one engine at its capacity.
 
-    rate: conversations (or, of a trace, requests) per second and engine at 1.0 times its capacity: as many as
-        `headway` serves with 95 % of the promises kept when each conversation has an engine of its own to go to.
+    rate: conversations (of a trace requests, of applications runs) per second and engine at 1.0 times its capacity:
+        as many as `headway` serves with 95 % of the promises kept when each has an engine of its own to go to.
     warm: seconds after which conversations of all ages are there; requests count from then on.
     """
 
@@ -90,18 +94,10 @@ def fleet(engines: int, longest: int = LONGEST) -> list[InstanceSpec]:
 
 
 def _mooncake(rate: float, seconds: float, rng: np.random.Generator) -> Workload:
-    """Return Mooncake's conversations, their times scaled to the rate; arrivals of one instant are spread over it."""
-    rows = _lines(locate("mooncake_conversation"))
-    at = np.array([row["timestamp_ms"] for row in rows], float) / 1000
-    at = np.sort(at + rng.uniform(0, 3, at.size))
-    at *= at.size / (rate * at[-1])
-    prompts = prefixes_of([row["hash_ids"] for row in rows], [row["input_length"] for row in rows], 512)
-    turns = [
-        Turn(when, row["output_length"], prompt)
-        for when, row, prompt in zip(at.tolist(), rows, prompts, strict=True)
-        if when < seconds and row["input_length"] + row["output_length"] < LONGEST
-    ]
-    return of_turns(turns, Slo(ttft=10.0, tpot=0.1), "mooncake")
+    """Return Mooncake's conversations, their times scaled to the rate; arrivals of one instant are spread."""
+    trace = recorded("mooncake_conversation", rate=rate, rng=rng)
+    work = make([TrafficClass("mooncake", slo=Slo(ttft=10.0, tpot=0.1), lengths=None)], trace, rng).between(0, seconds)
+    return work.take(work.prompt + work.output < LONGEST)
 
 
 def _agents(rate: float, seconds: float, rng: np.random.Generator) -> Workload:
@@ -115,6 +111,32 @@ def _agents(rate: float, seconds: float, rng: np.random.Generator) -> Workload:
                 turns.append(Turn(when, answer, Prefix(f"agent {number}", prompt, answer=True, parent=system)))
             when += delay
     return of_turns(turns, Slo(ttft=2.0, tpot=0.1), "agents")
+
+
+def _hermes(rate: float, seconds: float, rng: np.random.Generator) -> Workload:
+    """Return runs of Hermes' LLM applications, as the simulator generates them, in the shares of its section 5.1.
+
+    Open-loop traffic, as all grounds: a step begins when the one before it would have been answered (`_begins`),
+    whether or not it is. All applications are one tenant's.
+    """
+    pool = generated(_RUNS, np.random.default_rng(0))
+    at = poisson(rate, seconds, rng)
+    apps = applications(draw(pool, at.size, rng), at, "default")
+    work = with_prefixes(apps, templates(itertools.chain(*pool.values()))).workload
+    arrival = np.concatenate([_begins(run, begin) for run, begin in zip(apps.runs, at.tolist(), strict=True)])
+    ttft, tpot = np.full(len(work), 5.0), np.full(len(work), 0.1)
+    one = np.zeros(len(work), np.int64)
+    work = replace(work, arrival=arrival, ttft=ttft, tpot=tpot, tenant=one, tenants=("default",))
+    return work.between(0, seconds).sorted()
+
+
+def _begins(run: AppRun, begin: float) -> Floats:
+    """Return when a run's requests come.
+
+    A step takes a second and a twentieth per token of its longest answer, or its seconds outside the LLM.
+    """
+    took = [step.seconds or 1.0 + 0.05 * max(answer for _, answer in step.requests) for step in run.steps]
+    return np.repeat(begin + np.cumsum([0.0, *took[:-1]]), [len(step.requests) for step in run.steps])
 
 
 def _recorded() -> list[list[tuple[int, int, float]]]:
@@ -154,5 +176,6 @@ GROUNDS = {
         Ground("deep-research", 0.036, 300.0, RESEARCH.workload),
         Ground("mooncake", 0.25, 60.0, _mooncake),
         Ground("agents", 0.3, 150.0, _agents),
+        Ground("hermes", 1.0, 300.0, _hermes),
     )
 }

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
+from headway.prefix import Prefix
 from headway.simulate.workload import arrivals, traces, traffic
 
 seeds = st.integers(0, 2**32 - 1)
@@ -139,6 +140,7 @@ def test_a_mooncake_trace(tmp_path, name):
     trace = traces.read(write(tmp_path, name, JSONL))
     assert list(trace.at) == [0.0, 1.5]
     assert list(trace.prompt_tokens) == [7, 8]
+    assert trace.prefixes == (Prefix("block 0", 7), None)
 
 
 def test_the_limit_cuts(tmp_path):
@@ -146,6 +148,10 @@ def test_the_limit_cuts(tmp_path):
     assert list(traces.arrivals(file, limit=2)) == [0.0, 0.0]
     with pytest.raises(ConfigError, match="limit of 1 or more"):
         traces.arrivals(file, limit=0)
+
+
+def hashed(tokens: int, hashes: str) -> str:
+    return f'{{"timestamp": 0, "input_length": {tokens}, "output_length": 1, "hash_ids": {hashes}}}\n'
 
 
 HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
@@ -169,6 +175,11 @@ HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
         ("t.jsonl", '{"timestamp_ms": NaN, "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
         ("t.jsonl", '{"timestamp_ms": [], "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
         ("t.txt", CSV, "not a trace by its name"),
+        ("t.jsonl", hashed(1024, "[1]"), "line 1 has 1 hash_ids for a prompt of 1,024 tokens. Give one per 512"),
+        ("t.jsonl", hashed(1024, "[1, 2, 3]"), "line 1 has 3 hash_ids"),
+        ("t.jsonl", hashed(1024, "[1, 2.5]"), "line 1 has hash_ids that are no list of whole numbers"),
+        ("t.jsonl", hashed(512, '"1"'), "line 1 has hash_ids that are no list of whole numbers"),
+        ("t.jsonl", hashed(1024, "[1, 2]") + hashed(1024, "[3, 2]"), "stand for a block and all blocks before it"),
     ],
 )
 def test_a_bad_trace_says_where_and_what_to_do(tmp_path, name, text, said):

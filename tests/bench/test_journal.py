@@ -510,6 +510,23 @@ def test_a_trace_is_simulated_with_its_classes(tmp_path: Path) -> None:
     assert "--journal" in done.exception.hint  # type: ignore[union-attr]
 
 
+def test_a_trace_with_hashes_finds_the_blocks_that_its_prompts_share(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    asked = [(1024, [0, 1]), (1500, [0, 1, 2]), (1024, [0, 1]), (600, [3, 4]), (700, [0, 5]), (90, [])]
+    found = [0, 1024, 1008, 0, 512, 0]  # of a prompt that is cached whole, all but the block with its last token
+    rows = [
+        {"timestamp": 9000 * i, "input_length": tokens, "output_length": 5, "hash_ids": hashes, "class": f"c{i % 2}"}
+        for i, (tokens, hashes) in enumerate(asked)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    for more, share in ((",prefix_caching=true", 100 * sum(found) / sum(tokens for tokens, _ in asked)), ("", None)):
+        instance = ["--instance", f"llama-2-7b-a100{more}", "--recipes", "vllm"]
+        done = CliRunner().invoke(app, ["simulate", "--trace", str(trace), *instance, "--json"])
+        assert done.exit_code == 0, done.output
+        seen = {row["id"]: row["ours"] for row in json.loads(done.stdout)["rows"]}
+        assert seen.get("prompt.hit_pct") == (share and pytest.approx(share))
+
+
 # ---- times
 
 

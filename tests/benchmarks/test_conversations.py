@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.placement.conversations import Conversations, Spread
-from benchmarks.placement.hashed_blocks import prefixes_of
 from headway.engines.simulated.prefix_blocks import shared_keys
 from headway.prefix import GRAIN
+from headway.simulate.workload.hashed_blocks import prefixes_of
 from headway.types import Slo
 
 TALK = Conversations(

@@ -24,7 +24,7 @@ Since = Annotated[
 ]
 Until = Annotated[str | None, typer.Option(help="Only requests that ended before this; like --since.")]
 TraceFile = Annotated[
-    str | None, typer.Option(help="A file of arrivals and lengths (docs/simulate.md), instead of --journal.")
+    str | None, typer.Option(help="A file of arrivals and lengths (formats: docs/journal.md), instead of --journal.")
 ]
 Today = Annotated[
     list[str] | None, typer.Option(help="Today's instances, as in headway simulate; default: the journal's.")

@@ -203,7 +203,9 @@ def _simulate(
     began = time.perf_counter()
     outcome = Simulation(find(name), instances, workload, plan_seconds=plan_seconds).run(advance, recorder)
     wall = time.perf_counter() - began
-    found.records[name] = (records(workload, outcome), {"preemptions": float(outcome.evictions.sum())})
+    counters = {"preemptions": float(outcome.evictions.sum())}
+    counters |= {"prompt.hit_pct": outcome.hit_pct} if outcome.queried else {}
+    found.records[name] = (records(workload, outcome), counters)
     end = float(np.nanmax(outcome.end, initial=0.0))
     found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
     found.events[name] = _events(outcome)

@@ -93,7 +93,8 @@ def of_trace(trace: Trace, classes: Sequence[TrafficClass], slo: Slo, model: str
     for name in dict.fromkeys(names.tolist()):
         mine = np.flatnonzero(names == name)
         one = known.get(name) or TrafficClass(name, slo=slo, model=model)
-        part = Trace(trace.at[mine], trace.prompt_tokens[mine], trace.output_tokens[mine])
+        prefixes = tuple(trace.prefixes[row] for row in mine.tolist() if trace.prefixes)
+        part = Trace(trace.at[mine], trace.prompt_tokens[mine], trace.output_tokens[mine], prefixes=prefixes)
         kept = replace(one, share=1.0, lengths=None, requests_per_run=1)
         parts.append(make([kept], part, np.random.default_rng(0)))
         rows.append(mine)

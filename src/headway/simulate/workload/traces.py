@@ -2,7 +2,8 @@
 
 Formats, plain or gzipped: CSV (timestamp_s, prompt_tokens, output_tokens and, if there is one, class; also by
 the names of Azure's files or plainly arrival, input, output) and Mooncake's JSONL (timestamp_ms or timestamp,
-input_length, output_length); lengths alone also from a CSV without times and from ShareGPT's JSON as `vllm
+input_length, output_length and, if there are any, hash_ids: one for each 512 tokens of the prompt, equal where
+these and all before them are); lengths alone also from a CSV without times and from ShareGPT's JSON as `vllm
 bench serve` takes it. A file with a missing column, a negative or NaN value, unsorted times or no rows is
 refused with an error that names the line and the fix. `result_files.py` reads results of load generators.
 """
@@ -26,6 +27,8 @@ from typing import IO, Any
 import numpy as np
 
 from headway.errors import ConfigError
+from headway.prefix import Prefix
+from headway.simulate.workload.hashed_blocks import BLOCK, prefixes_of
 from headway.types import Floats, Ints
 
 Row = Mapping[str, Any]
@@ -42,12 +45,14 @@ class Trace:
 
     at: seconds from the first request, sorted.
     tiers: each request's class, () = the file names none.
+    prefixes: what each prompt has in common with others, () = the file does not say.
     """
 
     at: Floats
     prompt_tokens: Ints
     output_tokens: Ints
     tiers: tuple[str, ...] = ()
+    prefixes: tuple[Prefix | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,10 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
     tiers = tuple(str(row["class"]) for _, row in rows if row.get("class"))
     if tiers and len(tiers) < len(rows):
         raise ConfigError(f"{file} has a class in some rows only.", "Give it in all of them or in none.")
-    return Trace((at - at[0]) / form.per_second, prompt.astype(np.int64), output.astype(np.int64), tiers)
+    sizes = prompt.astype(np.int64)
+    hashes = [_hashes(row, size, file, line) for (line, row), size in zip(rows, sizes.tolist(), strict=True)]
+    prefixes = tuple(prefixes_of(hashes, sizes.tolist())) if any(hashes) else ()
+    return Trace((at - at[0]) / form.per_second, sizes, output.astype(np.int64), tiers, prefixes)
 
 
 def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | None = None) -> Lengths:
@@ -258,6 +266,19 @@ def _tokens(row: Row, name: str, file: Path, line: int) -> float:
             f"Give a whole number of at most {_MOST_TOKENS:,}.",
         )
     return number
+
+
+def _hashes(row: Row, prompt: int, file: Path, line: int) -> list[int]:
+    """Return the hashes of a prompt's blocks, [] = the row has none."""
+    hashes = row.get("hash_ids") or []
+    if not (isinstance(hashes, list) and all(type(one) is int for one in hashes)):
+        raise ConfigError(f"{file} line {line} has hash_ids that are no list of whole numbers.", "Correct that line.")
+    if hashes and abs(BLOCK * len(hashes) - prompt) >= BLOCK:
+        raise ConfigError(
+            f"{file} line {line} has {len(hashes)} hash_ids for a prompt of {prompt:,} tokens.",
+            f"Give one per {BLOCK} tokens, or leave them out.",
+        )
+    return hashes
 
 
 def _number(row: Row, name: str, file: Path, line: int) -> float:

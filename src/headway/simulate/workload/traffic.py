@@ -208,7 +208,8 @@ class TrafficClass:
     Raises ConfigError for impossible values.
 
     share: of the requests, relative to the other classes' shares.
-    lengths: a name or a file as `lengths.draw` takes, lengths read before, or None = as the trace has them.
+    lengths: a name or a file as `lengths.draw` takes, lengths read before, or None = as the trace has them, with its
+        prefixes.
     slo_scale: factor of the SLO's targets.
     max_tokens: cuts answers; None = the longest answer drawn for the class, which reveals no answer's length.
     tenants: equally likely.
@@ -331,6 +332,9 @@ def _part(traffic: TrafficClass, times: Floats, trace: Trace | None, rows: Ints,
         max_tokens=limit,
         drop=traffic.drop,
     )
+    if trace is not None and trace.prefixes and traffic.lengths is None:
+        prefixes = tuple(trace.prefixes[row] for row in rows.tolist())
+        part = replace(part, prefix=np.arange(rows.size), prefixes=prefixes or (None,))
     tenants = tuple(dict.fromkeys(traffic.tenants))
     return replace(part, tenant=rng.integers(0, len(tenants), rows.size), tenants=tenants)
 

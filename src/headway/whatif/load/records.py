@@ -89,8 +89,8 @@ class Record:
         return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el)
 
 
-# Counters of an engine during a run, by name: preemptions, and those of `scheduler_stats.py` and `hook.py` in
-# `engines/vllm/plugin`. A missing counter is unknown.
+# Counters of an engine during a run, by name: preemptions; those of `scheduler_stats.py` and `hook.py` in
+# `engines/vllm/plugin`; of simulated engines with prefix caches prompt.hit_pct. A missing counter is unknown.
 Counters = Mapping[str, float]
 # {system: (its records, its counters)}; the first system is the baseline.
 Results = Mapping[str, tuple[Sequence[Record], Counters]]

@@ -34,6 +34,7 @@ _HEADLINES = (
     "e2el.p99",
     "be.tokens_per_s",
     "preemptions",
+    "prompt.hit_pct",
     "recomputed_tokens",
     "kv.alloc_failures_pct",
     "kv.utilization",
