@@ -59,7 +59,8 @@ class VllmV0(Packer):
         room = kv_budget.free - pledged - self._watermark(kv_budget)
         admitted = waiting[: free_slots(jobs, kv_budget, running, self.max_running)]
         want = missing(jobs, admitted)
-        needs = kv_budget.blocks_for(want)
+        # Of what a prefix cache has, only the blocks that others hold need none that is free.
+        needs = kv_budget.blocks_for(jobs.computed[admitted] + want) - jobs.blocks[admitted]
         spare = self.budget - int(rest.sum())
         count = min(fitting(needs, room), fitting(want, spare))
         if not count and admitted.size and not begun.size:
