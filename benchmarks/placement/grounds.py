@@ -89,8 +89,12 @@ class Ground:
 
 
 def fleet(engines: int, longest: int = LONGEST) -> list[InstanceSpec]:
-    """Return equal engines with prefix caches. longest: tokens of a request."""
-    return spec(f"{PROFILE}:{engines},prefix_caching=true,max_model_len={longest},model=default").instances()
+    """Return equal engines with prefix caches and, as is the default of `[[engines]]`, no host memory for KV.
+
+    longest: tokens of a request.
+    """
+    limits = f"max_model_len={longest},host_kv_gib=0"
+    return spec(f"{PROFILE}:{engines},prefix_caching=true,{limits},model=default").instances()
 
 
 def _mooncake(rate: float, seconds: float, rng: np.random.Generator) -> Workload:

@@ -83,7 +83,8 @@ class ConformanceCase:
     """A workload and its engine.
 
     blocks: usable blocks of `BLOCK` tokens. seed: of the iterations' durations, and of the host's size if blocks
-    have two ends. copy_seconds: time to copy one token's KV to the host, as packers see it.
+    have two ends. copy_seconds: time to copy one token's KV to the host, as packers see it. host_blocks: of
+    the host pool beside a prefix cache; None = room for all.
     """
 
     tasks: tuple[Task, ...]
@@ -93,6 +94,7 @@ class ConformanceCase:
     max_model_len: int
     seed: int
     copy_seconds: float = 1e-5
+    host_blocks: int | None = None
 
 
 @dataclass(slots=True)
@@ -207,14 +209,19 @@ class Both:
             self.real, self.lean = _pooled(case, self.budget, self.slots, recipe, self.latency)
         else:
             self.real = _real(case, self.budget, self.slots, recipe, host, caching)
-            packer = find(recipe).packer(_spec(case, self.budget, BLOCK, self.latency))
-            self.lean = (CachingEngine if caching else SimulatedEngine)(
-                packer,
-                blocks=case.blocks,
-                size=BLOCK,
-                slots=self.slots,
-                budget=self.budget,
-                max_model_len=case.max_model_len,
+            spec = _spec(case, self.budget, BLOCK, self.latency)
+            settings: dict[str, Any] = {
+                "blocks": case.blocks,
+                "size": BLOCK,
+                "slots": self.slots,
+                "budget": self.budget,
+                "max_model_len": case.max_model_len,
+            }
+            packer = find(recipe).packer(spec)
+            self.lean = (
+                CachingEngine(packer, host=spec.host_tokens, **settings)
+                if caching
+                else SimulatedEngine(packer, **settings)
             )
         self.todo = sorted(enumerate(case.tasks), key=lambda item: item[1].at)
         self.urgency = {f"r{i}": 0.0 if host == STOCK else task.urgency for i, task in enumerate(case.tasks)}
@@ -376,13 +383,16 @@ def _real(case: ConformanceCase, budget: int, slots: int, recipe: str, host: str
     hook, inside = (None, None) if host == STOCK else (HeadwayScheduler, recipe)
     spec = _spec(case, budget, BLOCK, OnlineLatency())
     copy = case.copy_seconds if hook is not None and find(recipe).packer(spec).kv.saves else None
-    setup = _config(case.max_running, budget, case.max_model_len, slots, inside, policy, copy, caching)
+    setup = _config(
+        case.max_running, budget, case.max_model_len, slots, inside, policy, copy, case.host_blocks, caching
+    )
     return SchedulerOracle(oracle.scheduler(setup, case.blocks + 1, BLOCK, hook))  # one is vLLM's null block
 
 
 def _spec(case: ConformanceCase, budget: int, size: int, latency: OnlineLatency) -> EngineSpec:
+    host = None if case.host_blocks is None else case.host_blocks * size
     return EngineSpec(
-        case.max_running, budget, size, case.max_model_len, case.copy_seconds, None, reservations=True, latency=latency
+        case.max_running, budget, size, case.max_model_len, case.copy_seconds, host, reservations=True, latency=latency
     )
 
 
@@ -395,12 +405,15 @@ def _config(
     recipe: str | None,
     policy: str,
     copy_seconds: float | None = None,
+    host_blocks: int | None = None,
     caching: bool = False,
 ) -> Any:
     """Configurations are read only by what is made of them, and slow to make.
 
-    copy_seconds: to move one token's KV to the engine's host pool; None = it has none.
+    copy_seconds: to move one token's KV to the engine's host pool; None = it has none. host_blocks: of that pool; None
+    = room for all.
     """
+    gib = 1.0 if host_blocks is None else host_blocks / 2**30  # a block takes a byte, as here no layer has a tensor
     return oracle.config(
         max_running=running,
         max_batched_tokens=budget,
@@ -409,7 +422,7 @@ def _config(
         recipe=recipe,
         slots=slots,
         policy=policy if recipe is None else "fcfs",
-        pool=host_pool(1.0, copy_seconds=copy_seconds) if copy_seconds is not None else None,
+        pool=host_pool(gib, copy_seconds=copy_seconds) if copy_seconds is not None else None,
         enable_prefix_caching=caching,
     )
 

@@ -2,8 +2,8 @@
 
 `conformance.py` drives both engines. Besides what it compares, these must be equal in every step: the queue
 of free blocks, block by block, and vLLM's counts of queried and cached tokens; where the packer reads them,
-the columns `computed`, `blocks` and `shared` of `Jobs`, too. With the hook inside, chains are pinned and
-given back now and then.
+the columns `computed`, `blocks` and `shared` of `Jobs`, too; where it copies KV to the host, what is there, its room
+and the tokens copied. With the hook inside, chains are pinned and given back now and then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,23 @@ from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
 from headway.prefix import Prefix
 
-PAIRS = (("vllm", HOOK), ("vllm", STOCK), ("priority", HOOK), ("edf", HOOK), ("slack", HOOK), ("headway", HOOK))
+PAIRS = (
+    ("vllm", HOOK),
+    ("vllm", STOCK),
+    ("priority", HOOK),
+    ("edf", HOOK),
+    ("slack", HOOK),
+    ("headway", HOOK),
+    ("qlm", HOOK),
+    ("fastserve", HOOK),
+)
 _SHARED = 0.8  # share of drawn requests that share a prefix with others
 _PINNED = 0.05  # share of the steps before which a chain is pinned or given back
 _SALT = 1000  # tokens below it stand for nothing
 
 
 def draw(rng: np.random.Generator) -> ConformanceCase:
-    """Return a workload of `conformance.draw` with prefixes, its KV often scarce.
+    """Return a workload of `conformance.draw` with prefixes, its KV often scarce, on the host too.
 
     Conversations go on to at most 300 tokens or to the longest that a request may have.
     """
@@ -40,7 +49,8 @@ def draw(rng: np.random.Generator) -> ConformanceCase:
     tasks = tuple(_with_prefix(task, systems, said, most, rng) for task in case.tasks)
     least = max(-(-(task.prompt + task.output) // BLOCK) for task in tasks)
     blocks = int(rng.choice((least, 2 * least, max(least, case.blocks))))
-    return replace(case, tasks=tasks, blocks=blocks)
+    host_blocks = int(np.random.default_rng((case.seed, 4)).choice((1, 8, 64, 1 << 20)))
+    return replace(case, tasks=tasks, blocks=blocks, host_blocks=host_blocks)
 
 
 def _with_prefix(task: Task, systems: list[Prefix], said: dict[str, int], most: int, rng: np.random.Generator) -> Task:
@@ -77,6 +87,7 @@ class Caching(Both):
         chains = {one for prefix in prefixes if prefix for one in (prefix, prefix.parent) if one}
         self.chains = [] if host == STOCK else sorted(chains, key=lambda one: (one.id, one.tokens))
         self.pins = np.random.default_rng((case.seed, 3))
+        self.saved = dict[str, int]()  # tokens on the host after the last step
 
     def _add(self, id: str, task: Task, **text: Any) -> None:
         tokens, answer = _text(id, task)
@@ -106,17 +117,35 @@ class Caching(Both):
             "has counted": (stats, self.lean.cache_stats),
             "frees": ([block.block_id for block in queue], prefix_blocks.free_queue(pool).tolist()),
             "shows the packer": self._columns(ran),
+            **self._host(output, ran),
+        }
+
+    def _host(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
+        """Return what is on the host, what was copied there and back in this step, and the room left."""
+        connector, jobs = self.real.scheduler.connector, self.lean.jobs
+        if connector is None:
+            return {}
+        before, self.saved = self.saved, dict(connector.saved)
+        copies = output.kv_connector_metadata
+        moved = sum(self.saved[id] for id, _ in copies.out)
+        moved += sum(before[id] - there * BLOCK for id, _, there in copies.back)
+        held = {id: int(jobs.saved[row]) for id, row in jobs.row_of.items() if jobs.saved[row]}
+        return {
+            "saves": ([id for id, _ in copies.out], jobs.names(ran.saved)),
+            "has on the host": (self.saved, held),
+            "copies": (moved, ran.copied),
+            "has host room": (connector.free, self.lean.host_room if self.case.host_blocks else connector.free),
         }
 
     def _columns(self, ran: Ran) -> tuple[list[Any], list[Any]]:
         """Return the columns that a cache-aware packer saw of each request before this step.
 
-        That is in the table still, but for what requests have computed that run or have just lost their KV.
+        That is in the table still, but for what requests have computed that run or have just given up their KV.
         """
         if not self.lean.follows:
             return [], []
         ours, theirs = self.lean.jobs, self.real.scheduler.jobs
-        lost = set(ours.names(ran.evicted))
+        lost = {*ours.names(ran.evicted), *ours.names(ran.saved)}
         seen: tuple[list[Any], list[Any]] = [], []
         for id, row in ours.row_of.items():
             waits = not ours.running[row] and id not in lost

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.papers.observers import Gauges, TokenDeadlines, inside
 from benchmarks.papers.trial import instance
+from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory.budget import KvBudget
@@ -88,6 +89,15 @@ def test_an_engine_has_the_memory_that_its_recipe_uses(
         assert (engine.overlap, engine.host) == (overlap, tokens)
         assert engine.copy_seconds == place.copy_seconds > 0
     assert describe(find(recipe), place) == told
+
+
+def test_an_engine_with_a_prefix_cache_has_plain_blocks_and_a_host_pool() -> None:
+    place = replace(instance(), host_tokens=1000, prefix_caching=True)
+    for recipe in ("bros", "headway"):
+        engine = SimulatedInstance(place, find(recipe)).engine
+        assert isinstance(engine, CachingEngine)
+        assert (engine.overlap, engine.host_room) == (True, 1000 // engine.size)
+        assert describe(find(recipe), place) == "plain KV blocks, 1,000 tokens of host room, prefix caching"
 
 
 def test_a_timed_recipe_decides_as_the_recipe_itself() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.validate.conformance import HOOK, STOCK, ConformanceCase, StepTa
 from benchmarks.validate.prefixes import Caching, compare, draw
 from headway.engines.simulated import caching, prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
+from headway.engines.simulated.engine import Ran
 from headway.prefix import Prefix
 from headway.types import Slo
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 LONGEST = 368
 PAIRS = [("vllm", STOCK)]
 PAIRS += [(name, HOOK) for name in ("vllm", "vtc", "priority", "edf", "slack", "headway", "srtf", "sarathi")]
+SWAPS = ("headway", "qlm", "fastserve", "vllm-v0-swap", "bros")  # with a host pool beside the cache
 PROMISES = st.sampled_from([Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1)])
 
 
@@ -63,10 +66,12 @@ def workloads(draw: Any) -> ConformanceCase:
         draw(st.integers(23, 60)),
         LONGEST,
         draw(st.integers(0, 9)),
+        draw(st.sampled_from([1e-5, 1e-4])),
+        draw(st.sampled_from([1, 4, 12, 1000])),
     )
 
 
-@pytest.mark.parametrize(("recipe", "host"), PAIRS)
+@pytest.mark.parametrize(("recipe", "host"), [*PAIRS, *((name, HOOK) for name in (*SWAPS[1:], "multires"))])
 @given(workloads())
 @settings(max_examples=6)
 def test_same_steps(recipe: str, host: str, case: ConformanceCase) -> None:
@@ -98,6 +103,67 @@ def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.Monk
     assert seen["hits"] > 1000
     assert seen["preempted_hits"] > 0
     assert (seen["pinned"] > 0) == (host == HOOK)
+
+
+@pytest.mark.parametrize("recipe", SWAPS)
+def test_kv_on_the_host_beside_the_cache(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV goes to a pool, scarce or ample, and comes back without what the cache has of it still."""
+    seen, schedule, save = Counter[str](), CachingEngine.schedule, caching._save
+
+    def counted(engine: CachingEngine, now: float) -> Ran:
+        ran = schedule(engine, now)
+        seen["copied"] += ran.copied
+        return ran
+
+    def tried(*arguments: Any) -> Any:
+        kept, copied = save(*arguments)
+        seen["without room"] += int(np.count_nonzero(~kept))
+        return kept, copied
+
+    monkeypatch.setattr(CachingEngine, "schedule", counted)
+    monkeypatch.setattr(caching, "_save", tried)
+    for seed, host_blocks in ((1, 30), (4, 30), (4, 1000)):
+        both = Caching(replace(draw(np.random.default_rng(seed)), host_blocks=host_blocks), recipe, HOOK)
+        tally = tally_of(both)
+        assert tally.difference is None
+        assert both.lean.host_room == host_blocks
+        seen.update(both.real.scheduler.control({"op": "state"})["counters"])
+    assert seen["saves"] > 0
+    assert seen["without room"] > 0
+    assert seen["swapped_tokens"] < seen["copied"] < 2 * seen["swapped_tokens"]
+
+
+@pytest.mark.parametrize("recipe", ["fastserve", "headway"])
+def test_requests_that_are_aborted_while_their_kv_is_on_the_host(recipe: str) -> None:
+    from vllm.v1.request import RequestStatus
+
+    aborted, rng = 0, np.random.default_rng(0)
+    for seed in range(4):
+        both = Caching(replace(draw(np.random.default_rng(seed)), host_blocks=40), recipe, HOOK)
+        for difference in both.steps():
+            assert difference is None
+            for id in both.saved if rng.random() < 0.1 else ():
+                both.real.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
+                both.lean.drop(id)
+                aborted += 1
+        assert both.lean.host_room == 40
+    assert aborted > 4
+
+
+def test_other_accounts_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver must not be blind to a block too much on the host, or to another order of saves."""
+    room, save = CachingEngine.host_room.fget, caching._save
+    assert room is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(CachingEngine, "host_room", property(lambda engine: room(engine) + 1))
+        assert differs(1, "fastserve").difference
+
+    def last_first(*arguments: Any) -> Any:
+        kept, copied = save(*arguments[:4], arguments[4][::-1].copy(), arguments[5])
+        return kept[::-1], copied
+
+    monkeypatch.setattr(caching, "_save", last_first)
+    assert any(differs(seed, "fastserve").difference for seed in range(4))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engines.simulated.caching import CachingEngine
+from headway.engines.simulated.engine import Ran
 from headway.engines.simulated.prefix_blocks import free_queue, keys_of
 from headway.errors import ConfigError
+from headway.policy.core.engine_spec import EngineSpec, KvUse
+from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.ranked import Fcfs
 from headway.policy.recipes.registry import find
+from headway.ports import Packer
 from headway.prefix import Prefix
 from headway.simulate.fleet import build, spec
 from headway.simulate.outcome import Outcome
@@ -21,6 +26,7 @@ from headway.simulate.record import run_folder
 from headway.simulate.record.recorder import Recorder
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload, concat, single
+from headway.types import Jobs, Slo, Step
 from tests.helpers.recorded import Header, Machine, Run, Spy, fleet
 
 SIZE = 16
@@ -179,11 +185,13 @@ def test_a_recording_of_a_cached_run_is_whole() -> None:
     assert (lines["blocks"] <= 140).all()
 
 
-@pytest.mark.parametrize("recipe", ["ecoserve", "qlm", "vllm-v0-swap"])
-def test_packers_that_move_kv_are_refused(recipe: str) -> None:
+def test_packers_that_lend_kv_or_share_blocks_by_their_ends_are_refused() -> None:
     with pytest.raises(ConfigError, match="prefix caching") as refusal:
-        outcome(recipe, talks(5), caching=True)
+        outcome("ecoserve", talks(5), caching=True)
     assert "prefix_caching" in (refusal.value.hint or "")
+    two_ended = find("bros").packer(EngineSpec(8, 512, SIZE, 320, 1e-5, 100, two_ended=True))
+    with pytest.raises(ConfigError, match="two-ended"):
+        CachingEngine(two_ended, blocks=40, size=SIZE, slots=8, budget=512, max_model_len=320)
 
 
 def test_a_fleet_may_say_so() -> None:
@@ -191,13 +199,120 @@ def test_a_fleet_may_say_so() -> None:
         assert [one.prefix_caching for one in build([spec(f"opt-13b-a100:2{text}")])] == [caching] * 2
 
 
-def test_a_recipe_that_may_swap_has_no_host_pool_beside_a_prefix_cache() -> None:
-    specs, load = build([spec("opt-13b-a100,model=default,prefix_caching=true")]), talks(12)
-    assert [one.host_tokens for one in specs] == [0]
-    assert build([spec("opt-13b-a100")])[0].host_tokens
-    found = Simulation(find("headway"), specs, load).run()
+@pytest.mark.parametrize("recipe", ["headway", "vllm", "qlm"])
+def test_a_fleet_has_host_memory_beside_its_prefix_caches(recipe: str) -> None:
+    specs, load = build([spec("opt-13b-a100:2,model=default,prefix_caching=true")]), talks(12)
+    assert [one.host_tokens for one in specs] == [128 * 2**30 // 819_200] * 2
+    found = Simulation(find(recipe), specs, load).run()
     assert np.isfinite(found.end).all()
     assert found.hits > 0
+
+
+@pytest.mark.parametrize("recipe", ["headway", "bros", "vllm-v0-swap"])
+def test_recipes_swap_beside_a_prefix_cache(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best effort gives way to promises; BROS has plain blocks here, as in vLLM."""
+    promised = single(np.arange(1.0, 40.0), 900, 10, slo=Slo(ttft=0.5, tpot=0.2))
+    load = concat(talks(120), promised).sorted()
+    text = "opt-13b-a100,model=default,kv_tokens=2208,max_model_len=2048,prefix_caching=true,host_kv_gib"
+    copied, schedule = Counter[str](), CachingEngine.schedule
+
+    def counted(engine: CachingEngine, now: float) -> Ran:
+        ran = schedule(engine, now)
+        copied[gib] += ran.copied
+        assert engine.seconds(ran, 0.0) == ran.copied * engine.copy_seconds
+        assert engine.overlap == (recipe != "vllm-v0-swap")
+        return ran
+
+    monkeypatch.setattr(CachingEngine, "schedule", counted)
+    for gib in ("0", "1"):
+        found = Simulation(find(recipe), build([spec(f"{text}={gib}")]), load).run()
+        assert np.isfinite(found.end).all()
+        assert found.hits > 0
+    assert copied["0"] == 0 < copied["1"]
+
+
+# ---- a ledger of blocks, on the device and on the host
+
+
+class Erratic(Packer):
+    """It saves and evicts running rows at random, and names the others in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    @property
+    def kv(self) -> KvUse:
+        return KvUse(saves=True)
+
+    def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
+        rows = self.rng.permutation(jobs.rows())
+        fate = np.where(jobs.running[rows], self.rng.choice(3, rows.size, p=(0.85, 0.1, 0.05)), 0)
+        order = rows[fate == 0]
+        order = np.concatenate([order[jobs.running[order]], order[~jobs.running[order]]])
+        return Step(order, evict=rows[fate == 2], save=rows[fate == 1], max_running=4)
+
+
+def check_ledger(engine: CachingEngine, host: int) -> None:
+    """Every block is free or held, and known by its holders; the host holds what waits, within its room."""
+    pool, jobs, rows = engine.pool, engine.jobs, engine.jobs.rows()
+    tables = [pool.tables[row, : pool.held[row]] for row in rows.tolist()]
+    held = np.concatenate([*tables, *engine._pinned.values(), np.empty(0, np.int64)])
+    references = np.bincount(held, minlength=pool.references.size)
+    np.testing.assert_array_equal(pool.references, references)
+    assert all(np.unique(table).size == table.size for table in tables)
+    queue = free_queue(pool)
+    assert sorted(queue.tolist()) == (np.flatnonzero(references[1:] == 0) + 1).tolist()
+    assert engine.free == queue.size
+    assert (pool.held[rows[~jobs.running[rows]]] == 0).all()
+    running = rows[jobs.running[rows]]
+    assert (pool.held[running] * SIZE >= jobs.computed[running]).all()
+    assert engine.usage["held_slots"] == running.size
+    assert (jobs.saved[running] == 0).all()
+    assert jobs.saved[rows].sum() <= host
+    assert engine.host_room >= 0
+
+
+@given(
+    asks=st.lists(
+        st.tuples(st.integers(1, 120), st.integers(1, 20), st.integers(0, 3), st.booleans()), min_size=1, max_size=12
+    ),
+    blocks=st.integers(9, 24),
+    host=st.sampled_from([0, 15, 64, 200, 4000]),
+    seed=st.integers(0, 99),
+)
+def test_no_block_is_lost_or_held_twice(
+    asks: list[tuple[int, int, int, bool]], blocks: int, host: int, seed: int
+) -> None:
+    """Requests share prefixes, are saved, evicted, preempted and aborted, and chains are pinned."""
+    engine_ = CachingEngine(
+        Erratic(seed), blocks=blocks, size=SIZE, slots=4, budget=96, max_model_len=144, copy_seconds=1e-4, host=host
+    )
+    chains = [Prefix(f"chain {i}", 40 + 20 * i) for i in range(3)]
+    ended, aborted, copied = set[str](), set[str](), 0
+    for i, (prompt, output, chain, _) in enumerate(asks):
+        prefix = chains[chain] if chain < 3 and prompt >= chains[chain].tokens else None
+        engine_.add(f"r{i}", prompt, output, arrival=0.0, prefix=prefix)
+    for iteration in range(3000):
+        if not engine_.busy:
+            break
+        ran = engine_.schedule(0.1 * iteration)
+        check_ledger(engine_, host)
+        assert np.unique(ran.rows).size == ran.rows.size
+        assert (engine_.jobs.saved[ran.saved] > 0).all()
+        copied += ran.copied
+        ended |= set(engine_.complete(ran, 0.1 * iteration + 0.1).ids)
+        for id in [f"r{i}" for i, ask in enumerate(asks) if ask[3] and iteration == 3 * i]:
+            if id in engine_.jobs:
+                engine_.drop(id)
+                aborted.add(id)
+        engine_.pin(chains[iteration % 3]) if iteration % 4 else engine_.unpin(chains[iteration % 3].id)
+        check_ledger(engine_, host)
+    assert ended | aborted == {f"r{i}" for i in range(len(asks))}
+    assert not ended & aborted
+    assert copied == 0 or host > 0
+    for prefix in chains:
+        engine_.unpin(prefix.id)
+    assert engine_.free == blocks
 
 
 # ---- pins

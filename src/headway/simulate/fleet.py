@@ -25,7 +25,6 @@ from headway.types import Bools, Instance
 
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(ge=1)]
-_HOST_KV_GIB = 128.0
 _FORM = "Write profile[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=40000."
 
 
@@ -42,8 +41,7 @@ class Spec:
     loads: latency profiles of the models that these instances can load instead of their first, as `profile`
         or `model@profile`: several models, such as fine-tuned ones, may have one profile.
     host_gb: host memory in which weights stay warm, in 1e9 bytes.
-    host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none; None = 128, and none where
-        prefixes are cached, which is not simulated together.
+    host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none.
     prefix_caching: as vLLM's `--enable-prefix-caching`; of use to requests that have a `Prefix`.
     """
 
@@ -56,7 +54,7 @@ class Spec:
     kv_tokens: _Count | None = None
     loads: tuple[str, ...] = ()
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
-    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     prefix_caching: bool = False
 
     def instances(self, first: int = 0) -> list[InstanceSpec]:
@@ -82,10 +80,7 @@ class Spec:
     def _variant(
         self, id: str, file: LatencyProfile, model: str, kv_tokens: int | None, others: tuple[InstanceSpec, ...]
     ) -> InstanceSpec:
-        blocks, host = self._blocks(file, kv_tokens), self.host_kv_gib
-        if host is None:
-            host = 0.0 if self.prefix_caching else _HOST_KV_GIB
-        limits = self.max_running, blocks, file.block_size, self.max_model_len
+        limits = self.max_running, self._blocks(file, kv_tokens), file.block_size, self.max_model_len
         instance = Instance(id, model, *limits, prefix_caching=self.prefix_caching)
         return InstanceSpec(
             instance,
@@ -99,7 +94,7 @@ class Spec:
             file.request_overhead_s or 0.0,
             file.token_overhead_s or 0.0,
             file.interruption_s or 0.0,
-            int(host * 2**30) // file.kv_bytes_per_token,
+            int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
             prefix_caching=self.prefix_caching,
         )
 

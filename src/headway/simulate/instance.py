@@ -95,7 +95,7 @@ class InstanceSpec:
             instance.max_model_len,
             self.copy_seconds,
             self.host_tokens,
-            two_ended=bool(self.host_tokens),
+            two_ended=bool(self.host_tokens) and not self.prefix_caching,  # as in vLLM
             reservations=True,
             latency=latency,
         )
@@ -331,9 +331,9 @@ def engine(packer: Packer, spec: InstanceSpec) -> SimulatedEngine:
         "max_model_len": instance.max_model_len,
         "copy_seconds": spec.copy_seconds,
     }
-    if spec.prefix_caching:
-        return CachingEngine(packer, **common)
     host = spec.host_tokens if pools(use, spec) else None
+    if spec.prefix_caching:
+        return CachingEngine(packer, host=host, overlap=use.overlaps_copies, **common)
     if host is None:
         return SimulatedEngine(packer, **common)
     kind = TwoEndedEngine if use.two_ended else HostPoolEngine

@@ -4,6 +4,9 @@ It admits requests with what the cache holds of them, fills the columns of `Jobs
 `engines/vllm/plugin/prefix_cache.py` does for the real engine, and hands out blocks in vLLM's order, so that
 the same prefixes are lost. Which tokens requests share is said by their `Prefix`; without one a request finds
 only what it has computed itself, after it has lost its KV.
+
+A host pool beside the cache is that of `engines/vllm/plugin/connector.py`: a request is copied there whole, and what
+the cache has of it when it is admitted again is not copied back.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from headway.policy.pack.allocation import missing
 from headway.policy.pack.kernels import NO_CAP, missing_of
 from headway.ports import Packer
 from headway.prefix import CacheReport, Prefix
-from headway.types import UNLIMITED, Ints, Slo
+from headway.types import UNLIMITED, Bools, Ints, Slo
 
 _RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed, as in the plugin
@@ -33,9 +36,10 @@ _AHEAD = 64  # waiting requests that are looked up again when the cache has chan
 class CachingEngine(SimulatedEngine):
     """A simulated engine with a prefix cache.
 
-    Raises ConfigError for packers that copy KV to the host or lend it: vLLM's cache and their blocks would
-    have to know each other, which nothing here compares with vLLM.
+    Raises ConfigError for packers that reserve and lend KV or count on two-ended blocks: blocks that change hands
+    cannot be cached, in vLLM neither.
 
+    host: tokens that a host pool holds, None = room for all; it counts whole blocks.
     pool: the blocks and what is cached in them.
     follows: the packer decides on the order, so it is told what the cache holds of waiting requests.
     """
@@ -50,12 +54,13 @@ class CachingEngine(SimulatedEngine):
         budget: int,
         max_model_len: int,
         copy_seconds: float = 0.0,
+        overlap: bool = False,
+        host: int | None = None,
     ) -> None:
-        use = packer.kv
-        if use.saves or use.reserves or use.two_ended:
+        if packer.kv.reserves or packer.kv.two_ended:
             raise ConfigError(
-                "A packer that swaps, reserves or lends KV is not simulated with prefix caching.",
-                "Set prefix_caching = false, or use a recipe that does neither, such as headway or vllm.",
+                "A packer that reserves and lends KV, or needs two-ended blocks, does not work with prefix caching.",
+                "Set prefix_caching = false, or use a recipe that does neither, such as headway, qlm or vllm.",
             )
         super().__init__(
             packer,
@@ -65,7 +70,10 @@ class CachingEngine(SimulatedEngine):
             budget=budget,
             max_model_len=max_model_len,
             copy_seconds=copy_seconds,
+            overlap=overlap,
         )
+        self._host_blocks = UNLIMITED if host is None else host // size
+        self._released = 0  # of them, those of requests that were aborted since the last step
         self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
         self.follows = not packer.own_order
         self._waiting: OrderedDict[int, None] = OrderedDict()  # rows in the order of vLLM's queue
@@ -77,6 +85,12 @@ class CachingEngine(SimulatedEngine):
     @property
     def free(self) -> int:
         return int(self.pool.state[0]["free"])
+
+    @property
+    def host_room(self) -> int:
+        """Free blocks of the host pool; those of an aborted request are free after the next step, as in the plugin."""
+        held = -(-self.jobs.saved[self.jobs.live] // self.size)
+        return self._host_blocks - int(held.sum()) - self._released
 
     @property
     def longest(self) -> int:
@@ -117,6 +131,7 @@ class CachingEngine(SimulatedEngine):
 
     def drop(self, id: str) -> None:
         row = self.jobs.row_of[id]
+        self._released += -(-int(self.jobs.saved[row]) // self.size)
         super().drop(id)
         prefix_blocks.end(self.pool, row)
         self._waiting.pop(row, None)
@@ -127,6 +142,7 @@ class CachingEngine(SimulatedEngine):
         if self.follows:
             prefix_blocks.fill_columns(pool, jobs.data, jobs.rows(), self._named)
         step = self.packer.pack(jobs, self.kv_budget, now)
+        saved, unsaved, copied = self._save(step.save) if step.save.size else (step.save, step.save, 0)
         for row in step.evict.tolist():
             _preempt(jobs.data, pool, self.usage, limits, row)
         self._requeue(step.evict)
@@ -144,7 +160,8 @@ class CachingEngine(SimulatedEngine):
         self._requeue(ran.lost)
         for row in ran.rows[ran.rows.size - ran.admitted :].tolist():
             self._waiting.pop(row, None)
-        lost, after = np.concatenate([step.evict, ran.lost]), self.cache_stats
+        self._released = 0
+        lost, after = np.concatenate([unsaved, step.evict, ran.lost]), self.cache_stats
         return Ran(
             now,
             ran.rows,
@@ -153,6 +170,8 @@ class CachingEngine(SimulatedEngine):
             lost,
             ran.lost.size,
             ran.admitted,
+            copied + ran.copied,
+            saved,
             queried=after["queries"] - before["queries"],
             hits=after["hits"] - before["hits"],
         )
@@ -187,6 +206,12 @@ class CachingEngine(SimulatedEngine):
         prefix_blocks.release(self.pool, self._pinned.pop(chain, np.empty(0, np.int64)))
         self.pool.state[0]["recount"] = True
 
+    def _save(self, rows: Ints) -> tuple[Ints, Ints, int]:
+        """Take rows' KV. Returns those that are on the host now, those without room there, and tokens copied."""
+        kept, copied = _save(self.jobs.data, self.pool, self.usage, self.limits, rows, self.host_room)
+        self._requeue(rows)
+        return rows[kept], rows[~kept], copied
+
     def _requeue(self, rows: Ints) -> None:
         """Put rows that have lost their KV first in the queue."""
         if self.follows:
@@ -201,6 +226,23 @@ def _preempt(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, row: 
     kernels.evict(jobs, usage, np.full(1, row))
     prefix_blocks.end(pool, row)
     prefix_blocks.look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], limits.size)
+
+
+@compiled
+def _save(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, rows: Ints, room: int) -> tuple[Bools, int]:
+    """Take rows' KV, and keep it on the host as far as it finds room there, in blocks.
+
+    Returns which rows are kept and the tokens copied.
+    """
+    kept, copied = np.zeros(rows.size, np.bool_), 0
+    for i in range(rows.size):
+        row, computed = rows[i], jobs["computed"][rows[i]]
+        blocks = -(-computed // limits.size)
+        _preempt(jobs, pool, usage, limits, row)
+        if computed and blocks <= room:
+            jobs["computed"][row] = jobs["saved"][row] = computed
+            kept[i], room, copied = True, room - blocks, copied + computed
+    return kept, copied
 
 
 @compiled
@@ -231,9 +273,9 @@ def _run(
         return kernels.Ran(rows, tokens, lost, 0, 0)
     free_slots = min(max_running, limits.slots - paused) - chosen.size
     budget -= tokens.sum()
-    granted = _admit(jobs, pool, usage, limits, waiting, caps[~live], budget, free_slots)
+    granted, copied = _admit(jobs, pool, usage, limits, waiting, caps[~live], budget, free_slots)
     fresh = waiting[: granted.size]
-    return kernels.Ran(np.concatenate((rows, fresh)), np.concatenate((tokens, granted)), lost, fresh.size, 0)
+    return kernels.Ran(np.concatenate((rows, fresh)), np.concatenate((tokens, granted)), lost, fresh.size, copied)
 
 
 @compiled
@@ -285,16 +327,20 @@ def _admit(
     caps: Ints,
     budget: int,
     free_slots: int,
-) -> Ints:
-    """Admit waiting rows in order until one does not fit whole, or slots or budget run out."""
-    granted, size = np.empty(waiting.size, np.int64), 0
+) -> tuple[Ints, int]:
+    """Admit waiting rows in order until one does not fit whole, or slots or budget run out.
+
+    Returns the tokens of each, and those copied back from the host.
+    """
+    granted, size, copied = np.empty(waiting.size, np.int64), 0, 0
     for i in range(waiting.size):
         row = waiting[i]
         if free_slots <= 0 or budget <= 0:
             break
         whole = jobs["prompt"][row] + jobs["output_tokens"][row]
         cached = prefix_blocks.cached_prefix(pool, row, whole, limits.size)
-        computed = cached.size * limits.size
+        found = cached.size * limits.size
+        computed = max(found, jobs["saved"][row])
         tokens = min(whole - computed, budget)
         if caps[i] < tokens:
             # Where less of its prefix is cached than the packer knew, it comes as far all the same.
@@ -303,11 +349,12 @@ def _admit(
         if tokens <= 0 or -(-whole // limits.size) - cached.size + unheld > pool.state[0]["free"]:
             break
         prefix_blocks.begin(pool, row, cached)
-        prefix_blocks.record(pool, whole, computed, jobs["evictions"][row] > 0)
-        jobs["computed"][row] = computed
+        prefix_blocks.record(pool, whole, found, jobs["evictions"][row] > 0)
+        copied += computed - found
+        jobs["computed"][row], jobs["saved"][row] = computed, 0
         jobs["running"][row] = True
         usage["held_slots"] += 1
         _compute(jobs, pool, limits, row, tokens)
         granted[size] = tokens
         size, budget, free_slots = size + 1, budget - tokens, free_slots - 1
-    return granted[:size]
+    return granted[:size], copied

@@ -74,6 +74,7 @@ class SimulatedEngine:
 
     blocks: usable KV blocks of `size` tokens. slots: requests that may hold KV. budget: tokens per iteration.
     copy_seconds: to move one token's KV between device and host.
+    overlap: copies run beside the computation instead of before it.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class SimulatedEngine:
         budget: int,
         max_model_len: int,
         copy_seconds: float = 0.0,
+        overlap: bool = False,
     ) -> None:
-        self.packer, self.blocks, self.size, self.copy_seconds = packer, blocks, size, copy_seconds
+        self.packer, self.blocks, self.size = packer, blocks, size
+        self.copy_seconds, self.overlap = copy_seconds, overlap
         self.limits = Limits(size, slots, budget, max_model_len)
         self.usage = kernels.usage_of(blocks)
         self.jobs = Jobs(256)
@@ -187,8 +190,11 @@ class SimulatedEngine:
         return batch_of(self.jobs, ran.rows, ran.tokens)
 
     def seconds(self, ran: Ran, execution: float) -> float:
-        """Return the seconds of an iteration that computes for `execution` seconds, after its copies."""
-        return execution + (ran.copied * self.copy_seconds if ran.copied else 0.0)
+        """Return the seconds of an iteration that computes for `execution` seconds, with its copies."""
+        if not ran.copied:  # `copy_seconds` may be inf
+            return execution
+        copying = ran.copied * self.copy_seconds
+        return max(execution, copying) if self.overlap else execution + copying
 
     def _paused(self, order: Ints) -> Ints:
         """Return the rows that hold a slot and are not in `order`."""

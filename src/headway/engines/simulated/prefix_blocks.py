@@ -398,12 +398,14 @@ def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
 def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
     """Set `computed`, `found`, `blocks` and `shared` of the engine's rows to what is known of the cache.
 
-    named: rows that the packer wanted in the last step.
+    Of a row whose KV is on the host, that is what it has computed. named: rows that the packer wanted in the last step.
     """
     _count_shared(pool, jobs, rows, named)
     for row in rows:
         if jobs["running"][row]:
             jobs["shared"][row] = pool.shared[row]
+        elif jobs["saved"][row]:
+            jobs["shared"][row] = 0
         else:
             jobs["computed"][row] = pool.found_tokens[row]
             if jobs["evictions"][row] == 0:  # else it would find what it has computed itself

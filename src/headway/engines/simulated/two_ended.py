@@ -31,7 +31,6 @@ class HostPoolEngine(SimulatedEngine):
     """A simulated engine with plain blocks and a host pool, to which the packer saves requests (`Step.save`).
 
     host: tokens that the pool holds.
-    overlap: copies run beside the computation instead of before it.
     """
 
     def __init__(
@@ -55,8 +54,9 @@ class HostPoolEngine(SimulatedEngine):
             budget=budget,
             max_model_len=max_model_len,
             copy_seconds=copy_seconds,
+            overlap=overlap,
         )
-        self.host, self.overlap = host, overlap
+        self.host = host
 
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration and account its KV; rows that do not fit on the host are evicted."""
@@ -71,12 +71,6 @@ class HostPoolEngine(SimulatedEngine):
         """Return how many of `rows`, from the first on, still fit on the host."""
         saved = int(self.jobs.saved[self.jobs.live].sum())
         return int(np.searchsorted(saved + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
-
-    def seconds(self, ran: Ran, execution: float) -> float:
-        """Return the seconds of an iteration that computes for `execution` seconds."""
-        if not self.overlap:
-            return super().seconds(ran, execution)
-        return max(execution, ran.copied * self.copy_seconds) if ran.copied else execution
 
 
 class _Bounded(Packer):
