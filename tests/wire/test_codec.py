@@ -30,7 +30,7 @@ FINGERPRINTS = {
     3: "ed152ba2eb04b848",
     4: "cd85f204e05b8823",
     5: "8c165843df3b9275",
-    6: "7bbeba6e2b2bd27c",
+    6: "c4f521e011d45a1a",
 }
 
 
