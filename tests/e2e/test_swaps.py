@@ -60,7 +60,7 @@ def test_answers_after_a_swap_are_those_of_a_fresh_engine(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *_path()]))
     monkeypatch.setattr(models, "RETRY_AFTER", (2.0, 2.0))
     events = note_events(monkeypatch)
-    model = vary("smollm2", tmp_path / "smollm2", layers=8, scale=0.0)
+    model = vary("smollm2", tmp_path / "smollm2", layers=4, scale=0.0)
     near = vary(str(model), tmp_path / "near", seed=1, scale=0.6)
     short = vary(str(model), tmp_path / "short", layers=3)
     engine = Engine(
