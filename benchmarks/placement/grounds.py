@@ -74,7 +74,7 @@ class Ground:
     """A workload for one engine at its capacity.
 
     rate: conversations (of a trace requests, of applications runs) per second and engine at 1.0 times its capacity:
-        as many as `headway` serves with 95 % of the promises kept when each has an engine of its own to go to.
+        the rate at which one engine with `headway` keeps 95 % of the promises.
     warm: seconds after which conversations of all ages are there; requests count from then on.
     """
 

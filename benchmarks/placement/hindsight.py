@@ -1,7 +1,7 @@
 """`headway bench placement --hindsight`: small cases, against the best of all placements of their requests.
 
-With hindsight each request goes to an engine when it arrives, and of all such placements the one counts that keeps the
-most promises, of equal ones that which computes the fewest prompt tokens. Headway's scheduler is in all engines.
+With hindsight each request goes to an engine when it arrives, too. The best placement keeps the most promises; ties go
+to the fewest prompt tokens computed. Headway's scheduler is in all engines.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def least_loaded(request: Request, seen: Sequence[Seen]) -> int:
 
 
 def session(request: Request, seen: Sequence[Seen]) -> int:
-    """The engine of the name of the run or the conversation, by a hash (as with a session header)."""
+    """The engine that a hash of the run's or the conversation's name gives (as with a session header)."""
     name = request.prefix.id if request.prefix is not None else request.id
     name = request.stage.run if request.stage is not None else name
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") % len(seen)

@@ -37,7 +37,7 @@ class Slo:
         due at arrival + ttft + k * tpot (the token line of QoServe and SLOs-Serve). Needs ttft and tpot.
     weight: what keeping this SLO is worth beside others, where not all can be kept.
     soft: a soft target where neither ttft nor e2e is promised: seconds to the first token that order the
-        request and promise nothing; None = ten times what its prompt takes alone.
+        request and promise nothing; None = ten times what the part of its prompt takes alone that is not cached.
     """
 
     ttft: float | None = None
@@ -283,7 +283,7 @@ class Instance:
     loaded: its model as one that it can load again after another; None = it cannot load any.
     assumed: fields above that it does not tell, so that they are as configured.
     prefix_caching: it has a prefix cache.
-    own_order: it computes prompts in vLLM's own order, as they come, unless `Send.rank` says otherwise.
+    own_order: it computes prompts in vLLM's own order: as they come, or by `Send.rank`.
     """
 
     id: str

@@ -294,7 +294,8 @@ class SimulatedInstance:
         rows = jobs.rows()
         rows = rows[np.argsort(jobs.serial[rows])]
         times = (getattr(jobs, name)[rows].tolist() for name in ("first", "last", "gap"))
-        evictions = (jobs.evictions[rows] + (jobs.computed[rows] > 0)).tolist()
+        lost = (jobs.computed[rows] > 0) & (jobs.running[rows] | (jobs.saved[rows] > 0))  # else it is another's
+        evictions = (jobs.evictions[rows] + lost).tolist()
         columns = zip(jobs.output_tokens[rows].tolist(), *times, evictions, strict=True)
         preempted = [Preempted(made if keep else 0, *rest) for made, *rest in columns]
         out = dict(zip(jobs.names(rows), preempted, strict=True))

@@ -340,7 +340,6 @@ class Loop:
             if self.observer is not None:
                 self.observer.returned(self.workload.row_of(reject.id), now)
         self._execute(rejects, now)
-        self._set_check()
         return bool(rejects)
 
     # ---- models and failures

@@ -91,8 +91,7 @@ class ReplayLoop(Loop):
 
     def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
         jobs = instance.engine.jobs
-        rows = ran.rows[jobs.live[ran.rows]]
-        for id in jobs.names(rows[jobs.first[rows] == now]):
+        for id in jobs.names(ran.rows[jobs.first[ran.rows] == now]):
             self._notify(Started(id), now)
 
     def _prewarm(self, command: Prewarm, now: float) -> None:

@@ -107,9 +107,10 @@ def verdict(run: Run, story: Timeline) -> str:
 
 
 def placement(run: Run, story: Timeline) -> str:
-    """Return a sentence with the engine that it went to; empty unless several have this model.
+    """Say which engine a request went to last, and what its prefix cache held of the prompt.
 
-    It says how much of the prompt that engine's prefix cache held, and how long the request waited for it.
+    Empty unless several engines have this model, and where nothing is known of the prompt. The waits are the sums of
+    all engines.
     """
     fleet, chosen = run.header.fleet, int(run.outcome.instance[story.request])
     if story.found is None or chosen < 0 or sum(one.model == fleet[chosen].model for one in fleet) < 2:

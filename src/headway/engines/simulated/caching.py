@@ -37,7 +37,7 @@ class CachingEngine(SimulatedEngine):
     """A simulated engine with a prefix cache.
 
     Raises ConfigError for packers that reserve and lend KV or count on two-ended blocks: blocks that change hands
-    cannot be cached, in vLLM neither.
+    cannot be cached, nor can they in vLLM.
 
     host: tokens that a host pool holds, None = room for all; it counts whole blocks.
     pool: the blocks and what is cached in them.
@@ -73,7 +73,7 @@ class CachingEngine(SimulatedEngine):
             overlap=overlap,
         )
         self._host_blocks = UNLIMITED if host is None else host // size
-        self._released = 0  # of them, those of requests that were aborted since the last step
+        self._released = 0  # host blocks of requests that were aborted since the last step
         self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
         self.follows = not packer.own_order
         self._waiting: OrderedDict[int, None] = OrderedDict()  # rows in the order of vLLM's queue

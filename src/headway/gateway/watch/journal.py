@@ -148,7 +148,7 @@ class JournalKeeper(Observer):
             self._when(first), self._wall(ended), request.context, request.max_tokens, output_tokens,
             in_flight.forecast if in_flight else None, slo.ttft, slo.tpot, slo.e2e, slo.weight, slo.soft,
             int(slo.line), request.priority, sends[-1][1] if sends else None,
-            in_flight.found if in_flight and sends else None, max(len(sends) - 1, 0),
+            in_flight.found if in_flight and sends and in_flight.keys else None, max(len(sends) - 1, 0),
             stage.app[:_NAME] if stage else None, stage.run[:_NAME] if stage else None,
             stage.unit[:_NAME] if stage else None, outcome, met, reason,
         )  # fmt: skip

@@ -75,8 +75,8 @@ class Drops:
         Nothing as long as one of them has learned nothing (its next token may come at once for all that is
         known), and of a trial: then only a deadline that has passed counts as missed.
 
-        computed: instance -> tokens of the prompt that it is known to have. exact: it has no more; otherwise
-            as many as it found for other requests lately may be in its prefix cache.
+        computed: instance -> tokens of the prompt that it is known to have. exact: these only; otherwise at least
+            the longest prefix that it found for other requests lately.
         """
         learned = {name: self._learned.get(name) for name in computed}
         if request.id == self._trials.get(request.model, (0.0, ""))[1] or not learned or None in learned.values():

@@ -23,7 +23,6 @@ import numpy as np
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
-from headway.prefix import Keys
 from headway.types import Backlog, Batch, Bools, Floats, Instance, Request
 
 BUSY_DELAY, ANSWER = 0.05, 0.05
@@ -186,7 +185,7 @@ class Placement:
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     _loads: dict[str, _Load] = field(default_factory=dict)
-    _keys: dict[str, Keys] = field(default_factory=dict)  # of prompts, by id
+    _keys: dict[str, bytes] = field(default_factory=dict)  # of prompts, by id
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
     _planned: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # engine, `found` and `moved`, by id
     _inside: dict[str, _Inside] = field(default_factory=dict)
@@ -229,7 +228,7 @@ class Placement:
     def came(self, request: Request, keys: bytes) -> None:
         """Take note of a request. keys: of its prompt."""
         if keys:
-            self._keys[request.id] = np.frombuffer(keys, np.int64)
+            self._keys[request.id] = keys
         if request.slo.tpot is not None:
             self._rates[request.id] = 1 / request.slo.tpot
 
@@ -259,8 +258,8 @@ class Placement:
 
     def _expect(self, id: str, name: str) -> None:
         """Count a request's prompt as held by an engine, which it is or will be sent to."""
-        if (keys := self._keys.get(id)) is not None:
-            self.index.sent(id, name, keys)
+        if keys := self.keys(id):
+            self.index.sent(id, name, np.frombuffer(keys, np.int64))
 
     def started(self, backlog: Backlog, id: str, now: float) -> None:
         """Take note of a first token."""
@@ -294,8 +293,7 @@ class Placement:
 
     def keys(self, id: str) -> bytes:
         """Return the keys of a request's prompt, as in `Arrived`."""
-        keys = self._keys.get(id)
-        return b"" if keys is None else keys.tobytes()
+        return self._keys.get(id, b"")
 
     def found(self, id: str, name: str, prompt: int, keys: bytes = b"") -> int:
         """Return the tokens of a request's prompt that an engine holds, or held when the request went there.
@@ -306,8 +304,7 @@ class Placement:
             return planned[1]
         if (one := self._inside.get(id)) is not None and one.name == name:
             return one.found
-        known = np.frombuffer(keys, np.int64) if keys else self._keys.get(id)
-        return min(self.index.tokens(name, known), prompt - 1)
+        return min(self.index.tokens(name, np.frombuffer(keys or self.keys(id), np.int64)), prompt - 1)
 
     def moved(self, id: str, name: str) -> bool:
         """Return `Send.moved` for a request that was planned for an engine; False for others."""

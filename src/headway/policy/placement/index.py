@@ -149,10 +149,10 @@ class PrefixIndex:
         else:
             self._caches[name].end(keys)
 
-    def tokens(self, name: str, keys: Ints | None) -> int:
+    def tokens(self, name: str, keys: Ints) -> int:
         """Return how many tokens of a prompt an engine holds."""
         cache = self._caches.get(name)
-        return cache.blocks(keys) * cache.grains * GRAIN if cache is not None and keys is not None else 0
+        return cache.blocks(keys) * cache.grains * GRAIN if cache is not None else 0
 
 
 def _keys(packed: bytes) -> list[int]:

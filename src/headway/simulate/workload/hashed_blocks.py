@@ -19,7 +19,7 @@ def prefixes_of(hashes: Sequence[Sequence[int]], tokens: Sequence[int], block: i
 
     hashes: of each prompt's blocks; one stands for its block and all blocks before it. The last block may be
         shorter. tokens: of each prompt. block: tokens of a block.
-    Raises ConfigError for hashes that stand for a block alone.
+    Raises ConfigError for hashes of single blocks.
     """
     numbers: dict[int, int] = {}
     blocks = np.array([numbers.setdefault(hash, len(numbers)) for one in hashes for hash in one], np.int64)
@@ -36,7 +36,7 @@ def _chain_begins(blocks: Ints, ends: Ints) -> Bools:
     links = np.unique(np.stack([before, blocks], axis=1), axis=0)
     if len(links) > np.unique(blocks).size:
         raise ConfigError(
-            "The same hash follows different blocks in two prompts.",
+            "One of the hash_ids follows different blocks.",
             "Give hashes that stand for a block and all blocks before it.",
         )
     parents, children = np.unique(links[:, 0], return_counts=True)

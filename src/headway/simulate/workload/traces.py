@@ -116,7 +116,10 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
         raise ConfigError(f"{file} has a class in some rows only.", "Give it in all of them or in none.")
     sizes = prompt.astype(np.int64)
     hashes = [_hashes(row, size, file, line) for (line, row), size in zip(rows, sizes.tolist(), strict=True)]
-    prefixes = tuple(prefixes_of(hashes, sizes.tolist())) if any(hashes) else ()
+    try:
+        prefixes = tuple(prefixes_of(hashes, sizes.tolist())) if any(hashes) else ()
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", error.hint) from error
     return Trace((at - at[0]) / form.per_second, sizes, output.astype(np.int64), tiers, prefixes)
 
 
@@ -272,7 +275,9 @@ def _hashes(row: Row, prompt: int, file: Path, line: int) -> list[int]:
     """Return the hashes of a prompt's blocks, [] = the row has none."""
     hashes = row.get("hash_ids") or []
     if not (isinstance(hashes, list) and all(type(one) is int for one in hashes)):
-        raise ConfigError(f"{file} line {line} has hash_ids that are no list of whole numbers.", "Correct that line.")
+        raise ConfigError(
+            f"{file} line {line} whose hash_ids is not a list of integers.", "Give a list, or leave it out."
+        )
     if hashes and abs(BLOCK * len(hashes) - prompt) >= BLOCK:
         raise ConfigError(
             f"{file} line {line} has {len(hashes)} hash_ids for a prompt of {prompt:,} tokens.",

@@ -53,7 +53,7 @@ def free_port(ports: Sequence[int] = _PORTS) -> int:
 
     It is none of those that the system gives to connections of clients, one of which might take it meanwhile.
     """
-    for port in SystemRandom().sample(ports, 100):
+    for port in SystemRandom().sample(ports, min(len(ports), 100)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -62,8 +62,7 @@ function show(data) {
   $("requests").textContent = number(data.requests_per_s);
   $("answered").textContent = `${whole(data.answered)} in the window, ${whole(data.failed)} failed or refused`;
   $("tokens").textContent = number(data.tokens_per_s);
-  const several = Object.keys(data.engines).length > 1;
-  $("cached").textContent = data.answered && (several || data.cached) ? `${number(100 * data.cached)} % of prompt tokens in the window were cached` : "";
+  $("cached").textContent = data.cached ? `${number(100 * data.cached)} % of prompt tokens in the window were cached` : "";
   $("waiting").textContent = `${whole(waiting)} / ${whole(sum(all, "inside"))}`;
   const reporting = Object.values(data.engines).filter(one => one.computing !== null);
   $("inside").textContent = reporting.length ? ["computing", "paused", "waiting"].map(state => `${whole(sum(reporting, state))} ${state}`).join(", ") + " in engines" : "";

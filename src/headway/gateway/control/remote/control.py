@@ -225,7 +225,7 @@ def _shifted(command: Command, apart: float) -> Command:
 
 
 def reported(held: Iterable[InFlight]) -> Iterator[list[InFlight]]:
-    """Yield requests as they go into one message each, at least one, which may be empty."""
+    """Split requests into messages; yield at least one, which may be empty."""
     part, size = list[InFlight](), 0
     for one in held:
         if len(part) == _MOST or size > _MOST_KEYS:

@@ -324,7 +324,8 @@ def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floa
     """Return the instant by which a row that is not kept should be served, earlier with more weight.
 
     Without a target from outside it depends on the tokens of its prompt that the prefix cache did not hold.
-    It does not change as the row is computed: two rows would take each other's KV in turn.
+    It follows the cache while the row waits and does not change as the row is computed: two rows would take each
+    other's KV in turn.
     """
     target = jobs["soft"][row]
     if target == 0.0 or level == FAR:
