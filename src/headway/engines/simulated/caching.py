@@ -81,6 +81,7 @@ class CachingEngine(SimulatedEngine):
         self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
         self._pinned: dict[str, Ints] = {}
         self._reported = 0
+        self._looked_up = 0, 0  # tokens of requests that came in first, and how many of them were cached
 
     @property
     def free(self) -> int:
@@ -154,14 +155,15 @@ class CachingEngine(SimulatedEngine):
         ahead = np.fromiter(islice(self._waiting, _AHEAD), np.int64)
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget
-        paused, before = self._paused(step.order), self.cache_stats
-        named = self._named
-        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, named, ahead)
+        paused, before = self._paused(step.order), self._looked_up
+        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, self._named, ahead)
         self._requeue(ran.lost)
         for row in ran.rows[ran.rows.size - ran.admitted :].tolist():
             self._waiting.pop(row, None)
         self._released = 0
-        lost, after = np.concatenate([unsaved, step.evict, ran.lost]), self.cache_stats
+        if ran.admitted:
+            self._looked_up = int(pool.state[0]["queries"]), int(pool.state[0]["hits"])
+        lost = np.concatenate([unsaved, step.evict, ran.lost])
         return Ran(
             now,
             ran.rows,
@@ -172,8 +174,8 @@ class CachingEngine(SimulatedEngine):
             ran.admitted,
             copied + ran.copied,
             saved,
-            queried=after["queries"] - before["queries"],
-            hits=after["hits"] - before["hits"],
+            queried=self._looked_up[0] - before[0],
+            hits=self._looked_up[1] - before[1],
         )
 
     def complete(self, ran: Ran, now: float) -> Done:
