@@ -11,6 +11,7 @@ import typer
 
 from headway.cli.bench_commands import bench_app as bench_app
 from headway.cli.bench_commands import command, listed, mix_of, with_slos
+from headway.cli.journal_commands import numbers
 from headway.cli.options import (
     AppSystems,
     Burstiness,
@@ -263,11 +264,15 @@ def beside(
 @command()
 def placement(
     ask: Ask,
-    systems: Annotated[str | None, typer.Option(help="Comma-separated systems; unset, all.")] = None,
-    grounds: Annotated[str | None, typer.Option(help="Comma-separated simulated grounds; unset, all.")] = None,
-    engines: Annotated[str, typer.Option(help="Comma-separated sizes of the simulated fleet.")] = "4,16,64",
-    loads: Annotated[str, typer.Option(help="Comma-separated multiples of the fleet's capacity.")] = "0.7,1,1.3",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds that count.")] = 240.0,
+    systems: Annotated[
+        str | None, typer.Option(help="Comma-separated systems (docs/placement.md); unset, all.")
+    ] = None,
+    grounds: Annotated[
+        str | None, typer.Option(help="Comma-separated grounds (docs/placement.md); unset, all.")
+    ] = None,
+    engines: Annotated[str | None, typer.Option(help="Sizes of the simulated fleet; unset, 4,16,64.")] = None,
+    loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.7,1,1.3.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
     real: Annotated[
         bool, typer.Option("--real", help="Two real vLLM engines on a core each, instead of the simulator.")
     ] = False,
@@ -281,7 +286,6 @@ def placement(
     if index or hindsight:
         attribute(f"benchmarks.placement.{'index' if index else 'hindsight'}:main")(ask)
         return
-    from benchmarks.placement import grounds as known
     from benchmarks.placement import real as live
     from benchmarks.placement import simulated as virtual
 
@@ -290,10 +294,10 @@ def placement(
         return
     virtual.main(
         ask,
-        listed(systems) if systems else virtual.SYSTEMS,
-        listed(grounds) if grounds else tuple(known.GROUNDS),
-        tuple(map(int, listed(engines))),
-        tuple(map(float, listed(loads))),
+        listed(systems or ""),
+        listed(grounds or ""),
+        tuple(int(count) for count in numbers(engines)) if engines else (),
+        numbers(loads) if loads else (),
         seconds,
     )
 

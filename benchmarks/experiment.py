@@ -18,7 +18,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from joblib import Memory
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from headway.compiled import cache_folder
 from headway.whatif.output.results import About, Ask, Grid, Host, Pictures, Report, Row, deliver, row_grid, versions
@@ -90,8 +90,13 @@ def computed(
     call = partial(_kept, compute, _store(sources)) if sources else compute
     with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn")) as pool:
         pending = {pool.submit(call, job): job for job in dict.fromkeys(jobs)}
-        done = track(as_completed(pending), "simulating", len(pending), console=Console(stderr=True))
-        found = {pending[one]: one.result() for one in done}
+        with Progress(console=Console(stderr=True)) as bar:
+            try:
+                done = bar.track(as_completed(pending), len(pending), description="simulating")
+                found = {pending[one]: one.result() for one in done}
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
     return {job: found[job] for job in pending.values()}
 
 

@@ -32,6 +32,7 @@ from headway.types import Floats, Slo
 
 PROFILE, LONGEST = "llama-3-70b-a100-tp8", 131_072
 _CHARS = 4  # of text in a token
+_AGENTS = "agentic_coding", ("agents",)
 _RUNS = 200  # of each application, from which runs are drawn
 _TEXTS = "content", "tool_calls", "tool_results"
 CHAT = Conversations(
@@ -76,12 +77,14 @@ class Ground:
     rate: conversations (of a trace requests, of applications runs) per second and engine at 1.0 times its capacity:
         the rate at which one engine with `headway` keeps 95 % of the promises.
     warm: seconds after which conversations of all ages are there; requests count from then on.
+    recorded: its file of `HEADWAY_DATA` and, unless it is one of arrivals, that file's folders; () = none.
     """
 
     name: str
     rate: float
     warm: float
     make: Callable[[float, float, np.random.Generator], Workload]
+    recorded: tuple[str] | tuple[str, tuple[str, ...]] | tuple[()] = ()
 
     def workload(self, engines: int, load: float, seconds: float, seed: int) -> Workload:
         """Return the requests for so many engines at a multiple of their capacity, `seconds` beyond `warm`."""
@@ -149,7 +152,7 @@ def _recorded() -> list[list[tuple[int, int, float]]]:
     A turn's answer takes a twentieth of a second per token, and then its tools their time.
     """
     talks: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in _lines(locate("agentic_coding", ("agents",))):
+    for row in _lines(locate(*_AGENTS)):
         talks[row["conversation_id"]].append(row)
     return [_turns_of(rows) for rows in talks.values()]
 
@@ -178,8 +181,8 @@ GROUNDS = {
         Ground("interactive-chat", 0.8, 150.0, CHAT.workload),
         Ground("code-generation", 0.02, 350.0, CODE.workload),
         Ground("deep-research", 0.036, 300.0, RESEARCH.workload),
-        Ground("mooncake", 0.25, 60.0, _mooncake),
-        Ground("agents", 0.3, 150.0, _agents),
+        Ground("mooncake", 0.25, 60.0, _mooncake, ("mooncake_conversation",)),
+        Ground("agents", 0.3, 150.0, _agents, _AGENTS),
         Ground("hermes", 1.0, 300.0, _hermes),
     )
 }

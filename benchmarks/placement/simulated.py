@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 
 from benchmarks.experiment import Result, computed, experiment
 from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet
-from benchmarks.placement.routers import recipe
+from benchmarks.placement.routers import CHOICES, recipe
 from headway.engines.simulated.prefix_blocks import keys_of
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
 from headway.prefix import GRAIN
 from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
+from headway.simulate.workload.traces import locate
 from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
@@ -54,18 +56,21 @@ class Cell:
 @experiment("placement", "sim", f"Placement by prefix caches ({SIMULATED})")
 def main(
     ask: Ask,
-    systems: tuple[str, ...] = SYSTEMS,
-    grounds: tuple[str, ...] = tuple(GROUNDS),
-    engines: tuple[int, ...] = (4, 16, 64),
-    loads: tuple[float, ...] = (0.7, 1.0, 1.3),
-    seconds: float = 240.0,
+    systems: tuple[str, ...] = (),
+    grounds: tuple[str, ...] = (),
+    engines: tuple[int, ...] = (),
+    loads: tuple[float, ...] = (),
+    seconds: float | None = None,
 ) -> Result:
-    """Simulate; `quick`: two grounds on four engines at their capacity, three systems."""
-    if unknown := [name for name in grounds if name not in GROUNDS]:
-        raise ConfigError(f"There is no ground {unknown[0]!r}.", f"Use some of {', '.join(GROUNDS)}.")
-    if ask.quick:
-        systems, grounds = (HEADWAY, "round-robin", "sglang"), ("interactive-chat", "deep-research")
-        engines, loads, seconds = (4,), (1.0,), 60.0
+    """Simulate; what is not given: `quick`, two grounds on four engines at their capacity, three systems; else all."""
+    systems = systems or ((HEADWAY, "round-robin", "sglang") if ask.quick else SYSTEMS)
+    grounds = grounds or (("interactive-chat", "deep-research") if ask.quick else tuple(GROUNDS))
+    engines, loads = (
+        engines or ((4,) if ask.quick else (4, 16, 64)),
+        loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3)),
+    )
+    seconds = seconds or (60.0 if ask.quick else 240.0)
+    _check(systems, grounds, engines, loads)
     cells = [
         Cell(ground, count, load, system, seconds, ask.seed)
         for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
@@ -85,6 +90,19 @@ def main(
         f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines."
     )
     return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
+
+
+def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[int], loads: Sequence[float]) -> None:
+    """Refuse what cannot be simulated before anything is."""
+    rules = {HEADWAY, *CHOICES, *(f"{name}+packer" for name in CHOICES)}
+    for kind, names, known in (("system", systems, rules), ("ground", grounds, GROUNDS)):
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"There is no {kind} {unknown[0]!r}.", f"Use some of {', '.join(sorted(known))}.")
+    if min(engines) < 1 or not all(0 < load < math.inf for load in loads):
+        raise ConfigError("A fleet needs an engine and some load.", "Give --engines of 1 or more, --loads above 0.")
+    for ground in (GROUNDS[name] for name in grounds):
+        if ground.recorded:
+            locate(*ground.recorded)
 
 
 def figures_of(cell: Cell) -> dict[str, float]:
@@ -125,12 +143,12 @@ def _margins(found: dict[Cell, dict[str, float]]) -> list[Row]:
     """Return by how much headway keeps more promises than the best router in front of stock vLLM, per load."""
     kept = {(cell.setting, cell.system): figures["attainment.promised"] for cell, figures in found.items()}
     rows = []
+    routers = {cell.system for cell in found if cell.system != HEADWAY and "+" not in cell.system}
+    if len(routers) == len({cell.system for cell in found}) or not routers:
+        return []  # nothing to compare
     for load in dict.fromkeys(cell.load for cell in found):
         settings = dict.fromkeys(cell.setting for cell in found if cell.load == load)
-        others = [
-            max(value for (at, name), value in kept.items() if at == one and name != HEADWAY and "+" not in name)
-            for one in settings
-        ]
+        others = [max(kept[one, name] for name in routers) for one in settings]
         margins = [kept[one, HEADWAY] - best for one, best in zip(settings, others, strict=True)]
         rows.append(Row("margin.mean", HEADWAY, f"all, {load:g}x", float(np.mean(margins)), "points"))
         rows.append(Row("margin.least", HEADWAY, f"all, {load:g}x", float(np.min(margins)), "points"))

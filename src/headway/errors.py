@@ -48,6 +48,10 @@ class HeadwayError(Exception):
         self.kind = kind or self.kind
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep all fields when a worker process raises it."""
+        return _restored, (type(self), self.args, self.__dict__)
+
     @property
     def client_message(self) -> str:
         """What clients get: the message, cut if it is long, and the hint."""
@@ -107,3 +111,10 @@ class EngineError(HeadwayError):
 
     status = 502
     kind = "server_error"
+
+
+def _restored(kind: type[HeadwayError], args: tuple[Any, ...], fields: dict[str, Any]) -> HeadwayError:
+    """Return an error that was pickled; kinds of errors have arguments of their own."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error

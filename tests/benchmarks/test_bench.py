@@ -262,6 +262,17 @@ def test_cells_run_in_processes_of_their_own() -> None:
     assert both[cell] == cells.compute(cell)
 
 
+def _fails(job: int) -> float:
+    raise ConfigError(f"There is no {job}.", "Take another.", param="job")
+
+
+def test_the_error_of_a_cell_keeps_its_hint() -> None:
+    with pytest.raises(ConfigError) as raised:
+        computed([1, 2, 3], _fails, processes=1)
+    error = raised.value
+    assert (error.hint, error.param, error.status) == ("Take another.", "job", 400)
+
+
 def _drawn(job: int) -> float:
     return job + random.random()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from benchmarks.placement import grounds, hindsight, routers, simulated
 from benchmarks.placement.simulated import CLAIRVOYANT, Cell, least_tokens
+from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Simulation
 from headway.types import Request
+from headway.whatif.output.results import Ask
 
 
 @pytest.mark.parametrize("system", ["headway", "sglang", "dynamo+packer"])
@@ -26,6 +30,14 @@ def test_one_engine_computes_no_more_than_must_be() -> None:
     work = grounds.CHAT.workload(0.02, 400.0, np.random.default_rng(1))
     outcome = Simulation(find("vllm"), grounds.fleet(1), work).run()
     assert least_tokens(work) == outcome.queried - outcome.hits
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"systems": ("nope",)}, {"grounds": ("nope",)}, {"engines": (0,)}, {"loads": (float("nan"),)}]
+)
+def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"nope|A fleet needs"):
+        simulated.main(Ask(quick=True), **wrong)
 
 
 def test_no_rule_does_better_than_hindsight() -> None:

@@ -191,11 +191,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Read loads such as "1,1.5,2". ConfigError for anything else."""
+    """Read numbers above 0 such as "1,1.5,2". ConfigError for anything else."""
     try:
         numbers = tuple(float(part) for part in _names(text))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) <= 0:
-        raise ConfigError(f"{text!r} is not a list of loads.", "Write it like 1,1.5,2.")
+        raise ConfigError(f"{text!r} is not a list of numbers above 0.", "Write it like 1,1.5,2.")
     return numbers

@@ -276,12 +276,12 @@ def _hashes(row: Row, prompt: int, file: Path, line: int) -> list[int]:
     hashes = row.get("hash_ids") or []
     if not (isinstance(hashes, list) and all(type(one) is int for one in hashes)):
         raise ConfigError(
-            f"{file} line {line} whose hash_ids is not a list of integers.", "Give a list, or leave it out."
+            f"{file} line {line} has hash_ids that are not a list of integers.", "Give a list, or leave it out."
         )
     if hashes and abs(BLOCK * len(hashes) - prompt) >= BLOCK:
         raise ConfigError(
             f"{file} line {line} has {len(hashes)} hash_ids for a prompt of {prompt:,} tokens.",
-            f"Give one per {BLOCK} tokens, or leave them out.",
+            f"Give {-(-prompt // BLOCK)}, one per {BLOCK} tokens or part of them, or leave them out.",
         )
     return hashes
 
