@@ -39,7 +39,7 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 	@$(PACKAGES_$(DEVICE))
 	$(PIP) --editable .
 	@# pip compiles on one core; and where no process may write bytecode, each would compile Headway by itself.
-	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src benchmarks testing
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src benchmarks testing || true  # a package may be of a newer Python
 	$(BIN)/python -m headway.engines.vllm.process.metadata
 	@touch $@
 
