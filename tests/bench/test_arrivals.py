@@ -175,10 +175,14 @@ HEAD = "timestamp_s,prompt_tokens,output_tokens\n"
         ("t.jsonl", '{"timestamp_ms": NaN, "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
         ("t.jsonl", '{"timestamp_ms": [], "input_length": 1, "output_length": 1}\n', "line 1 has timestamp_ms"),
         ("t.txt", CSV, "not a trace by its name"),
-        ("t.jsonl", hashed(1024, "[1]"), "line 1 has 1 hash_ids for a prompt of 1,024 tokens. Give one per 512"),
+        (
+            "t.jsonl",
+            hashed(1024, "[1]"),
+            "line 1 has 1 hash_ids for a prompt of 1,024 tokens. Give 2, one per 512 tokens",
+        ),
         ("t.jsonl", hashed(1024, "[1, 2, 3]"), "line 1 has 3 hash_ids"),
-        ("t.jsonl", hashed(1024, "[1, 2.5]"), "line 1 has hash_ids that are no list of whole numbers"),
-        ("t.jsonl", hashed(512, '"1"'), "line 1 has hash_ids that are no list of whole numbers"),
+        ("t.jsonl", hashed(1024, "[1, 2.5]"), "line 1 has hash_ids that are not a list of integers"),
+        ("t.jsonl", hashed(512, '"1"'), "line 1 has hash_ids that are not a list of integers"),
         ("t.jsonl", hashed(1024, "[1, 2]") + hashed(1024, "[3, 2]"), "stand for a block and all blocks before it"),
     ],
 )

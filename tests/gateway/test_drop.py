@@ -92,9 +92,9 @@ def test_what_cannot_be_on_time_is_refused_before_it_is_stored(serve: Serve, fak
         assert gateway.metric(DROPPED) == 3, "the client did not try again"
 
 
-def test_a_prompt_that_one_of_several_engines_holds_is_served(serve: Serve, fake: Fake, stock: Fake) -> None:
+def test_a_prompt_that_one_of_several_engines_holds_is_served(serve: Serve, stock: Fake) -> None:
     """At least 128 tokens of some 210: 0.8 s of 2.1."""
-    with serve(stock.url, fake.url, classes=TIERS) as gateway:
+    with serve(stock.url, stock.url, classes=TIERS) as gateway:
         learn(gateway, "e0", "e1")
         slo = {"x-slo-ttft-ms": "1500"}
         known, other = (
