@@ -65,10 +65,8 @@ def main(
     """Simulate; what is not given: `quick`, two grounds on four engines at their capacity, three systems; else all."""
     systems = systems or ((HEADWAY, "round-robin", "sglang") if ask.quick else SYSTEMS)
     grounds = grounds or (("interactive-chat", "deep-research") if ask.quick else tuple(GROUNDS))
-    engines, loads = (
-        engines or ((4,) if ask.quick else (4, 16, 64)),
-        loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3)),
-    )
+    engines = engines or ((4,) if ask.quick else (4, 16, 64))
+    loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3))
     seconds = seconds or (60.0 if ask.quick else 240.0)
     _check(systems, grounds, engines, loads)
     cells = [
@@ -140,12 +138,13 @@ def least_tokens(work: Workload) -> int:
 
 
 def _margins(found: dict[Cell, dict[str, float]]) -> list[Row]:
-    """Return by how much headway keeps more promises than the best router in front of stock vLLM, per load."""
+    """Return by how much headway keeps more promises than the best router in front of stock vLLM, per load, if both ran."""
     kept = {(cell.setting, cell.system): figures["attainment.promised"] for cell, figures in found.items()}
     rows = []
-    routers = {cell.system for cell in found if cell.system != HEADWAY and "+" not in cell.system}
-    if len(routers) == len({cell.system for cell in found}) or not routers:
-        return []  # nothing to compare
+    systems = {cell.system for cell in found}
+    routers = {name for name in systems if name != HEADWAY and "+" not in name}
+    if not routers or HEADWAY not in systems:
+        return []
     for load in dict.fromkeys(cell.load for cell in found):
         settings = dict.fromkeys(cell.setting for cell in found if cell.load == load)
         others = [max(kept[one, name] for name in routers) for one in settings]

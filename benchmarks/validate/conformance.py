@@ -32,17 +32,15 @@ from headway.whatif.output.results import Row
 
 BLOCK = 16
 STOCK, HOOK, POOL = "stock", "hook", "pool"
-PAIRS = (
+COMMON = (  # also compared with prefix caching (`prefixes.py`)
     ("vllm", HOOK),
     ("vllm", STOCK),
     ("priority", HOOK),
     ("edf", HOOK),
     ("slack", HOOK),
     ("headway", HOOK),
-    ("ecoserve", HOOK),
-    ("bros", POOL),
-    ("bros-plain-blocks", POOL),
 )
+PAIRS = (*COMMON, ("ecoserve", HOOK), ("bros", POOL), ("bros-plain-blocks", POOL))
 _SLOS = (Slo(), Slo(0.4, 0.1), Slo(1.5, 0.05), Slo(e2e=6.0), Slo(0.1))
 LONGEST = 1024  # tokens of one request, prompt and answer
 _NOISE = 0.5  # log-normal error of predicted lengths

@@ -16,22 +16,13 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.validate import conformance
-from benchmarks.validate.conformance import BLOCK, HOOK, STOCK, Both, ConformanceCase, StepTally, Task
+from benchmarks.validate.conformance import BLOCK, COMMON, HOOK, STOCK, Both, ConformanceCase, StepTally, Task
 from headway.engines.simulated import prefix_blocks
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
 from headway.prefix import Prefix
 
-PAIRS = (
-    ("vllm", HOOK),
-    ("vllm", STOCK),
-    ("priority", HOOK),
-    ("edf", HOOK),
-    ("slack", HOOK),
-    ("headway", HOOK),
-    ("qlm", HOOK),
-    ("fastserve", HOOK),
-)
+PAIRS = (*COMMON, ("qlm", HOOK), ("fastserve", HOOK))
 _SHARED = 0.8  # share of drawn requests that share a prefix with others
 _PINNED = 0.05  # share of the steps before which a chain is pinned or given back
 _SALT = 1000  # tokens below it stand for nothing

@@ -40,6 +40,14 @@ def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str,
         simulated.main(Ask(quick=True), **wrong)
 
 
+@pytest.mark.parametrize(
+    ("systems", "margins"), [(("headway", "sglang"), 2), (("headway",), 0), (("sglang", "sglang+packer"), 0)]
+)
+def test_margins_need_headway_and_a_router(systems: tuple[str, ...], margins: int) -> None:
+    found = {Cell("hermes", 2, 1.0, name, 1.0, 0): {"attainment.promised": 90.0} for name in systems}
+    assert len(simulated._margins(found)) == margins
+
+
 def test_no_rule_does_better_than_hindsight() -> None:
     kept, tokens = hindsight.figures_of(0)
     assert max(zip(kept, (-computed for computed in tokens), strict=True)) == (kept[-1], -tokens[-1])
