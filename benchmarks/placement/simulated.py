@@ -138,7 +138,7 @@ def least_tokens(work: Workload) -> int:
 
 
 def _margins(found: dict[Cell, dict[str, float]]) -> list[Row]:
-    """Return by how much headway keeps more promises than the best router in front of stock vLLM, per load, if both ran."""
+    """Return how many points more promises headway keeps than the best router of stock vLLM, per load, if both ran."""
     kept = {(cell.setting, cell.system): figures["attainment.promised"] for cell, figures in found.items()}
     rows = []
     systems = {cell.system for cell in found}
