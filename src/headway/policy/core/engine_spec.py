@@ -138,7 +138,7 @@ class PromisesConfig(NamedTuple):
     short_prompts_first: kept prompts run shortest first where that makes none late; False = by latest start.
     """
 
-    lost: Caution = Caution(1.5, 2.0, 2.0, 1.0, True)
+    lost: Caution = Caution(1.5, 2.0, 2.0, 0.6, True)
     calm: Caution = Caution(0.8, 0.0, 3.0, 0.0, False)
     growth_share: float = 0.5
     full_pressure_share: float = 0.25
