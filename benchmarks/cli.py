@@ -296,7 +296,7 @@ def placement(
         ask,
         listed(systems or ""),
         listed(grounds or ""),
-        tuple(int(count) for count in numbers(engines)) if engines else (),
+        numbers(engines) if engines else (),
         numbers(loads) if loads else (),
         seconds,
     )

@@ -58,7 +58,7 @@ def main(
     ask: Ask,
     systems: tuple[str, ...] = (),
     grounds: tuple[str, ...] = (),
-    engines: tuple[int, ...] = (),
+    engines: tuple[float, ...] = (),
     loads: tuple[float, ...] = (),
     seconds: float | None = None,
 ) -> Result:
@@ -70,7 +70,7 @@ def main(
     seconds = seconds or (60.0 if ask.quick else 240.0)
     _check(systems, grounds, engines, loads)
     cells = [
-        Cell(ground, count, load, system, seconds, ask.seed)
+        Cell(ground, int(count), load, system, seconds, ask.seed)
         for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
     ]
     found = computed(cells, figures_of, sources=() if ask.quick else SOURCES)
@@ -90,14 +90,16 @@ def main(
     return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
 
 
-def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[int], loads: Sequence[float]) -> None:
+def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[float], loads: Sequence[float]) -> None:
     """Refuse what cannot be simulated before anything is."""
     rules = {HEADWAY, *CHOICES, *(f"{name}+packer" for name in CHOICES)}
     for kind, names, known in (("system", systems, rules), ("ground", grounds, GROUNDS)):
         if unknown := [name for name in names if name not in known]:
             raise ConfigError(f"There is no {kind} {unknown[0]!r}.", f"Use some of {', '.join(sorted(known))}.")
-    if min(engines) < 1 or not all(0 < load < math.inf for load in loads):
-        raise ConfigError("A fleet needs an engine and some load.", "Give --engines of 1 or more, --loads above 0.")
+    if any(count < 1 or count % 1 for count in engines) or not all(0 < load < math.inf for load in loads):
+        raise ConfigError(
+            "A fleet needs whole engines and some load.", "Give --engines such as 4,16 and --loads above 0."
+        )
     for ground in (GROUNDS[name] for name in grounds):
         if ground.recorded:
             locate(*ground.recorded)

@@ -248,6 +248,12 @@ def test_some_grounds_and_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "scorpio," in wrong.exception.hint
 
 
+@pytest.mark.parametrize("command", ["simulate", "bench placement --quick", "advise", "sweep"])
+def test_a_seed_below_0_is_a_usage_error(command: str) -> None:
+    wrong = CliRunner().invoke(_app(), [*command.split(), "--seed", "-1"])
+    assert (wrong.exit_code, "greater than or equal to 0" in wrong.output) == (2, True)
+
+
 def _app() -> object:
     if not any(group.name == "bench" for group in app.registered_groups):
         app.add_typer(bench_app, name="bench")

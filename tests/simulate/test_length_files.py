@@ -69,8 +69,8 @@ def test_the_limit_cuts(tmp_path):
         ("l.csv", HEAD + "1,2\n3,-4\n", "line 3 has output_tokens = '-4'. Give a number of 0 or more"),
         ("l.csv", HEAD + "nan,2\n", "line 2 has prompt_tokens = 'nan'"),
         ("l.csv", HEAD + "inf,2\n", "line 2 has prompt_tokens = 'inf'"),
-        ("l.csv", HEAD + "1.5,2\n", "line 2 has prompt_tokens = '1.5', which is no number of tokens. Give a whole"),
-        ("l.csv", HEAD + "1e12,2\n", "line 2 has prompt_tokens = '1e12', which is no number of tokens"),
+        ("l.csv", HEAD + "1.5,2\n", "line 2 has prompt_tokens = '1.5', which is not a number of tokens. Give a whole"),
+        ("l.csv", HEAD + "1e12,2\n", "line 2 has prompt_tokens = '1e12', which is not a number of tokens"),
         ("l.csv", HEAD, r"has no rows. It needs one request per row: prompt_tokens, output_tokens\."),
         ("l.csv", "", "has no rows"),
         (

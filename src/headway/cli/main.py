@@ -234,7 +234,7 @@ def fetch(
 def vary(
     source: Annotated[str, typer.Argument(help="Model name or directory.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     scale: Annotated[float, typer.Option(min=0, help="Noise, as a share of each tensor's spread.")] = 0.01,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers to keep; default: all.")] = None,
 ) -> None:

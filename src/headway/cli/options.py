@@ -12,7 +12,7 @@ ConfigFile = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run: about a minute on a small machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the workload.")]
 Out = Annotated[Path | None, typer.Option(help="Directory for plots (PNG), report.json, report.html and report.md.")]
 MixName = Annotated[
     str, typer.Option("--mix", help="Traffic mix: chat-batch, deadlines, or a TOML file with one table per class.")

@@ -109,13 +109,14 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
     file = locate(path)
     form = _format(file)
     rows = list(islice(_sorted(_rows(file), form, file), limit))
-    table = [(row[form.time], *_pair(row, form, file, line)) for line, row in rows]
+    table = [(at, *_pair(row, form, file, line)) for line, at, row in rows]
     at, prompt, output = _columns_of(table, file, f"{form.time}, {form.prompt}, {form.output}")
-    tiers = tuple(str(row["class"]) for _, row in rows if row.get("class"))
+    classes = [row.get(_named(row, "class")) for _, _, row in rows]
+    tiers = tuple(str(one) for one in classes if one)
     if tiers and len(tiers) < len(rows):
         raise ConfigError(f"{file} has a class in some rows only.", "Give it in all of them or in none.")
     sizes = prompt.astype(np.int64)
-    hashes = [_hashes(row, size, file, line) for (line, row), size in zip(rows, sizes.tolist(), strict=True)]
+    hashes = [_hashes(row, size, file, line) for (line, _, row), size in zip(rows, sizes.tolist(), strict=True)]
     try:
         prefixes = tuple(prefixes_of(hashes, sizes.tolist())) if any(hashes) else ()
     except ConfigError as error:
@@ -192,23 +193,15 @@ def _rows(file: Path) -> Iterator[tuple[int, Row]]:
     kind = _csv_rows if ".csv" in file.suffixes else _jsonl_rows
     try:
         with _open(file) as text:
-            for line, row in kind(text, file):
-                yield line, _renamed(row)
+            yield from kind(text, file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{file} cannot be read: {error}.", "Fetch the file again.") from error
 
 
-def _renamed(row: Row) -> Row:
-    """Return a row by our names of columns, where it does not have them already; a date becomes seconds."""
-    ours = dict(row)
-    for theirs, name in _NAMES.items():
-        if theirs in row and name not in row:
-            ours[name] = row[theirs]
-    stamp = row.get("TIMESTAMP")
-    if isinstance(stamp, str):
-        with suppress(ValueError):
-            ours["timestamp_s"] = datetime.fromisoformat(stamp).timestamp()
-    return ours
+def _named(row: Row, name: str) -> str:
+    """Return the row's own name of one of our columns; ours where it has none."""
+    theirs = (other for other, ours in _NAMES.items() if ours == name and other in row)
+    return name if name in row else next(theirs, name)
 
 
 def _open(file: Path) -> IO[str]:
@@ -238,18 +231,18 @@ def _jsonl_rows(text: IO[str], file: Path) -> Iterator[tuple[int, Row]]:
         yield line, row
 
 
-def _sorted(rows: Iterator[tuple[int, Row]], form: _Format, file: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows with their times as numbers; ConfigError where time goes backwards."""
+def _sorted(rows: Iterator[tuple[int, Row]], form: _Format, file: Path) -> Iterator[tuple[int, float, Row]]:
+    """Yield (line, time, row); ConfigError where time goes backwards."""
     before = -math.inf
     for line, row in rows:
         now = _number(row, form.time, file, line)
         if now < before:
             raise ConfigError(
                 f"{file} line {line} is earlier ({now:g}) than the row before it ({before:g}).",
-                f"Sort the file by {form.time}.",
+                f"Sort the file by {_named(row, form.time)}.",
             )
         before = now
-        yield line, {**row, form.time: now}
+        yield line, now, row
 
 
 def _pair(row: Row, form: _Format, file: Path, line: int) -> tuple[float, float]:
@@ -264,8 +257,9 @@ def _sizes(row: Row, form: _Format, file: Path, line: int) -> tuple[float, ...]:
 def _tokens(row: Row, name: str, file: Path, line: int) -> float:
     number = _number(row, name, file, line)
     if number != int(number) or number > _MOST_TOKENS:
+        own = _named(row, name)
         raise ConfigError(
-            f"{file} line {line} has {name} = {row[name]!r}, which is no number of tokens.",
+            f"{file} line {line} has {own} = {row[own]!r}, which is not a number of tokens.",
             f"Give a whole number of at most {_MOST_TOKENS:,}.",
         )
     return number
@@ -287,10 +281,14 @@ def _hashes(row: Row, prompt: int, file: Path, line: int) -> list[int]:
 
 
 def _number(row: Row, name: str, file: Path, line: int) -> float:
+    name = _named(row, name)
     value = row.get(name)
     if value is None:
         has = ", ".join(str(key) for key in row) or "nothing"
         raise ConfigError(f"{file} line {line} has no {name} (it has {has}).", f"Name that column {name}.")
+    if name == "TIMESTAMP" and isinstance(value, str):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value).timestamp()
     try:
         number = float(value)
     except (TypeError, ValueError):
