@@ -73,7 +73,7 @@ def journal_of(run: Run) -> JournalReader:
         ]
         journal.iterations[machine.id] = np.array(rows)
         journal.engines[machine.id] = EngineRow(
-            machine.id, BEGAN, "default", run.header.recipe, 16, 2048, 512, machine.blocks, 16
+            machine.id, BEGAN, "default", run.header.recipe, 16, 2048, 512, machine.blocks, 16, None
         )
     journal.requests.sort(key=lambda row: row.arrival)
     return journal
@@ -162,6 +162,21 @@ def test_what_an_engine_told_nothing_of_is_unseen_and_no_cause_is_made_up(tmp_pa
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["explain", "a", "--journal", str(folder)]).stdout
     assert "/metrics" in shown
     assert "no other request that this journal has" in " ".join(shown.split())
+
+
+def test_a_request_waits_for_an_engine_to_start() -> None:
+    """Queued from 1000.0, up at 1041.0, sent at 1041.5; not while another engine of the model was up."""
+    row = request("a", model="smollm2", sent=1041.5, resent=1041.5, first=1042.0, ended=1042.0, e2e=9.0, instance="e0")
+    starts = {"e0": [(900.0, 1000.5), (1000.5, 1041.0)], "e1": [(1000.2, 1050.0)]}
+    engines = {name: replace(ENGINE, instance=name) for name in starts}
+    journal = JournalReader([row], engines=engines, starts=starts)
+    story = Past.of(journal, "").timeline(0)
+    assert story.seconds()["starting"] == pytest.approx(40.5)
+    assert story.seconds()["outside"] == pytest.approx(1.0)
+    said = explain.verdict(Past.of(journal, "").run, story)
+    assert said.endswith("for 40.50 s of these 42.00 s it waited for e0 to start.")
+    journal.starts["e1"] = [(800.0, 900.0)]
+    assert "starting" not in Past.of(journal, "").timeline(0).seconds()
 
 
 def test_before_and_after_an_engine_s_log_a_request_is_in_transit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ from headway.config import Journal as JournalTable
 from headway.store.journal.reader import JournalReader, read
 from headway.store.journal.rows import RequestRow
 from headway.store.journal.writer import PATTERN
+from headway.whatif.journal.past import Past
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import SAY, Fake, Gateway, until
 from tests.gateway.test_request_ends import fakes
@@ -107,6 +109,18 @@ def test_no_text_is_in_it(serve: Serve) -> None:
     assert files
     for told in (SECRET, text):
         assert not any(told.encode() in data for data in files)
+
+
+def test_what_waited_for_its_engine_to_start(serve: Serve, mortal: Fake) -> None:
+    mortal.stop()
+    with serve(mortal.url, ready=False) as gateway, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(gateway.post, gateway.chat())
+        until(lambda: gateway.metric("headway_queue_length") == 1)
+        mortal.start()
+        one = row(gateway, asked.result().headers["x-request-id"])
+        past = Past.of(until(lambda: (read_ := journal(gateway)).engines and read_), "")
+        seconds = past.timeline(past.run.workload.row_of(one.id)).seconds()
+    assert max(seconds, key=seconds.__getitem__) == "starting"
 
 
 def test_a_disk_that_cannot_be_written_stops_nothing(serve: Serve, tmp_path: Path) -> None:

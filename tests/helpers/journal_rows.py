@@ -44,7 +44,7 @@ _REQUEST = RequestRow(
     1,
     None,
 )
-ENGINE = EngineRow("e0", 1000.0, "smollm2", "headway", 8, 2048, 512, 100, 16)
+ENGINE = EngineRow("e0", 1000.0, "smollm2", "headway", 8, 2048, 512, 100, 16, None)
 
 
 def request(id: str, **fields: Any) -> RequestRow:

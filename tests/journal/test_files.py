@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from headway.cli.main import app
 from headway.errors import ConfigError
 from headway.store.journal.reader import read
-from headway.store.journal.rows import ITERATION, RefusalRow, packed, stops_text, unpacked
+from headway.store.journal.rows import APPLICATION, ITERATION, VERSION, RefusalRow, packed, schema, stops_text, unpacked
 from headway.store.journal.writer import MIB, PATTERN, Writer
 from tests.helpers.journal_rows import ENGINE, request, stay
 
@@ -149,6 +151,16 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert [row.id for row in found.requests] == ["whole"]
     assert set(found.damaged) == {torn.name, other.name}
+    older = [tmp_path / PATTERN.replace("*", f"000000000000000{i}-1") for i in (3, 4)]
+    for file in older:
+        with sqlite3.connect(file) as db:
+            db.executescript(f"{schema()} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION - 1}")
+        db.close()
+    said = [line for line in read(tmp_path).left_out() if "version" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"{older[0].name} and 1 more of the journal left out: written by a Headway with version")
+    shown = CliRunner().invoke(app, ["explain", "whole", "--journal", str(tmp_path)])
+    assert (shown.exit_code, "and 1 more of the journal left out" in shown.stderr) == (0, True)
 
 
 def test_a_folder_without_a_journal_is_an_error_that_says_so(tmp_path: Path) -> None:

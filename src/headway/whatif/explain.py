@@ -20,7 +20,7 @@ from rich.text import Text
 
 from headway.simulate.record import run_folder
 from headway.simulate.record.run_folder import Run
-from headway.simulate.record.timeline import OUT, STATES, WORKS, Reader, Share, Span, Taker, Timeline
+from headway.simulate.record.timeline import OUT, STARTING, STATES, WORKS, Reader, Share, Span, Taker, Timeline
 from headway.whatif import slo_violations
 from headway.whatif.output.results import SIMULATED, Grid, Line, emit
 from headway.whatif.slo_violations import SloResult
@@ -46,6 +46,7 @@ _COLOURS = {
     "recompute": "bright_yellow",
     "unseen": "white",
     "transit": "white",
+    STARTING: "bright_blue",
 }
 
 
@@ -118,7 +119,8 @@ def placement(run: Run, story: Timeline) -> str:
     held, prompt = f"{story.found:,}" if story.found else "none", int(run.workload.prompt[story.request])
     seconds = story.seconds()
     inside = "" if "unseen" in seconds else f" and {_s(seconds.get('waiting', 0.0))} inside"
-    waited = f"it waited {_s(seconds.get(OUT, 0.0))} outside{inside}"
+    starting = f"{_s(seconds[STARTING])} for an engine to start, " if STARTING in seconds else ""
+    waited = f"it waited {starting}{_s(seconds.get(OUT, 0.0))} outside{inside}"
     return f"It went to {fleet[chosen].id}, which held {held} of its {prompt:,} prompt tokens; {waited}."
 
 
@@ -155,6 +157,8 @@ def _reason(run: Run, story: Timeline, cause: str, spans: Sequence[Span]) -> str
     match cause:
         case "outside":
             return f"it was queued outside{_sent(run, spans)}"
+        case "starting":
+            return f"it waited for {' and '.join(dict.fromkeys(_where(run, span) for span in spans))} to start"
         case "waiting":
             return f"it waited inside for admission{_full(run, spans)}{_while(run, spans)}"
         case "paused":
@@ -384,6 +388,8 @@ def _bar(story: Timeline, span: Span) -> str:
 def _because(run: Run, span: Span) -> str:
     if span.state == OUT:
         return _sent(run, [span]).strip()
+    if span.state == STARTING:
+        return f"{_where(run, span)} was starting"
     where = f"on {_where(run, span)}"
     if span.state in (*WORKS, "unseen", "transit"):
         return f"{where}{_beside([span])}"

@@ -231,8 +231,10 @@ class JournalKeeper(Observer):
         An engine without Headway's scheduler has none; after a restart it may have.
         """
         began = self._wall(clock.now())  # what an attached engine did before is another gateway's
-        last, described = (began, began), ""
+        last, described, down = (began, began), "", None
         while True:
+            if not engine.up.is_set():
+                down = down or self._wall(clock.now())
             await engine.up.wait()
             message = {
                 "op": "state",
@@ -249,9 +251,10 @@ class JournalKeeper(Observer):
             except EngineError as error:
                 log.debug("engine %s reports no iterations: %s", engine.id, error)
                 state = {}
-            if described != engine.models.current:
+            if described != engine.models.current or down is not None:
                 described = engine.models.current
-                self._put(_description(engine, recipe, state, self._wall(clock.now())))
+                self._put(_description(engine, recipe, state, self._wall(clock.now()), down))
+                down = None
             last, full = self._note(engine.id, state, last)
             if not full:
                 await asyncio.sleep(_EVERY_S if "iterations" in state else _RARELY_S)
@@ -313,7 +316,7 @@ def _stays(
     return parsed
 
 
-def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float) -> EngineRow:
+def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: float, down: float | None) -> EngineRow:
     """Return what an engine is; what only Headway's scheduler reports is None without it."""
 
     def positive(name: str) -> int | None:
@@ -331,4 +334,5 @@ def _description(engine: EngineView, recipe: str, state: Mapping[str, Any], at: 
         positive("token_budget"),
         positive("blocks_total"),
         positive("block_size"),
+        down,
     )

@@ -18,9 +18,10 @@ from headway.simulate.record.run_folder import Run
 from headway.types import Bools, Floats, Ints
 
 OUT = "outside"  # queued and not inside an engine; the other states are `recorder.State`'s names
-# Of a real request: in an engine that told nothing of it, and between the gateway and the engine's scheduler.
-UNSEEN, TRANSIT = "unseen", "transit"
-STATES = (OUT, *(state.name.lower() for state in State), UNSEEN, TRANSIT)
+# Of a real request: in an engine that told nothing of it, between the gateway and the engine's scheduler, and
+# queued while all engines of its model were starting.
+UNSEEN, TRANSIT, STARTING = "unseen", "transit", "starting"
+STATES = (OUT, *(state.name.lower() for state in State), UNSEEN, TRANSIT, STARTING)
 WORKS = tuple(state.name.lower() for state in COMPUTES)
 
 

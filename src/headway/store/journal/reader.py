@@ -37,6 +37,7 @@ class JournalReader:
     """The rows of a journal, requests by arrival.
 
     engines: the newest description of each. refusals: at the door, without a `RequestRow`.
+    starts: instance -> (down since, up from) of each of its starts.
     iterations: instance -> array of `ITERATION` columns by start.
     damaged: files that could not be read, and why.
     ended: the first and last end of a request in all its files; None = there is none.
@@ -47,6 +48,7 @@ class JournalReader:
     stays: list[StayRow] = field(default_factory=list)
     iterations: dict[str, Floats] = field(default_factory=dict)
     engines: dict[str, EngineRow] = field(default_factory=dict)
+    starts: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     ended: tuple[float, float] | None = None
 
@@ -54,11 +56,18 @@ class JournalReader:
         """Return the error for a time in which it has no requests."""
         if self.ended is None:
             hint = "A request is in it about a second after it ends: send some through this gateway."
-            return ConfigError("The journal has no requests yet.", hint)
+            return ConfigError("The journal has no requests yet.", " ".join([hint, *self.left_out()]))
         low, high = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in self.ended)
-        return ConfigError(
-            "The journal has no requests from that time.", f'It has some from {low} to {high}: --since "{low}".'
-        )
+        hint = f'It has some from {low} to {high}: --since "{low}".'
+        return ConfigError("The journal has no requests from that time.", " ".join([hint, *self.left_out()]))
+
+    def left_out(self) -> list[str]:
+        """Return a sentence for each reason why files could not be read."""
+        files = {why: [name for name, other in self.damaged.items() if other == why] for why in self.damaged.values()}
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} of the journal left out: {why}."
+            for why, names in files.items()
+        ]
 
 
 def read(folder: Path, *, since: float | None = None, until: float | None = None) -> JournalReader:
@@ -114,7 +123,7 @@ def _add(
         if application != APPLICATION:
             raise ValueError("it is not a journal file")
         if version != VERSION:
-            raise ValueError(f"another Headway wrote it: its version is {version}, this one reads {VERSION}")
+            raise ValueError(f"written by a Headway with version {version} of its journal, this one reads {VERSION}")
         rows = {kind: list(_rows(db, kind, low, high)) for kind in TABLES}
         (ended,) = db.execute("SELECT min(ended), max(ended) FROM requests")
     for pack in rows[IterationsRow]:
@@ -130,6 +139,8 @@ def _add(
         known = found.engines.get(engine.instance)
         if known is None or engine.at >= known.at:
             found.engines[engine.instance] = engine
+        if engine.down is not None:
+            found.starts.setdefault(engine.instance, []).append((engine.down, engine.at))
 
 
 def _rows(db: sqlite3.Connection, kind: type[Any], low: float, high: float) -> Iterator[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
-VERSION = 4  # of the tables below, in PRAGMA user_version
+VERSION = 5  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -132,7 +132,11 @@ class IterationsRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine's description, valid from `at`. blocks, block_size, token_budget: None without Headway's scheduler."""
+    """An engine's description, valid from `at`: written at each start and change of model.
+
+    blocks, block_size, token_budget: None without Headway's scheduler.
+    down: instant since which it had been down or starting, None = it was up.
+    """
 
     instance: str
     at: float
@@ -143,6 +147,7 @@ class EngineRow:
     token_budget: int | None
     blocks: int | None
     block_size: int | None
+    down: float | None
 
 
 Row = RequestRow | RefusalRow | StayRow | IterationsRow | EngineRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.store.journal.reader import JournalReader, read
+from headway.store.journal.reader import read
 from headway.whatif import explain
 from headway.whatif.journal.past import Past
 from headway.whatif.output.results import command_line, say
@@ -17,13 +17,10 @@ def main(
 
     since: time after which listed requests ended, None = the whole journal.
     """
-    past = Past.of(load(folder, since), command_line())
-    explain.show(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
-
-
-def load(folder: Path, since: float | None, until: float | None = None) -> JournalReader:
-    """Read the requests that ended in [since, until) (None = no limit); name unreadable files on stderr."""
-    journal = read(folder, since=since, until=until)
-    for name, why in journal.damaged.items():
-        say(f"{folder}/{name} is left out: {why}")
-    return journal
+    journal = read(folder, since=since)
+    past = Past.of(journal, command_line())
+    try:
+        explain.show(past.run, past.timeline, str(folder), request, worst=worst, as_json=as_json, whole=whole)
+    finally:
+        for line in journal.left_out():
+            say(line)

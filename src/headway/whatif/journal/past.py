@@ -18,12 +18,13 @@ import numpy as np
 from headway.simulate.outcome import Outcome
 from headway.simulate.record.recorder import CHANGES, ITERATIONS, MOVES, TAKERS, Log, Recording
 from headway.simulate.record.run_folder import Header, Machine, Run
-from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
+from headway.simulate.record.timeline import OUT, STARTING, TRANSIT, UNSEEN, WORKS, Share, Span, Timeline
 from headway.simulate.workload.traffic import Workload
 from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import ITERATION, RequestRow, StayRow
 from headway.types import Floats, Ints
 
+_Change = tuple[float, str, int]  # instant, new state, instance
 _STOPS = {"p": "paused", "e": "evicted"}
 _ENDINGS = {"dropped": "was refused ({})", "failed": "failed ({})", "cancelled": "was given up by its client ({})"}
 
@@ -66,7 +67,9 @@ class Past:
     def spans(self, row: RequestRow) -> list[Span]:
         """Return a request's states in order, without gaps and with equal neighbours merged."""
         began = self.run.began or 0.0
-        changes = [(row.arrival, OUT, -1), *self._changes(row), (row.ended, "", -1)]
+        sent = [(row.arrival, OUT, -1), *self._changes(row), (row.ended, "", -1)]
+        changes = [one for now, then in pairwise(sent) for one in (now, *self._starting(row, now, then[0]))]
+        changes.append(sent[-1])
         spans: list[Span] = []
         for (start, state, instance), (end, _, _) in pairwise(changes):
             low, high = (min(max(at, row.arrival), row.ended) - began for at in (start, end))
@@ -80,7 +83,21 @@ class Past:
                 spans.append(Span(state, low, high, instance))
         return spans
 
-    def _changes(self, row: RequestRow) -> list[tuple[float, str, int]]:
+    def _starting(self, row: RequestRow, out: _Change, end: float) -> list[_Change]:
+        """Return the changes of state within a time outside, while all engines of its model were starting."""
+        start, state, _ = out
+        names = [name for name, engine in self.journal.engines.items() if engine.model == row.model]
+        if state != OUT or not names:
+            return []
+        starts = [(up, down, name) for name in names for down, up in self.journal.starts.get(name, ())]
+        last = {name: (up, down, name) for up, down, name in sorted(starts) if down < end and up > start}
+        if len(last) < len(names):
+            return []  # one was up
+        (up, _, first), down = min(last.values()), max(down for _, down, _ in last.values())
+        low, high = max(down, start), min(up, end)
+        return [(low, STARTING, self._number(first)), (high, OUT, -1)] if low < high else []
+
+    def _changes(self, row: RequestRow) -> list[_Change]:
         """Return a request's changes of state: (time, new state, instance)."""
         stays = sorted(self._stays.get(row.id, []), key=lambda stay: stay.entered)
         sends = [at for at in dict.fromkeys((row.sent, row.resent)) if at is not None]
@@ -98,7 +115,7 @@ class Past:
                 changes.append((stay.ended, TRANSIT, self._number(stay.instance)))
         return sorted(changes, key=lambda change: change[0])
 
-    def _inside(self, stay: StayRow) -> list[tuple[float, str, int]]:
+    def _inside(self, stay: StayRow) -> list[_Change]:
         """Return the changes of state inside one engine."""
         number = self._number(stay.instance)
         changes = [(stay.entered, "waiting", number)]
@@ -126,7 +143,7 @@ class Past:
     # ---- requests served meanwhile
 
     def _explained(self, request: int, span: Span) -> Span:
-        if span.state in ("running", UNSEEN, TRANSIT):
+        if span.state in ("running", UNSEEN, TRANSIT, STARTING):
             return span
         if span.state == OUT:
             return replace(span, behind=self._sent(request, span))

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.simulate.record.timeline import OUT, TRANSIT, UNSEEN, WORKS
-from headway.store.journal.reader import JournalReader
+from headway.simulate.record.timeline import OUT, STARTING, TRANSIT, UNSEEN, WORKS
+from headway.store.journal.reader import JournalReader, read
 from headway.store.journal.rows import ITERATION, EngineRow, RequestRow
 from headway.types import Floats
-from headway.whatif.journal.explain import load
 from headway.whatif.journal.past import Past
 from headway.whatif.journal.served import SERVED, records_of
 from headway.whatif.load import metrics
@@ -28,7 +27,7 @@ _MINUTE = 60.0
 _FIGURES = ("requests", "failed", "attainment", "ttft.p50", "ttft.p99", "tpot.p99", "e2el.p50", "e2el.p99")
 # Part of an answer's time -> the timeline's states in it.
 _SPENT = {
-    "queued": (OUT,),
+    "queued": (OUT, STARTING),
     "waiting": ("waiting",),
     "computing": WORKS,
     "paused": ("paused", "evicted"),
@@ -52,7 +51,7 @@ _NO_ENGINES = _LATENCIES + (
 def main(folder: Path, *, since: float | None, until: float | None, as_json: bool, out: Path | None) -> None:
     """Print the report on requests that ended in [since, until), and write it to a folder."""
     began = time.perf_counter()
-    journal = load(folder, since, until)
+    journal = read(folder, since=since, until=until)
     if not journal.requests and not journal.refusals:
         raise journal.nothing()
     rows = [*of_requests(journal), *of_times(journal), *_refusals(journal), *of_engines(journal)]
@@ -65,7 +64,7 @@ def main(folder: Path, *, since: float | None, until: float | None, as_json: boo
         time.perf_counter() - began,
         about,
         _grid(rows),
-        notes=list(_facts(rows)),
+        notes=[*_facts(rows), *journal.left_out()],
     )
     deliver(report, as_json=as_json, out=out, pictures=lambda: _pictures(journal))
 

@@ -14,11 +14,10 @@ from headway.simulate import fleet as fleets
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.workload import result_files
 from headway.simulate.workload.traffic import TrafficClass, Workload
-from headway.store.journal.reader import JournalReader
+from headway.store.journal.reader import JournalReader, read
 from headway.whatif.experiment import Given
 from headway.whatif.journal.advise import Case, recipes_of, served_of
 from headway.whatif.journal.calibrate import Calibration, instances_of
-from headway.whatif.journal.explain import load
 from headway.whatif.journal.replay import busiest as busiest_part
 from headway.whatif.journal.replay import traffic_of
 from headway.whatif.journal.trust import suspects
@@ -94,18 +93,19 @@ class JournalSource:
             raise ConfigError(
                 "There is no traffic to simulate.", "Give --journal DIR or --trace FILE, and only one of them."
             )
-        journal = None if self.journal is None else load(self.journal, self.since, self.until)
+        journal = None if self.journal is None else read(self.journal, since=self.since, until=self.until)
         if journal is not None and not journal.requests:
             raise journal.nothing()
+        notes = journal.left_out() if journal else []
         if self.specs:
-            return tuple(fleets.build(self.specs)), journal, [], []
+            return tuple(fleets.build(self.specs)), journal, notes, []
         if journal is None:
             raise ConfigError(
                 "There are no instances to simulate.",
                 "Give --instance or --fleet, such as --instance llama-2-7b-a100:2.",
             )
         kinds, known = instances_of(journal)
-        return kinds, journal, [*_measured(known), _PREFIXES], suspects(journal, known)
+        return kinds, journal, [*notes, *_measured(known), _PREFIXES], suspects(journal, known)
 
     def _requests(self, kinds: Sequence[InstanceSpec], journal: JournalReader | None) -> Workload:
         if journal is not None:
