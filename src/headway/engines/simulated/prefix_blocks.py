@@ -115,7 +115,8 @@ def resized(pool: PrefixBlocks, rows: int) -> PrefixBlocks:
     more = {}
     for name in _BY_ROW:
         old: Ints = getattr(pool, name)
-        more[name] = np.concatenate([old, np.zeros((rows - len(old), *old.shape[1:]), np.int64)])
+        more[name] = np.zeros((rows, *old.shape[1:]), np.int64)  # its pages take memory once they are written to
+        more[name][: len(old)] = old
     return pool._replace(**more)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from headway.simulate.record.recorder import LOGS, Recording
 from headway.simulate.workload.traffic import Workload
 
 HEADER = "run.json"
-VERSION = 3
+VERSION = 4
 _PARTS = ("workload", "outcome", "recording")
 
 
@@ -138,21 +138,45 @@ def _columns(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _column(values: Any) -> NDArray[Any]:
-    """Return a field as an array; prefixes become texts, since files with objects in them are not read."""
+    """Return a field as an array; prefixes become JSON, since files with objects in them are not read."""
     if isinstance(values, tuple) and not all(isinstance(value, str) for value in values):
-        return np.array([json.dumps(asdict(value) if value else None) for value in values])
+        return np.frombuffer(_packed(values), np.uint8)
     return np.asarray(values)
+
+
+def _packed(prefixes: Sequence[Prefix | None]) -> bytes:
+    """Return prefixes as JSON: [pieces, number of each prompt's piece], each piece with its parent's number, 0 = none.
+
+    A deep prefix shares most pieces with others, so each is there once.
+    """
+    numbers: dict[tuple[str, int, bool, int], int] = {}
+
+    def number(prefix: Prefix | None) -> int:
+        chain, found = list[Prefix](), 0
+        while prefix is not None:
+            chain.append(prefix)
+            prefix = prefix.parent
+        for one in reversed(chain):
+            found = numbers.setdefault((one.id, one.tokens, one.answer, found), len(numbers) + 1)
+        return found
+
+    rows = [number(prefix) for prefix in prefixes]
+    return json.dumps([list(numbers), rows]).encode()
+
+
+def _unpacked(data: bytes) -> tuple[Prefix | None, ...]:
+    pieces, rows = json.loads(data)
+    known: list[Prefix | None] = [None]
+    for id, tokens, answer, parent in pieces:
+        known.append(Prefix(id, tokens, answer, known[parent]))
+    return tuple(known[row] for row in rows)
 
 
 def _workload(columns: Mapping[str, NDArray[Any]]) -> Workload:
     values = {name: _names(column) for name, column in columns.items()}
     if "prefixes" in values:
-        values["prefixes"] = tuple(map(_prefix, map(json.loads, values["prefixes"])))
+        values["prefixes"] = _unpacked(values["prefixes"].tobytes()) if values["prefixes"].size else ()
     return Workload(**values)
-
-
-def _prefix(data: dict[str, Any] | None) -> Prefix | None:
-    return Prefix(**data | {"parent": _prefix(data["parent"])}) if data else None
 
 
 def _names(column: NDArray[Any]) -> Any:

@@ -26,7 +26,8 @@ def prefixes_of(hashes: Sequence[Sequence[int]], tokens: Sequence[int], block: i
     ends = np.cumsum([len(one) for one in hashes])
     begins = np.split(_chain_begins(blocks, ends), ends[:-1])
     prompts = zip(np.split(blocks, ends[:-1]), begins, tokens, strict=True)
-    return [_prefix(mine, np.flatnonzero(first), size, block) for mine, first, size in prompts]
+    known: dict[tuple[int, int], Prefix] = {}
+    return [_prefix(mine, np.flatnonzero(first), size, block, known) for mine, first, size in prompts]
 
 
 def _chain_begins(blocks: Ints, ends: Ints) -> Bools:
@@ -43,9 +44,15 @@ def _chain_begins(blocks: Ints, ends: Ints) -> Bools:
     return np.asarray((before < 0) | np.isin(before, parents[children > 1]))
 
 
-def _prefix(blocks: Ints, begins: Ints, tokens: int, block: int) -> Prefix | None:
-    """Return a prompt's prefix: chains that are named by their first blocks, each up to the next fork."""
+def _prefix(blocks: Ints, begins: Ints, tokens: int, block: int, known: dict[tuple[int, int], Prefix]) -> Prefix | None:
+    """Return a prompt's prefix: chains that are named by their first blocks, each up to the next fork.
+
+    known: pieces of all prompts by first block and length. A deep prefix shares most of its pieces.
+    """
     found: Prefix | None = None
     for begin, end in pairwise([*begins.tolist(), blocks.size]):
-        found = Prefix(f"block {blocks[begin]}", min(end * block, tokens), parent=found)
+        first, length = int(blocks[begin]), min(end * block, tokens)
+        if (first, length) not in known:
+            known[first, length] = Prefix(f"block {first}", length, parent=found)
+        found = known[first, length]
     return found
