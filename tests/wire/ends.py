@@ -28,7 +28,7 @@ async def linked(address: RabbitAddress) -> AsyncIterator[RabbitConnection]:
 @asynccontextmanager
 async def leading(address: RabbitAddress, name: str = "c") -> AsyncIterator[RabbitLink]:
     """Yield a controller that leads."""
-    async with RabbitLink.opened(address, name, controls=True) as link:
+    async with RabbitLink.opened(address, name, "controller") as link:
         await eventually(lambda: link.connected)
         yield link
 

@@ -30,7 +30,7 @@ COUNT = 2_000
 
 
 async def test_what_one_sends_comes_in_its_order_without_a_gap(address: RabbitAddress) -> None:
-    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+    async with leading(address) as leader, RabbitLink.opened(address, "a", "agent") as a:
         for number in range(COUNT):
             a.send("controller", end(number))
             if number % 100 == 0:
@@ -46,7 +46,7 @@ async def test_what_one_sends_comes_in_its_order_without_a_gap(address: RabbitAd
 
 async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address: RabbitAddress) -> None:
     opened = RabbitLink.opened
-    async with leading(address) as leader, opened(address, "a") as a, opened(address, "b") as b:
+    async with leading(address) as leader, opened(address, "a", "agent") as a, opened(address, "b", "agent") as b:
         term = leader.term
         leader.send("a", Send("1", "e0"))
         leader.send("all", Tick())
@@ -58,8 +58,17 @@ async def test_commands_reach_one_and_what_is_for_all_reaches_all_others(address
         assert (message.items, message.epoch) == ((Tick(),), term)
 
 
+async def test_what_is_for_gateways_reaches_no_agent(address: RabbitAddress) -> None:
+    opened = RabbitLink.opened
+    async with leading(address) as leader, opened(address, "a", "agent") as a, opened(address, "g", "gateway") as g:
+        a.send("gateways", end(1))
+        assert items(await receive(g)) == [end(1)]
+        leader.send("all", Tick())
+        assert items(await receive(a)) == items(await receive(g)) == [Tick()]
+
+
 async def test_what_waits_comes_to_the_next_leader(address: RabbitAddress) -> None:
-    async with RabbitLink.opened(address, "a") as a:
+    async with RabbitLink.opened(address, "a", "agent") as a:
         a.send("controller", end(1))
         async with leading(address) as leader:
             assert items(await receive(leader)) == [end(1)]
@@ -67,7 +76,7 @@ async def test_what_waits_comes_to_the_next_leader(address: RabbitAddress) -> No
 
 async def test_what_was_not_taken_note_of_comes_to_the_next_leader(address: RabbitAddress) -> None:
     """A message is acknowledged when the next one is asked for."""
-    async with RabbitLink.opened(address, "a") as a:
+    async with RabbitLink.opened(address, "a", "agent") as a:
         async with leading(address) as leader:
             a.send("controller", end(1))
             await receive(leader)
@@ -93,8 +102,8 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(address: RabbitAddress)
     for round in range(4):
         async with leading(address, f"c{round}") as leader:
             epochs.append(leader.term)
-            async with RabbitLink.opened(address, "standby", controls=True) as standby:
-                async with RabbitLink.opened(address, "a") as a:
+            async with RabbitLink.opened(address, "standby", "controller") as standby:
+                async with RabbitLink.opened(address, "a", "agent") as a:
                     a.send("controller", end(round))
                     async for message in leader.messages():
                         if end(round) in message.items:
@@ -109,8 +118,10 @@ async def test_one_leads_and_the_next_has_a_higher_epoch(address: RabbitAddress)
 
 
 async def test_a_controller_that_does_not_lead_says_nothing(address: RabbitAddress) -> None:
-    opened = RabbitLink.opened
-    async with leading(address) as leader, opened(address, "c2", controls=True) as other, opened(address, "a") as a:
+    async with AsyncExitStack() as stack:
+        leader = await stack.enter_async_context(leading(address))
+        other = await stack.enter_async_context(RabbitLink.opened(address, "c2", "controller"))
+        a = await stack.enter_async_context(RabbitLink.opened(address, "a", "agent"))
         other.send("a", Send("1", "e0"))
         leader.send("a", Send("2", "e0"))
         assert items(await receive(a)) == [Send("2", "e0")]
@@ -121,7 +132,7 @@ async def test_a_controller_that_does_not_lead_says_nothing(address: RabbitAddre
 
 async def test_a_process_that_was_cut_off_connects_again_and_knows(address: RabbitAddress) -> None:
     async with proxied(address.url) as (proxy, url), leading(address) as leader, AsyncExitStack() as stack:
-        a = await stack.enter_async_context(RabbitLink.opened(replace(address, url=url), "a"))
+        a = await stack.enter_async_context(RabbitLink.opened(replace(address, url=url), "a", "agent"))
         assert (a.connected, a.connections) == (True, 1)
         proxy.cut(accept=False)
         await eventually(lambda: not a.connected)
@@ -139,7 +150,8 @@ async def test_a_server_that_ends_connections_while_they_are_made(
     """The loops differ in what aiormq then raises: its own errors, CancelledError, StopAsyncIteration."""
 
     async def cut_off_again_and_again() -> None:
-        async with proxied(address.url) as (proxy, url), RabbitLink.opened(replace(address, url=url), "a") as a:
+        opened = RabbitLink.opened
+        async with proxied(address.url) as (proxy, url), opened(replace(address, url=url), "a", "agent") as a:
             for number in range(1, 4):
                 proxy.cut(accept=False)
                 await eventually(lambda: not a.connected)
@@ -155,7 +167,7 @@ async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(add
     own.start()
     try:
         address = RabbitAddress(own.url, "own")
-        async with RabbitLink.opened(address, "a") as a:
+        async with RabbitLink.opened(address, "a", "agent") as a:
             for number in range(20):
                 a.send("controller", end(number))
             await eventually(lambda: not a._outbox and not a._filled.is_set())
@@ -172,7 +184,7 @@ async def test_a_server_that_is_killed_comes_back_with_what_it_has_confirmed(add
 
 
 async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(address: RabbitAddress) -> None:
-    async with leading(address) as leader, RabbitLink.opened(address, "a") as a, linked(address) as connection:
+    async with leading(address) as leader, RabbitLink.opened(address, "a", "agent") as a, linked(address) as connection:
         await connection.publish(b"junk", address.name(CONTROLLER))
         await connection.publish(b"trash", "a", exchange=address.name(DIRECT))
         a.send("controller", end(1))
@@ -193,7 +205,7 @@ async def test_what_cannot_be_read_goes_to_the_dead_letters_with_the_reason(addr
 async def test_what_is_too_large_is_not_sent_and_the_rest_is(
     address: RabbitAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+    async with leading(address) as leader, RabbitLink.opened(address, "a", "agent") as a:
         a.send("controller", Failed("1", "x" * MAX_BYTES))
         await eventually(lambda: not a._outbox)
         a.send("controller", Failed("2", "x" * (MAX_BYTES - 1000)))  # many frames
@@ -206,7 +218,7 @@ async def test_what_is_too_large_is_not_sent_and_the_rest_is(
 
 async def test_what_is_too_large_together_comes_in_several_messages(address: RabbitAddress) -> None:
     sent = [Failed(str(number), "x" * (MAX_BYTES // 5)) for number in range(12)]
-    async with leading(address) as leader, RabbitLink.opened(address, "a") as a:
+    async with leading(address) as leader, RabbitLink.opened(address, "a", "agent") as a:
         a.send("controller", *sent)
         messages = await receive(leader, len(sent))
     assert items(messages) == sent
@@ -218,9 +230,9 @@ async def test_what_is_too_large_together_comes_in_several_messages(address: Rab
 
 
 async def test_a_name_is_one_process(address: RabbitAddress) -> None:
-    async with RabbitLink.opened(address, "a"):
+    async with RabbitLink.opened(address, "a", "agent"):
         with pytest.raises(ConfigError, match="knows another process of this name"):
-            async with RabbitLink.opened(address, "a"):
+            async with RabbitLink.opened(address, "a", "agent"):
                 pass
 
 

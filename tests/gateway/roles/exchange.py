@@ -64,6 +64,8 @@ class Exchange:
             receivers = [leader] if (leader := self.leader()) else []
         elif to == "all":
             receivers = [one for one in self.links.values() if not one.controls and one is not sender]
+        elif to == "gateways":
+            receivers = [one for name, one in self.links.items() if name.startswith("g")]
         else:
             receivers = [self.links[to]] if to in self.links else []
         for one in receivers:

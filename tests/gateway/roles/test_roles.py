@@ -174,7 +174,7 @@ def warned(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
 
 def reports(headway: Parts, name: str) -> int:
     """Return how many reports an agent has made."""
-    return headway.exchange.carried.count((name, "all"))
+    return headway.exchange.carried.count((name, "gateways"))
 
 
 def test_an_engine_that_is_not_configured_gets_no_work_and_is_told_of_once(

@@ -40,8 +40,6 @@ class Agent:
 
     def receive(self, message: Message) -> None:
         """Handle a message from a controller, unless its term is over."""
-        if not message.epoch:  # from another agent
-            return
         if message.epoch < self._epoch:
             log.debug("ignored a message from %s, which no longer leads", message.sender)
             return
@@ -94,7 +92,7 @@ class Agent:
     def _to_both(self, *items: Item) -> None:
         """Send something to the controller and to all gateways."""
         self._link.send("controller", *items)
-        self._link.send("all", *items)
+        self._link.send("gateways", *items)
 
     def _state(self, engine: VllmEngine) -> EngineState:
         errors = {name: engine.models.unavailable(name) for name in engine.models.names}

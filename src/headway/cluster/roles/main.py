@@ -56,7 +56,7 @@ def new_name(role: str) -> str:
 
 def gateway(config: Config, *, log_dir: Path | None = None, file: Path | None = None) -> int:
     """Serve HTTP for a controller and agents elsewhere until a signal; return the exit status."""
-    link = partial(RabbitLink.opened, address_of(config), new_name("gateway"))
+    link = partial(RabbitLink.opened, address_of(config), new_name("gateway"), "gateway")
     return serve(config, log_dir=log_dir, file=file, link=link)
 
 
@@ -69,7 +69,7 @@ def controller(config: Config, *, port: int | None = None) -> int:
     async def work() -> None:
         metrics = Metrics()
         async with (
-            RabbitLink.opened(address, name, controls=True) as link,
+            RabbitLink.opened(address, name, "controller") as link,
             open_lengths(find(config.recipe), config.predictor, metrics) as lengths,
         ):
             process = ControllerProcess(config, link, lengths, metrics)
@@ -97,7 +97,7 @@ def agent(
 
     async def work() -> None:
         metrics = Metrics()
-        async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}") as link:
+        async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}", "agent") as link:
             make = partial(engines_of, config, log_dir, metrics=metrics, only=only)
             one = Agent(link, make, drops=drops(config))
 

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 from headway.cluster.wire.messages import Item
 
 Role = Literal["gateway", "controller", "agent"]
-To = str | Literal["controller", "all"]
-"""The name of a gateway or an agent, the controller that leads, or all gateways and agents."""
+To = str | Literal["controller", "gateways", "all"]
+"""The name of a gateway or an agent, the controller that leads, all gateways, or all gateways and agents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from headway.cluster.wire.connection import (
     tag_of,
 )
 from headway.cluster.wire.messages import Item, Present
-from headway.cluster.wire.port import Message
+from headway.cluster.wire.port import Message, Role
 from headway.cluster.wire.term import Term
 
 _PREFETCH = 1000  # messages that a controller has not acknowledged yet
@@ -50,10 +50,11 @@ class _Delivery(NamedTuple):
 
 
 class RabbitLink:
-    """A `port.WireLink` over RabbitMQ, made by `opened`. name: of this process. controls: it may lead."""
+    """A `port.WireLink` over RabbitMQ, made by `opened`. name: of this process."""
 
-    def __init__(self, address: RabbitAddress, name: str, *, controls: bool) -> None:
-        self.name, self._address, self._controls = name, address, controls
+    def __init__(self, address: RabbitAddress, name: str, role: Role) -> None:
+        self.name, self._address, self._controls = name, address, role == "controller"
+        self._names = (name, "gateways") if role == "gateway" else (name,)
         self.connected, self.connections, self.term = False, 0, 0
         self._numbers = defaultdict[str, int](int)  # of the last message, by receiver
         self._inbox: asyncio.Queue[_Delivery] = asyncio.Queue()
@@ -65,12 +66,12 @@ class RabbitLink:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, address: RabbitAddress, name: str, *, controls: bool = False) -> AsyncIterator[RabbitLink]:
+    async def opened(cls, address: RabbitAddress, name: str, role: Role) -> AsyncIterator[RabbitLink]:
         """Yield a link that reconnects by itself; at the end, waiting items are sent if possible.
 
         ConfigError when the first connection fails. A controller may still have to wait to lead.
         """
-        link = cls(address, name, controls=controls)
+        link = cls(address, name, role)
         link._current = await link._connect()
         task = asyncio.create_task(link._run())
         try:
@@ -131,7 +132,7 @@ class RabbitLink:
                 await connection.take_all(
                     self.name,
                     partial(self._take, connection),
-                    (self._address.name(DIRECT), self.name),
+                    *((self._address.name(DIRECT), name) for name in self._names),
                     (self._address.name(ALL), ""),
                 )
                 self._set_connected()
