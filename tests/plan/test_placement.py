@@ -13,6 +13,8 @@ from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.cost import Cost, Engine
 from headway.policy.placement.index import PrefixIndex
 from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.qlm import Qlm
+from headway.ports import Planner
 from headway.prefix import GRAIN, CacheReport, Keys, prompt_seed, token_keys
 from headway.types import Batch, Request, Send, Slo
 from tests.plan.place import Place, ask, instance
@@ -36,9 +38,9 @@ def report(*keys: Keys, epoch: str = "a", since: int = 0, until: int = 1, whole:
 class Fleet(Place):
     """Engines with one latency, and an index that is told what they hold."""
 
-    def __init__(self, count: int, **more: object) -> None:
+    def __init__(self, count: int, planner: Planner | None = None, **more: object) -> None:
         engines = [instance(f"e{i}", 16, latency=seconds, **more) for i in range(count)]
-        super().__init__(Ordered(ranks.ATTAINABLE, ahead=1024), *engines)
+        super().__init__(planner or Ordered(ranks.ATTAINABLE, ahead=1024), *engines)
 
     def holds(self, name: str, *keys: Keys) -> None:
         self.notify(Cached(name, report(*keys)), 0.0)
@@ -75,6 +77,14 @@ def test_a_conversation_goes_where_its_history_is() -> None:
     assert fleet.send(ask("a", prompt=1000), prompt(7, 62)) == "e2"
     backlog = fleet.core.cluster.backlog
     assert backlog.work[backlog.row_of["a"]] == pytest.approx(seconds(Batch(0, 0, 40, 40 * 960 + 800)))
+
+
+def test_qlm_counts_what_engines_with_room_hold() -> None:
+    fleet = Fleet(3, Qlm())
+    assert fleet.send(ask("a", prompt=1000), prompt(7, 62)) == "e0"
+    fleet.holds("e0", prompt(8, 60))
+    assert fleet.send(ask("b", 1.0, prompt=1000), prompt(8, 62)) == "e0"
+    assert fleet.send(ask("c", 2.0, prompt=1000), prompt(9, 62)) == "e1"
 
 
 def test_what_is_on_its_way_counts_as_cached() -> None:

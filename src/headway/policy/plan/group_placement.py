@@ -8,6 +8,7 @@ from typing import Literal
 
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.pseudo_random import below, seeded
+from headway.policy.placement.cost import Engine, least
 from headway.policy.plan.estimator import fleet_of, holds, limit_of
 from headway.policy.plan.group_queues import Item
 from headway.policy.plan.groups import Group
@@ -73,11 +74,11 @@ class GroupPlacement(Placed):
     def place_new(self, cluster: Cluster, now: float) -> None:
         """Put groups that have no place on virtual queues, as far as some instance can serve them."""
         waiting, self.queues.unplaced = self.queues.unplaced, []
-        undecided = [group for group in waiting if not self._put(cluster, group)]
+        undecided = [group for group in waiting if not self._put(cluster, group, now)]
         if undecided:
             self._put_where_it_costs_least(cluster, undecided, now)
 
-    def _put(self, cluster: Cluster, group: Group) -> bool:
+    def _put(self, cluster: Cluster, group: Group, now: float) -> bool:
         """Put a group where nothing needs to be compared; tell whether there is such a place."""
         model = self.model(group)
         fleet = fleet_of(cluster)
@@ -86,7 +87,7 @@ class GroupPlacement(Placed):
         if not names:
             return False
         if self.options.places == "planned":
-            name = self._with_room(cluster, group, names)
+            name = self._with_room(cluster, group, names, now)
             if name is not None:
                 self.queues.append(name, group)
                 self.changed.add(name)
@@ -111,9 +112,12 @@ class GroupPlacement(Placed):
         self.queues.put(name, behind, group)
         self.changed.add(name)
 
-    def _with_room(self, cluster: Cluster, group: Group, names: list[str]) -> str | None:
-        """Return an instance that serves the model, has a free slot and no queue: the soonest free one."""
-        model, best, least = self.model(group), None, math.inf
+    def _with_room(self, cluster: Cluster, group: Group, names: list[str], now: float) -> str | None:
+        """Return an instance that serves the model, has a free slot and no queue, None = there is none.
+
+        The soonest free one; where one holds some of the prompt, that on which the group's next request costs least.
+        """
+        model, works = self.model(group), dict[str, float]()
         for name in names:
             instance = cluster.instances.get(name)
             if instance is None or instance.model != model or self.queues.queues[name]:
@@ -123,10 +127,14 @@ class GroupPlacement(Placed):
                 continue
             serving = self.estimator.serving(instance, model)
             assert serving is not None, "an instance serves its own model"
-            work = (len(inside) + 1) * self.estimator.pace(serving, group.kind.tokens).share
-            if work < least:
-                best, least = name, work
-        return best
+            works[name] = (len(inside) + 1) * self.estimator.pace(serving, group.kind.tokens).share
+        row = group.head(cluster.backlog)
+        if row is not None and len(works) > 1:
+            engines = [Engine(cluster.instances[name], cluster.code(name)) for name in works]
+            costs = cluster.placement.costs(cluster.backlog, row, engines, now)
+            if any(cost.found for cost in costs):
+                return engines[least(costs)].instance.id
+        return min(works, key=works.__getitem__, default=None)
 
     def _full(self, instance: Instance, group: Group) -> bool:
         tokens = group.kind.tokens
