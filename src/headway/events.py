@@ -26,8 +26,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """A request was answered. cached_tokens: of its prompt, as its engine counted them; None = it did not say."""
+
     id: str
     output_tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,6 +263,38 @@ def test_of_an_engine_that_reports_nothing_what_was_used_last_is_assumed() -> No
     assert [index.tokens("e", prompt(chain, 4)) // GRAIN for chain in (1, 2, 3)] == [4, 2, 4]
 
 
+def test_answers_correct_what_is_assumed_of_an_engine_that_reports_nothing() -> None:
+    """It has 8 blocks, not 16 as assumed: a request of each pair finds what the other one left."""
+    index = PrefixIndex()
+    index.add("e", 16, GRAIN)
+    for chain in (1, 2, 3, 4):
+        index.sent(str(chain), "e", prompt(chain, 4))
+        index.answered(str(chain), 0)
+        index.ended(str(chain))
+    assert index.tokens("e", prompt(1, 4)) == 4 * GRAIN, "as believed: nothing was known, nothing was found"
+    for id in "ab":
+        index.sent(id, "e", prompt(1, 4))
+    for id in "ab":  # the second one was sent before the first one's answer
+        index.answered(id, 0)
+        index.ended(id)
+    held = [index.tokens("e", prompt(chain, 4)) // GRAIN for chain in (1, 2, 3, 4)]
+    assert held == [4, 0, 0, 4]
+    index.sent("c", "e", prompt(3, 4))
+    index.answered("c", 4 * GRAIN)  # it has more than believed
+    index.ended("c")
+    assert [index.tokens("e", prompt(chain, 4)) // GRAIN for chain in (1, 3, 4)] == [4, 4, 4]
+
+
+def test_answers_change_nothing_where_an_engine_reports() -> None:
+    index = PrefixIndex()
+    index.add("e", 16, GRAIN)
+    index.report("e", report(prompt(1, 4), prompt(2, 4)))
+    index.sent("a", "e", prompt(1, 4))
+    index.answered("a", 0)
+    index.ended("a")
+    assert index.tokens("e", prompt(2, 4)) == 4 * GRAIN
+
+
 def test_blocks_of_engines_may_differ() -> None:
     index = PrefixIndex()
     index.add("small", 100, GRAIN)

@@ -31,6 +31,7 @@ FINGERPRINTS = {
     4: "cd85f204e05b8823",
     5: "8c165843df3b9275",
     6: "c4f521e011d45a1a",
+    7: "eee8e7aaa4770698",
 }
 
 
@@ -126,7 +127,7 @@ def altered(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 6. Run the same"),
+        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 7. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
         (altered(items=[{"kind": "Exploded", "body": {}}]), "holds the unknown kind 'Exploded'. Run"),

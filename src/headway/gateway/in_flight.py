@@ -99,6 +99,7 @@ class InFlightRequest:
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft, found: of the latest `Send`.
     attempts: engines that died over it since it was accepted or recovered.
     prompt_tokens: as its engine counts them, 0 = not reported yet.
+    cached_tokens: of its prompt, found in the engine's prefix cache; None = not reported.
     first_token: instant of the first token, None before it.
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
@@ -123,6 +124,7 @@ class InFlightRequest:
     found: int = 0
     attempts: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     first_token: float | None = None
     queued: float | None = None
     sends: tuple[tuple[float, str], ...] = ()

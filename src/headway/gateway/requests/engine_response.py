@@ -29,6 +29,7 @@ class EngineResponse:
     streams: it is a stream of events; otherwise it is in `head`, whole.
     head: the first chunk of a stream, otherwise the whole body: an answer, or an error in OpenAI's shape.
     output_tokens, prompt_tokens: of a whole answer, as the engine counts them; 0 when it does not.
+    cached_tokens: of its prompt, None when the engine does not say.
     engine: id of the engine.
     memory: what is held of the answer.
     silence: the longest wait for more of a stream that has begun, in seconds, without the time in which its
@@ -45,6 +46,7 @@ class EngineResponse:
     head: bytes = b""
     output_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     pooled: bool = False
     silence: float = 0.0
     _reading: bool = False
@@ -114,6 +116,7 @@ class EngineResponse:
         if answer.failed:
             self.head = await offload(len(self.head), lambda: client_error(self.head))
         self.output_tokens, self.prompt_tokens = answer.output_tokens or 0, answer.prompt_tokens
+        self.cached_tokens = answer.cached_tokens
 
     async def read(self) -> bytes:
         """Return what has come, at most `CHUNK` bytes, empty at the end; errors as `open`."""

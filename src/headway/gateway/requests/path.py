@@ -213,6 +213,7 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
                 in_flight.first_token, in_flight.prompt_tokens = clock.now(), response.prompt_tokens
+                in_flight.cached_tokens = response.cached_tokens
                 in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.notify(Started(in_flight.id))
@@ -313,7 +314,7 @@ class RequestPath:
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, request.per_answer(output_tokens))
-        self._dispatcher.remove(in_flight, Finished(request.id, output_tokens))
+        self._dispatcher.remove(in_flight, Finished(request.id, output_tokens, in_flight.cached_tokens))
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
         self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))

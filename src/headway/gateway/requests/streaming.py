@@ -225,6 +225,7 @@ class ResponseStream(DeferredResponse):
         while chunk:
             data = await self._feed(reader, chunk)
             self._in_flight.prompt_tokens = reader.prompt_tokens
+            self._in_flight.cached_tokens = reader.cached_tokens
             if data and not self._started:
                 await self._start(response, scope, send)
             if reader.complete:
@@ -275,6 +276,7 @@ class EventReader:
         "_usage_tokens",
         "_wants_usage",
         "broken",
+        "cached_tokens",
         "closed",
         "fault",
         "prompt_tokens",
@@ -286,6 +288,7 @@ class EventReader:
         self._usage_tokens: int | None = None  # the engine's own count, None before its usage event
         self._events = self._reported_tokens = 0  # events, and the engine's count beside one of them
         self.prompt_tokens = 0  # as the engine counts them
+        self.cached_tokens: int | None = None  # likewise, of the prompt
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
         self.fault: str | None = None  # what is wrong with the event that has come last
@@ -337,6 +340,8 @@ class EventReader:
         answer = read_answer(data)
         self.broken = self.broken or answer.failed
         self.prompt_tokens = max(self.prompt_tokens, answer.prompt_tokens)
+        if answer.cached_tokens is not None:
+            self.cached_tokens = answer.cached_tokens
         if answer.usage_only and answer.output_tokens is not None:
             self._usage_tokens = answer.output_tokens
             return event if self._wants_usage else b""

@@ -235,6 +235,8 @@ class Controller:
             case Learned(name, theta):
                 self._drops.learn(event)
                 self.cluster.placement.learned(name, theta)
+            case Finished(id, _, int(cached)):
+                self.cluster.placement.index.answered(id, cached)
             case Cached(name, report):
                 self.cluster.placement.index.report(name, report)
             case InstanceUp(instance) | Swapped(instance):

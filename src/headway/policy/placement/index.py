@@ -3,7 +3,8 @@
 A block is known by a key that stands for all tokens from the beginning of the prompt to its end
 (`headway/prefix.py`). An engine with Headway's plugin reports what its cache has taken in and given up. Reports
 are numbered: one that comes twice or too late changes nothing, and after one that is lost the index waits for the
-next report of all that is cached. Of other engines it assumes that they forget the least recently used blocks.
+next report of all that is cached. Of other engines it assumes that they forget the least recently used blocks; their
+answers, where they say how much of the prompt was cached, correct the number of blocks that is assumed.
 
 Between a request's sending and the first report after its end, the index counts its prompt as held: the engine
 has it by the time that another request with the same prompt is computed.
@@ -15,6 +16,7 @@ prompt that an engine holds is found by bisection.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,13 +28,16 @@ from headway.types import Ints
 class _Cache:
     """What one engine holds.
 
-    grains: of `GRAIN` tokens in one of its blocks. most: blocks that it has.
+    grains: of `GRAIN` tokens in one of its blocks. blocks_total: blocks that it has. most: those that it is assumed to
+        keep; corrected so many times (`corrections`).
     held: keys of blocks, those used last at the end. expected: keys -> requests inside that compute them.
     epoch, position: up to where its reports are known; an engine that never reported has no epoch.
     """
 
     grains: int
+    blocks_total: int
     most: int
+    corrections: int = 0
     held: dict[int, None] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
     epoch: str = ""
@@ -79,8 +84,34 @@ class _Cache:
         for key in reversed(keys):  # vLLM gives up the end of a prompt first
             self.held.pop(key, None)
             self.held[key] = None
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self.held) > self.most:
             del self.held[next(iter(self.held))]
+
+    def correct(self, believed: int, cached: int) -> None:
+        """Halve what is assumed where an engine found fewer blocks than believed, double it where it found more.
+
+        A block more or less says nothing: the last token of a prompt is always computed.
+        """
+        if cached < believed - 1:
+            self.most = max(len(self.held) // 2, 1)
+        elif cached > believed + 1 and self.most < self.blocks_total:
+            self.most = min(2 * self.most, self.blocks_total)
+        else:
+            return
+        self.corrections += 1
+        self._trim()
+
+
+class _Sent(NamedTuple):
+    """A prompt inside an engine. believed: blocks of it that were held. corrections: of its cache, until then."""
+
+    name: str
+    keys: Ints
+    believed: int
+    corrections: int
 
 
 class PrefixIndex:
@@ -92,20 +123,20 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
-        self._inside: dict[str, tuple[str, Ints]] = {}  # request -> engine and keys
+        self._inside: dict[str, _Sent] = {}  # by request
         self._ended: dict[str, list[Ints]] = {}  # engine -> prompts that the next report has
 
     def add(self, name: str, blocks: int, block_size: int) -> None:
         """Add an engine whose cache is empty; it replaces one of the same name."""
         self.forget(name)
         if block_size % GRAIN == 0:
-            self._caches[name] = _Cache(block_size // GRAIN, blocks)
+            self._caches[name] = _Cache(block_size // GRAIN, blocks, blocks)
 
     def forget(self, name: str) -> None:
         """Forget an engine that is gone, and what is inside it."""
         self._caches.pop(name, None)
         self._ended.pop(name, None)
-        for id in [id for id, (at, _) in self._inside.items() if at == name]:
+        for id in [id for id, sent in self._inside.items() if sent.name == name]:
             del self._inside[id]
 
     def report(self, name: str, report: CacheReport) -> None:
@@ -132,22 +163,34 @@ class PrefixIndex:
 
     def sent(self, id: str, name: str, keys: Ints) -> None:
         """Take note of a prompt that an engine will compute; said twice, it counts once."""
-        before, _ = self._inside.get(id, ("", None))
-        if before and before != name:
-            self.ended(id)
-        if name in self._caches and before != name:
-            self._inside[id] = name, keys
-            self._caches[name].begin(keys)
+        before = self._inside.get(id)
+        if before is not None and before.name == name:
+            return
+        self.ended(id)
+        if (cache := self._caches.get(name)) is not None:
+            believed = 0 if cache.epoch else sum(key in cache.held for key in cache.own(keys))
+            self._inside[id] = _Sent(name, keys, believed, cache.corrections)
+            cache.begin(keys)
+
+    def answered(self, id: str, cached: int) -> None:
+        """Take note of how many tokens of a request's prompt its engine found.
+
+        It corrects what is assumed of an engine without reports; not twice by requests that were sent before.
+        """
+        sent = self._inside.get(id)
+        if sent is None or (cache := self._caches[sent.name]).epoch or sent.corrections != cache.corrections:
+            return
+        cache.correct(sent.believed, cached // (cache.grains * GRAIN))
 
     def ended(self, id: str) -> None:
         """Take note of a request that has left its engine; unknown ids are ignored."""
-        name, keys = self._inside.pop(id, ("", None))
-        if keys is None:
+        sent = self._inside.pop(id, None)
+        if sent is None:
             return
-        if self._caches[name].epoch:
-            self._ended.setdefault(name, []).append(keys)
+        if self._caches[sent.name].epoch:
+            self._ended.setdefault(sent.name, []).append(sent.keys)
         else:
-            self._caches[name].end(keys)
+            self._caches[sent.name].end(sent.keys)
 
     def tokens(self, name: str, keys: Ints) -> int:
         """Return how many tokens of a prompt an engine holds."""

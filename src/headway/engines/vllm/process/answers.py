@@ -46,6 +46,7 @@ class Answer:
 
     output_tokens: as the engine counts them, None = it does not say.
     prompt_tokens: likewise, 0 = it does not say.
+    cached_tokens: of the prompt, found in its prefix cache, None = it does not say.
     failed: it is an error in OpenAI's shape.
     usage_only: it is a stream's event that has only the usage.
     """
@@ -54,6 +55,7 @@ class Answer:
     failed: bool = False
     usage_only: bool = False
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 _PLAIN = Answer()  # nearly all events of streams
@@ -66,9 +68,14 @@ class _Object(Struct, gc=False):
 _Count = Annotated[int, Meta(ge=0, le=2**31)] | None
 
 
+class _Details(Struct, gc=False):
+    cached_tokens: _Count = None
+
+
 class _Usage(Struct, gc=False):
     completion_tokens: _Count = None
     prompt_tokens: _Count = None
+    prompt_tokens_details: _Details | None = None
 
 
 class _Shape(Struct, gc=False):
@@ -117,7 +124,13 @@ def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
         raise ValueError("it has no list of choices")
     if shape.usage is None:
         return _PLAIN
-    return Answer(usage.completion_tokens, usage_only=not shape.choices, prompt_tokens=usage.prompt_tokens or 0)
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
+    return Answer(
+        usage.completion_tokens,
+        usage_only=not shape.choices,
+        prompt_tokens=usage.prompt_tokens or 0,
+        cached_tokens=cached,
+    )
 
 
 def event_data(event: bytes) -> bytes:
