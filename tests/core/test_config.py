@@ -63,7 +63,8 @@ write_timeout_s = 20
 idle_timeout_s = 6
 keepalive_s = 7.5
 max_connections = 100
-drain_s = 0
+drain_s = "streams"
+reuse_port = true
 
 [grammars]
 max_kib = 32

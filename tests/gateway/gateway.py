@@ -22,8 +22,9 @@ import openai
 from headway.config import BATCH, Broker, Config, Engine, Server, Sqlite, Tier
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.gateway import gateway as inner
+from headway.gateway.http.listening import bind
 from headway.gateway.main import GatewayServer as HttpServer
-from headway.gateway.main import OpenLink, bind
+from headway.gateway.main import OpenLink
 from headway.policy.core.controller import Controller
 
 # One client for all tests: making one reads the machine's certificates, which takes longer than most calls.
@@ -173,12 +174,12 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
 
 
 @contextmanager
-def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None) -> Iterator[Gateway]:
+def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None, port: int = 0) -> Iterator[Gateway]:
     """Run `headway serve` in a thread of this process until the block ends.
 
-    link: to a controller and agents elsewhere.
+    link: to a controller and agents elsewhere. port: 0 = a free one.
     """
-    with bind(config.server.host, 0) as sock:
+    with bind(config.server.host, port, shared=config.server.reuse_port) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
         server = Served(config, Path(config.broker.sqlite.path or ".").parent, link)

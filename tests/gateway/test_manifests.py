@@ -123,6 +123,7 @@ def test_kubernetes_has_an_agent_for_each_engine_and_time_to_drain() -> None:
     config = load(DEPLOY / "headway.toml")
     assert agent["spec"]["replicas"] == len(config.engines)
     grace = {role: pod["terminationGracePeriodSeconds"] for role, pod, _ in workloads() if role == "gateway"}
+    assert config.server.drain_s != "streams"
     assert grace["gateway"] > config.server.drain_s
 
 

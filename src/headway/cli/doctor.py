@@ -32,7 +32,8 @@ from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacki
 from headway.engines.vllm.process.settings import cores_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
-from headway.gateway.main import bind, preflight
+from headway.gateway.http.listening import bind
+from headway.gateway.main import preflight
 from headway.models.resolve import resolve
 from headway.store.queue.postgres_link import address_of, most_apart_s
 from headway.store.queue.sqlite_file import PARAM
@@ -149,7 +150,7 @@ def _classes(config: Config) -> Iterator[Finding]:
 def _address(config: Config) -> Iterator[Finding]:
     server = config.server
     try:
-        bind(server.host, server.port).close()
+        bind(server.host, server.port, shared=server.reuse_port).close()
     except ConfigError as error:
         yield Finding("address", "bad", error.message, error.hint)
         return

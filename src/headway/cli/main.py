@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -94,7 +94,8 @@ def serve(
     url: Annotated[str | None, typer.Option(help="Attach to a running vLLM instead of starting one.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for the engines' logs.")] = None,
     drain: Annotated[
-        int | None, typer.Option(min=0, help="Seconds for requests in progress when the gateway stops.")
+        str | None,
+        typer.Option(help='Seconds for requests in progress when the gateway stops, or "streams": without a limit.'),
     ] = None,
 ) -> None:
     """Start the engines and the OpenAI-compatible gateway; serve until Ctrl-C."""
@@ -104,9 +105,10 @@ def serve(
     setup = load(config, checked=False)
     engines = tuple(replace(e, model=model or e.model, url=url or e.url) for e in setup.engines)
     server = setup.server
-    server = replace(
-        server, host=host or server.host, port=port or server.port, drain_s=server.drain_s if drain is None else drain
-    )
+    if not (drain is None or drain == "streams" or drain.isdecimal()):
+        raise typer.BadParameter(f'{drain!r} is neither a number of seconds nor "streams".', param_hint="--drain")
+    drain_s: Any = server.drain_s if drain is None else int(drain) if drain.isdecimal() else drain
+    server = replace(server, host=host or server.host, port=port or server.port, drain_s=drain_s)
     setup = replace(setup, engines=engines, server=server, recipe=recipe or setup.recipe)
     raise typer.Exit(run(setup, log_dir=logs, file=config))
 

@@ -58,7 +58,8 @@ class Server:
     keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.
     max_connections: limit of client connections; unset, from the limit of open files, at most 16,384. Connections
         without a request in progress are closed to make room for new ones.
-    drain_s: time for requests in progress when the gateway stops.
+    drain_s: time for requests in progress when the gateway stops; "streams" = until the last one has ended.
+    reuse_port: share the port (SO_REUSEPORT), so that a new gateway takes over before this one stops.
     tenant_share: with keys of several tenants: share that one tenant may take of the room that the others leave
         in the queue (max_queued and max_queued_mib) and among a backend's workers. class_share: share of its
         tenant's part of the queue that one class may take.
@@ -83,7 +84,8 @@ class Server:
     idle_timeout_s: Count = 30
     keepalive_s: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 30.0
     max_connections: Count | None = None
-    drain_s: Annotated[int, Field(ge=0)] = 5
+    drain_s: Annotated[int, Field(ge=0)] | Literal["streams"] = 5
+    reuse_port: bool = False
     hosts: tuple[str, ...] = ()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import gc
 import logging
 import resource
@@ -13,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from headway.gateway.control.lengths.embedding import locate
 from headway.gateway.gateway import Gateway, serving
 from headway.gateway.http.connections import ConnectionLimits, Connections
 from headway.gateway.http.garbage import collect, spare_old_objects
+from headway.gateway.http.listening import listening, steer_away
 from headway.gateway.http.protocol import protocol_class
 from headway.gateway.parsing.models import base_models, check_aliases
 from headway.gateway.reload import Reload
@@ -55,6 +56,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
+_STEER_S = 0.5  # for connections that have begun before
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
@@ -190,27 +192,6 @@ def _check_models(recipe: str, engine: Engine) -> None:
     raise ConfigError(problem, hint, param="engines.models")
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket; ConfigError when the address is taken or not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"Port {port} on {host} is in use.",
-                "Stop what listens there, or choose another with --port.",
-                param="server.port",
-            ) from error
-        raise ConfigError(
-            f"Cannot listen on {netloc(host, port)}: {error.strerror or error}.", "Check --host and --port."
-        ) from error
-    return sock
-
-
 def serve(
     config: Config,
     *,
@@ -231,7 +212,9 @@ def serve(
     spare_old_objects()
     _raise_file_limit()
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(bind(config.server.host, config.server.port))
+        sock, address = listening(config.server)
+        stack.enter_context(sock)
+        config = replace(config, server=address)
         same = [stack.enter_context(sock.dup()) for _ in range(_ACCEPTED - 1)]
         server = GatewayServer(config, log_dir, None if sys.stderr.isatty() else file, link)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it is done
@@ -307,12 +290,12 @@ class GatewayServer(uvicorn.Server):
                 ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s,
                 proxy_headers=False,
-                timeout_graceful_shutdown=config.server.drain_s,
+                timeout_graceful_shutdown=None if config.server.drain_s == "streams" else config.server.drain_s,
             )
         )
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
-        self._stopping = asyncio.Event()  # until the gateway is open
+        self._state: AppState | None = None  # until the gateway is open
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
@@ -325,7 +308,7 @@ class GatewayServer(uvicorn.Server):
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         state = AppState(gateway)
         add_endpoints(self._app, state)
-        self._stopping = state.stopping
+        self._state = state
         if self._file is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(self._file, state))
         self._connections.ended = gateway.metrics.connection_ended
@@ -337,20 +320,31 @@ class GatewayServer(uvicorn.Server):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests in progress end, at most `drain_s`; send an error to clients whose requests are cut short."""
-        self._stopping.set()
-        state = self.server_state
+        """Let requests in progress end, at most `drain_s`; send an error to clients whose requests are cut short.
+
+        Other gateways go on with batches and background requests at once.
+        """
+        if self._settings.server.reuse_port and sockets:
+            steer_away(sockets[0])
+            await asyncio.sleep(_STEER_S)
+        if self._state is not None:
+            await self._hand_over(self._state)
+        state, drain = self.server_state, self._settings.server.drain_s
         if state.tasks:
-            log.warning(
-                "stopping; requests in progress (%d) have up to %d s (Ctrl-C ends them now)",
-                len(state.tasks),
-                self._settings.server.drain_s,
-            )
+            limit = "all the time that they take" if drain == "streams" else f"up to {drain} s"
+            log.warning("stopping; requests in progress (%d) have %s (Ctrl-C ends them now)", len(state.tasks), limit)
         await super().shutdown(sockets)
         for task in [task for task in state.tasks if not task.cancelling()]:  # after a second Ctrl-C
             task.cancel()
         if state.tasks:
             await asyncio.wait(state.tasks, timeout=_LAST_WORDS_S)
+
+    async def _hand_over(self, state: AppState) -> None:
+        state.stopping.set()
+        if state.gateway.batches is not None:
+            state.gateway.batches.changed.set()  # so that its runner ends now
+        if state.gateway.broker.on_disk:
+            await state.gateway.background.hand_over()
 
     async def _announce(self, gateway: Gateway) -> None:
         """Show progress while engines start; stop everything when one cannot start at all."""

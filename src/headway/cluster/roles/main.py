@@ -29,7 +29,8 @@ from headway.gateway.apis.access import Access
 from headway.gateway.control.lengths.service import open_lengths
 from headway.gateway.control.setup import drops, engines_of
 from headway.gateway.http.garbage import collect, spare_old_objects
-from headway.gateway.main import bind, preflight, serve
+from headway.gateway.http.listening import bind
+from headway.gateway.main import preflight, serve
 from headway.gateway.watch.logs import configure
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find

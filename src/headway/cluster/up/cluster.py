@@ -19,6 +19,7 @@ from headway.errors import ConfigError, EngineError
 
 OnChange = Callable[[str, PartState | None], None]
 _POLL_S = 0.3
+_DAY_S = 86_400  # for the streams of a part that stops, where they have no other limit
 _ASK_S = 10.0  # limit for an actor's answer; without a node there is none
 _READY_S = 120.0  # limit for a part to be ready, beyond the engines' start timeout
 
@@ -104,7 +105,8 @@ class Actors:
 
     def _stop(self, name: str) -> None:
         """End a part: first its process, which may take a while, then its actor."""
-        grace = self._config.server.drain_s + 10.0
+        drain = self._config.server.drain_s
+        grace = (_DAY_S if drain == "streams" else drain) + 10.0
         with self._unless_gone():
             actor = self._ray.get_actor(name)
             with self._unless_gone():

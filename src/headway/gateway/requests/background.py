@@ -26,6 +26,7 @@ class BackgroundWork:
     def __init__(self, path: RequestPath, dispatcher: Dispatcher) -> None:
         self._path, self._dispatcher = path, dispatcher
         self._running: dict[str, tuple[InFlightRequest, asyncio.Task[None]]] = {}
+        self.handed_over = False  # other gateways run what is in the queue
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -50,7 +51,10 @@ class BackgroundWork:
             return parsed.earlier  # it came at the same time
         if self._path.broker.on_disk:
             in_flight.drop_body()
-        self.run(in_flight)
+        if self.handed_over:
+            await self._give_back(in_flight)
+        else:
+            self.run(in_flight)
         return None
 
     def run(self, in_flight: InFlightRequest) -> None:
@@ -111,6 +115,19 @@ class BackgroundWork:
         in_flight = await self._stop(id)
         if in_flight is not None:
             self._path.abandon(in_flight, "lease_lost")
+
+    async def hand_over(self) -> None:
+        """Stop all requests, and give them, and those that still come, back to the queue for another gateway."""
+        self.handed_over = True
+        stopped = await asyncio.gather(*(self._stop(id) for id in self.ids()))
+        await asyncio.gather(*(self._give_back(one) for one in stopped if one is not None))
+
+    async def _give_back(self, in_flight: InFlightRequest) -> None:
+        self._path.abandon(in_flight, "handed_over")
+        try:
+            await self._path.broker.give_back(in_flight.id)
+        except HeadwayError as error:
+            log.warning("%s is free once this gateway has ended: %s", in_flight.id, error)
 
     async def _stop(self, id: str) -> InFlightRequest | None:
         """Stop the task of a request and return the request, None when it has ended."""

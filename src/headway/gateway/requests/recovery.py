@@ -1,8 +1,8 @@
 """The gateway's lease on its jobs, and recovery of jobs that no gateway holds.
 
-A gateway renews its lease three times within the lease's length. With each renewal it takes the jobs that
-another gateway gave back, or left behind when it died: background jobs run again here, foreground ones fail,
-because their connections ended with that gateway.
+A gateway renews its lease three times within the lease's length. Every second it takes the jobs that another
+gateway gave back, or left behind when it died: background jobs run again here, foreground ones fail, because their
+connections ended with that gateway. One that is being stopped takes none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from headway.store.queue.port import Broker, Job
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
 _IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
+_LOOK_S = 1.0  # between two looks for jobs that are free
 _SWEEP = 600.0  # seconds between deletions of old jobs
 log = logging.getLogger("headway.gateway")
 
@@ -43,10 +44,16 @@ class Recovery:
 
     async def run(self) -> None:
         """Renew and take over until cancelled."""
+        every = self._lease_seconds / 3
+        renew_at = clock.now() + every
         while True:
-            await asyncio.sleep(self._lease_seconds / 3)
+            await asyncio.sleep(min(_LOOK_S, every))
             try:
-                await self.renew()
+                if clock.now() < renew_at:
+                    await self._take()
+                else:
+                    renew_at = clock.now() + every
+                    await self.renew()
             except HeadwayError as error:  # the next renewal may succeed, once a full disk has space again
                 log.warning("the broker's lease is not renewed, or nothing is taken over: %s", error)
 
@@ -55,7 +62,10 @@ class Recovery:
         if not await self._broker.renew(clock.now() + self._lease_seconds):
             self._unasked.clear()  # others may have taken any of them meanwhile
         await self._stop_gone()
-        while jobs := await self._broker.take(clock.now(), _PAGE):
+        await self._take()
+
+    async def _take(self) -> None:
+        while not self._background.handed_over and (jobs := await self._broker.take(clock.now(), _PAGE)):
             for job in jobs:
                 await self._recover_or_give_back(job)
 

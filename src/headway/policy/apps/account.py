@@ -21,7 +21,7 @@ MOST_OUTSIDE = 256  # executions outside the LLM that one run may have in progre
 _VISITS = 100  # that are kept of a live run
 _MOST_LIVE = 10_000  # live runs of a tenant; beyond them the one that is silent for longest times out
 _MOST_ENDED = 10_000  # ended runs of a tenant that are remembered
-_LEFT = ("client_gone", "cancelled", "lease_lost")  # how reasons begin that are no failure of ours
+_LEFT = ("client_gone", "cancelled", "lease_lost", "handed_over")  # how reasons begin that are no failure of ours
 
 
 @dataclass(frozen=True, slots=True)

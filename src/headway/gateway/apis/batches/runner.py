@@ -33,10 +33,10 @@ class BatchRunner:
         self._last_warning = ""
 
     async def run(self) -> None:
-        """Run batches until cancelled; what has not ended then goes on at the next start, or elsewhere."""
+        """Run batches until the gateway stops; what has not ended then goes on at the next start, or elsewhere."""
         threads = ThreadPoolExecutor(1, "batch-lines")
         try:
-            while True:
+            while not self._state.stopping.is_set():
                 self._store.changed.clear()
                 await self._turn(threads)
                 with suppress(TimeoutError):
