@@ -256,7 +256,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         6,
         7.5,
         100,
-        0,
+        "streams",
+        True,
         ("llm.example", ".b.example"),
     )
     assert config.engines == (

@@ -56,7 +56,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
-_STEER_S = 0.5  # for connections that have begun before
+_LAST_CONNECTIONS_S = 0.5  # for connections that came before to send their requests
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
@@ -326,7 +326,10 @@ class GatewayServer(uvicorn.Server):
         """
         if self._settings.server.reuse_port and sockets:
             steer_away(sockets[0])
-            await asyncio.sleep(_STEER_S)
+        else:
+            for server in self.servers:
+                server.close()
+        await asyncio.sleep(_LAST_CONNECTIONS_S)
         if self._state is not None:
             await self._hand_over(self._state)
         state, drain = self.server_state, self._settings.server.drain_s
