@@ -53,6 +53,10 @@ class _Ask:
     tokens, delay: `fake_tokens` and `fake_delay` (seconds per token), which override the engine's
     prompt: `fake_prompt`, the prompt tokens reported in usage
     hold: `fake_hold`, a name; nothing is sent until that name is released
+    cuts: `fake_cuts`; the connection breaks after so many tokens, at the first of these numbers that is above
+        those said before
+    said: `headway_said`, the token ids of an answer that goes on; said again with the next token
+    ids: `return_token_ids`
     pings: `fake_pings`, the number of comments, 0.1 s apart, before the first event and before the last
     end: `fake_end`, how the response ends:
         "400", "429", "500": refused with this status; "html": 502 with a page instead of JSON
@@ -60,6 +64,8 @@ class _Ask:
         "short": no [DONE]; each after half of the tokens
         a name in `nonsense.py`: an invalid response
         "no usage": complete, but without usage
+        "other": as usual, but an answer that goes on is another one
+        "abort": given up after half of the tokens
         "silent": one token without text, "empty": no tokens
     """
 
@@ -71,6 +77,9 @@ class _Ask:
     delay: float
     prompt: int
     hold: str
+    cuts: Sequence[int]
+    said: Sequence[int]
+    ids: bool
     pings: int
     end: str
     model: str
@@ -83,7 +92,12 @@ class _Ask:
         """Return the number of tokens sent before the end."""
         if self.end in ("silent", "empty"):
             return 0
-        return self.tokens if self.end in ("stop", "no usage") else self.tokens // 2
+        return self.tokens if self.end in ("stop", "no usage", "other") else self.tokens // 2
+
+    @property
+    def cut(self) -> int:
+        """Return the number of tokens after which the connection breaks, 0 = never."""
+        return next((cut for cut in self.cuts if cut > len(self.said)), 0)
 
 
 @dataclass(slots=True)
@@ -97,6 +111,7 @@ class FakeEngine:
     script: returns `end` for a prompt without `fake_end`
     on_request: called with path, body and headers of each request
     metrics: content of /metrics; None = 404
+    continues: it goes on with answers that another engine began
     fatal: request fields that the engine reports as able to crash it
     counters: counters of the control route
     cache: what its control route reports of a prefix cache, None = it has none; `POST /cache` sets it
@@ -114,6 +129,7 @@ class FakeEngine:
     script: Callable[[str], str] = lambda prompt: "stop"
     on_request: Callable[[dict[str, Any]], None] = lambda request: None
     metrics: str | None = _METRICS
+    continues: bool = True
     fatal: Sequence[str] = ()
     counters: dict[str, float] = field(default_factory=lambda: dict(_COUNTERS))
     cache: dict[str, Any] | None = None
@@ -173,6 +189,7 @@ class FakeEngine:
             "blocks_free": _BLOCKS,
             "blocks_total": _BLOCKS,
             "block_size": _BLOCK,
+            "continues": self.continues,
             "fatal": self.fatal,
             "prefix_caching": self.cache is not None,
         }
@@ -228,6 +245,9 @@ class FakeEngine:
             delay=float(extra.get("fake_delay", self.delay)),
             prompt=int(extra.get("fake_prompt", 11)),
             hold=str(extra.get("fake_hold", "")),
+            cuts=extra.get("fake_cuts", ()),
+            said=extra.get("headway_said", ()),
+            ids=bool(body.get("return_token_ids")),
             pings=int(extra.get("fake_pings", 0)),
             end=str(extra.get("fake_end") or self.script(_prompt(body)) or "stop"),
             chunk_tokens=self.chunk_tokens,
@@ -263,11 +283,13 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
     await _ping(ask, gone, send)
     if ask.chat:
         await _part(send, first, ask.split)
-    for _ in range(ask.shown):
+    for token in range(len(ask.said), ask.shown):
         await _rest(ask.delay, gone)
         if gone.done():
             return
-        await _part(send, chunk, ask.split)
+        await _part(send, chunk if not (ask.ids or ask.said) else _with_ids(ask, token), ask.split)
+        if token + 1 == ask.cut:
+            raise ConnectionAbortedError(f"{NAME}: asked to")
     if ask.end == "cut":
         raise ConnectionAbortedError(f"{NAME}: asked to")
     await _ping(ask, gone, send)
@@ -300,13 +322,22 @@ def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
 
 def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
     """Return three events: the role, one token per choice, and the finish reason."""
+    reason = "abort" if ask.end == "abort" else "length"
+    role = _of_choices(ask, {"role": "assistant", "content": ""}, None)
+    return role, _of_choices(ask, {"content": WORD}, None), _of_choices(ask, {}, reason, token_ids=[])
 
-    def event(delta: dict[str, str], reason: str | None) -> bytes:
-        content: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
-        one = {**content, "logprobs": None, "finish_reason": reason}
-        return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
 
-    return (event({"role": "assistant", "content": ""}, None), event({"content": WORD}, None), event({}, "length"))
+def _of_choices(ask: _Ask, delta: dict[str, str], reason: str | None, **more: Any) -> bytes:
+    content: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
+    one = {**content, "logprobs": None, "finish_reason": reason, **(more if ask.ids else {})}
+    return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
+
+
+def _with_ids(ask: _Ask, token: int) -> bytes:
+    """Return the event of a token with its id; the first one of an answer that goes on has what was said, too."""
+    said = list(ask.said) if token == len(ask.said) else []
+    word = WORD if not said or ask.end != "other" else "other "
+    return _of_choices(ask, {"content": word * (len(said) + 1)}, None, token_ids=[*said, 1000 + token])
 
 
 def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:

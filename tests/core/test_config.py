@@ -57,6 +57,7 @@ operator_key = "{SECRET}"
 operator_only = true
 hosts = ["llm.example", ".b.example"]
 max_attempts = 5
+max_resumes = 2
 head_timeout_s = 3
 body_timeout_s = 30.5
 write_timeout_s = 20
@@ -250,6 +251,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         SECRET,
         True,
         5,
+        2,
         3.0,
         30.5,
         20.0,

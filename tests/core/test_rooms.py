@@ -34,6 +34,7 @@ GATEWAY = tuple(
         "errors",
         "http",
         "parsing",
+        "transcript",
         "in_flight",
         "watch",
         "control",

@@ -90,7 +90,8 @@ def test_requests_of_a_stopped_engine_are_computed_elsewhere(serve: Serve, fake:
 
 def test_a_stream_of_a_stopped_engine_ends_with_an_error(serve: Serve, mortal: Fake) -> None:
     slow = fakes(tokens=500, delay=0.05)
-    with serve(mortal.url, engine=SOON) as gateway, hanging(gateway, stream=True, max_tokens=500, **slow) as line:
+    options: dict[str, Any] = {"engine": SOON, "server": {"max_resumes": 0}}
+    with serve(mortal.url, **options) as gateway, hanging(gateway, stream=True, max_tokens=500, **slow) as line:
         seen = b""
         while b"fake " not in seen:
             seen += line.recv(65536)

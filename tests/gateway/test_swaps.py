@@ -39,7 +39,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) 
         one = Engine(**({"model": names[0], "models": tuple(names[1:]), "max_running": 8} | engine))
         queue = Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"), "normal"))
         classes = {"default": Tier()}  # without targets the engine is not measured at its start
-        config = Config(f"tests.gateway.swapping:{recipe}", Server(port=8000), (one,), broker=queue, classes=classes)
+        server = Server(max_resumes=0)  # an impatient planner would swap for ever between a stream and a request
+        config = Config(f"tests.gateway.swapping:{recipe}", server, (one,), broker=queue, classes=classes)
         with serving(config) as gateway:
             yield Swapping(**vars(gateway))
 

@@ -78,6 +78,7 @@ class Server:
     operator_key: Secret | None = None
     operator_only: bool | None = None
     max_attempts: Count = 2  # attempts at a request whose engine dies before it answers
+    max_resumes: Annotated[int, Field(ge=0)] = 3  # times that a stream whose engine is lost goes on; 0 = it ends
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
     write_timeout_s: Positive = 60.0

@@ -23,6 +23,7 @@ from headway.gateway.budget import ByteBudget, Held
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
 from headway.gateway.parsing.requests import PATHS, Kind
+from headway.gateway.transcript import Diverged, Transcript
 from headway.store.queue.port import Job
 from headway.types import Request
 
@@ -64,6 +65,7 @@ _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"),
+    Diverged: ("engine_gone", "failed"),
     EngineTimeout: ("engine_timeout", "failed"),
     MalformedAnswer: ("invalid_answer", "failed"),
 }
@@ -105,6 +107,8 @@ class InFlightRequest:
     sends: (instant, engine) of each time that it was sent to one.
     forecast: output tokens that were expected when it was sent last.
     keys: as in `Arrived`.
+    transcript: what its client has of a stream that may go on at another engine, None = this one may not.
+    resumes: how often it has gone on at another one.
     """
 
     request: Request
@@ -130,6 +134,8 @@ class InFlightRequest:
     sends: tuple[tuple[float, str], ...] = ()
     forecast: float | None = None
     keys: bytes = b""
+    transcript: Transcript | None = None
+    resumes: int = 0
 
     @property
     def id(self) -> str:

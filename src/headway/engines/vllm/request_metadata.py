@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from headway.types import Forecast, Request
 
 HEADER = "x-headway-metadata"
 _PREFIX = "headway_"
+_SAID = _PREFIX + "said"
 _LARGEST = sys.float_info.max
 
 
@@ -32,6 +33,7 @@ class RequestMetadata:
     tokens_left: expected output tokens.
     spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
+    first: instant of its first token, of an answer that another engine began (`said_before`); 0 = there is none.
     """
 
     id: str
@@ -45,6 +47,7 @@ class RequestMetadata:
     tokens_left: float = 1.0
     spread: float = 1.0
     urgency: float = 0.0
+    first: float = 0.0
 
 
 def client_xargs(xargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,11 +56,20 @@ def client_xargs(xargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_metadata(
-    request: Request, forecast: Forecast, rank: float = 0.0, ahead: float = 0.0, soft: float | None = None
-) -> dict[str, str | float]:
+    request: Request,
+    forecast: Forecast,
+    rank: float = 0.0,
+    ahead: float = 0.0,
+    soft: float | None = None,
+    *,
+    said: Sequence[int] = (),
+    first: float | None = None,
+) -> dict[str, str | float | list[int]]:
     """Return the metadata as a flat dict for `vllm_xargs`; SLOs that a request does not have are left out.
 
     rank, soft: as in `Send`. ahead: seconds by which the engine's clock is ahead of the gateway's.
+    said: token ids of an answer that another engine began, and that is to go on behind them. first: instant of
+    its first token.
     """
     slo = request.slo
     values = {
@@ -67,15 +79,28 @@ def write_metadata(
         "soft": slo.soft if soft is None else soft,
         "weight": slo.weight if slo.weight != 1.0 else None,
         "line": 1.0 if slo.line else None,
-        "tokens_left": forecast.mean,
+        "tokens_left": max(forecast.mean - len(said), 1.0),
         "spread": forecast.spread,
         "urgency": finite(rank),
+        "first": first + ahead if said and first is not None else None,
     }
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
-    return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival + ahead, **numbers}
+    ids = {_SAID: list(said)} if said else {}
+    return {_PREFIX + "id": request.id, _PREFIX + "arrival": request.arrival + ahead, **numbers, **ids}
 
 
-def as_header(metadata: Mapping[str, str | float]) -> dict[str, str]:
+def said_before(params: Any) -> list[int]:
+    """Return the tokens of an answer that another engine began, empty = none. params: vLLM's `SamplingParams`."""
+    said: list[int] = ((params.extra_args if params is not None else None) or {}).get(_SAID) or []
+    return said
+
+
+def begin_anew(params: Any) -> None:
+    """Forget those tokens, for the model's workers, too."""
+    del params.extra_args[_SAID]
+
+
+def as_header(metadata: Mapping[str, object]) -> dict[str, str]:
     """Return the header that carries the metadata of a request without `vllm_xargs`."""
     return {HEADER: json.dumps(metadata)}
 
@@ -112,6 +137,7 @@ def read_metadata(request: Any) -> RequestMetadata:
         tokens_left=_number(extra, "tokens_left", float(limit or 1)),
         spread=_number(extra, "spread", 1.0),
         urgency=_number(extra, "urgency", 0.0),
+        first=_number(extra, "first", 0.0),
     )
 
 

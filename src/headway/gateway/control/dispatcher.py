@@ -69,9 +69,9 @@ class Dispatcher:
             in_flight.refuse(unavailable)
 
     def requeue(self, in_flight: InFlightRequest, reason: ReturnReason) -> None:
-        """Queue a request again whose engine died, or began to load another model, before it answered."""
+        """Queue a request again whose engine died, or began to load another model, before it had its answer."""
         in_flight.await_engine_again(reason)
-        self.notify(Returned(in_flight.id))
+        self.notify(Returned(in_flight.id, len(in_flight.transcript.ids) if in_flight.transcript else 0))
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:
         """Let go of a request; event: Finished or Failed."""

@@ -34,16 +34,18 @@ class EngineBody:
         rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
         return cls(_json(rest), _json(xargs) if xargs else b"{}")
 
-    def parts(self, metadata: Mapping[str, str | float]) -> tuple[memoryview | bytes, ...]:
+    def parts(self, metadata: Mapping[str, object], *, ids: bool = False) -> tuple[memoryview | bytes, ...]:
         """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
 
+        ids: ask for the token ids of the answer; of two fields of a name vLLM reads the second.
         The content is not copied: it may be large, and is held as long as its engine has not answered.
         """
         extra = _merge(self.xargs, json.dumps(metadata).encode()) if metadata else self.xargs
         comma = b"" if self.content == b"{}" else b", "
-        return memoryview(self.content)[:-1], comma, b'"vllm_xargs": ', extra, b"}"
+        name = b'"return_token_ids": true, "vllm_xargs": ' if ids else b'"vllm_xargs": '
+        return memoryview(self.content)[:-1], comma, name, extra, b"}"
 
-    def joined(self, metadata: Mapping[str, str | float]) -> bytes:
+    def joined(self, metadata: Mapping[str, object]) -> bytes:
         """Return `parts` as one."""
         return b"".join(self.parts(metadata))
 

@@ -69,6 +69,7 @@ class Body(BaseModel):
     model: str
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
     max_tokens: _Count | None = None
     n: _Choices | None = None
     best_of: _Choices | None = None
@@ -145,7 +146,7 @@ class ParsedRequest:
     upstream: the body for the engine.
     text: what the length of the answer is forecast from, None = nothing is known of it.
     stream, background: how the client wants the response.
-    wants_usage: the client asked for the usage event of a stream.
+    wants_usage: the client asked for the usage event of a stream. wants_ids: it asked for token ids.
     trace_parent: its W3C `traceparent`, None = it sent none.
     prompt_ids: its tokens, where it belongs to a run and the gateway knows them.
     keys: of its prompt, as in `Arrived`, where several engines have its model.
@@ -161,6 +162,7 @@ class ParsedRequest:
     stream: bool
     background: bool
     wants_usage: bool
+    wants_ids: bool = False
     trace_parent: str | None = None
     prompt_ids: Sequence[int] | None = None
     keys: bytes = b""
@@ -268,7 +270,7 @@ def interpret(
     upstream = _engine_fields(raw, body, request.priority, wants_usage)
     return ParsedRequest(
         request, kind, EngineBody.of(upstream), None if kind in POOLING else text_of(raw), stream,
-        background, wants_usage, headers.get("traceparent"),
+        background, wants_usage, bool(body.return_token_ids), headers.get("traceparent"),
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
+from headway.gateway.transcript import Diverged, Transcript
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
@@ -156,6 +157,8 @@ class RequestPath:
         in_flight = InFlightRequest(
             parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys
         )
+        if parsed.stream and parsed.request.places == 1 and self.limits.max_resumes:
+            in_flight.transcript = Transcript(shows_ids=parsed.wants_ids)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
         group, places = (parsed.request.tenant, parsed.request.tier), parsed.request.places
@@ -200,10 +203,7 @@ class RequestPath:
             except TakenBack:
                 self._dispatcher.requeue(in_flight, "model_swap")
             except EngineGone as error:
-                log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
-                lives = engine.up.is_set() and await engine.lives()
-                if engine.up.is_set() and not lives:
-                    engine.lost()
+                lives = await self._note_gone(engine, in_flight, error)
                 attempts = await self._count_attempt(in_flight)
                 in_flight.raise_if_refused()
                 if attempts >= self.limits.max_attempts:
@@ -212,12 +212,44 @@ class RequestPath:
                     raise EngineKilled(engine.id, attempts) from error
                 self._dispatcher.requeue(in_flight, "engine_gone")
             else:
-                in_flight.first_token, in_flight.prompt_tokens = clock.now(), response.prompt_tokens
+                if in_flight.first_token is None:
+                    in_flight.first_token = clock.now()
+                in_flight.prompt_tokens = response.prompt_tokens
                 in_flight.cached_tokens = response.cached_tokens
                 in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.notify(Started(in_flight.id))
                 return response
+
+    async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
+        """Take note that a request has lost its engine; return whether that can still work."""
+        log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
+        lives = engine.up.is_set() and await engine.lives()
+        if engine.up.is_set() and not lives:
+            engine.lost()
+        return lives
+
+    async def lives(self, engine: str) -> bool:
+        """Return whether an engine can still work."""
+        return await self._dispatcher.engines[engine].lives()
+
+    async def resume(self, in_flight: InFlightRequest, error: EngineGone) -> None:
+        """Queue a stream again that has lost its engine, to go on at another one, or there when it is back.
+
+        `error` again when it has gone on as often as it may (server.max_resumes), or cannot.
+        """
+        transcript, engine = in_flight.transcript, self._dispatcher.engines[in_flight.sends[-1][1]]
+        await self._note_gone(engine, in_flight, error)
+        if transcript is None or transcript.unable:
+            self.observers.resumed(in_flight.request, "unable")
+            raise error
+        if in_flight.resumes >= self.limits.max_resumes:
+            self.observers.resumed(in_flight.request, "limit")
+            raise error
+        in_flight.resumes += 1
+        transcript.rewind()
+        self._dispatcher.requeue(in_flight, "engine_gone")
+        self.observers.resumed(in_flight.request, "resumed")
 
     async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
@@ -271,11 +303,17 @@ class RequestPath:
         if engine.fatal:  # it may have said so after the request was accepted
             raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
             check_fields(raw, engine.fatal)
-        metadata = write_metadata(in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft)
+        said = () if in_flight.transcript is None else in_flight.transcript.ids
+        if said and not engine.continues:
+            raise Diverged
+        metadata = write_metadata(
+            in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft,
+            said=said, first=in_flight.first_token,
+        )  # fmt: skip
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)
-        return upstream.parts(metadata), headers
+        return upstream.parts(metadata, ids=in_flight.transcript is not None and engine.continues), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
         job = await self._retry_broker(lambda: self.broker.get(id))

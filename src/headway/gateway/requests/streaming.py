@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from headway.gateway.in_flight import InFlightRequest, Outcome, reason_of
 from headway.gateway.offload import INLINE, offload
 from headway.gateway.requests.engine_response import CHUNK, EngineResponse
 from headway.gateway.requests.path import RequestPath
+from headway.gateway.transcript import Diverged, Transcript
 
 log = logging.getLogger("headway.gateway")
 _DEFERRED, HEAD = "headway.deferred", "headway.head"  # in the scope of a request
@@ -85,7 +87,10 @@ class ResponseStream(DeferredResponse):
 
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
-        self._path, self._in_flight, self._reader = path, in_flight, EventReader(wants_usage)
+        self._path, self._in_flight = path, in_flight
+        self._reader = EventReader(wants_usage, in_flight.transcript)
+        self._silence: float | None = None  # the longest between two tokens of the stream, in seconds
+        self._lost_at: float | None = None  # instant (monotonic) at which its engine was lost, until it goes on
         self._started = self._complete = False
         self._client_gone = False  # the client has disconnected before the end
         self._sent = math.inf  # instant (the loop's) of the latest bytes for the client, inf = no more will come
@@ -120,14 +125,8 @@ class ResponseStream(DeferredResponse):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._keepalive(scope, send):
-                response = await self._path.open(self._in_flight)
-                try:
-                    if response.streams:
-                        await self._stream(response, scope, send)
-                    else:
-                        await self._whole(response, scope, send)
-                finally:
-                    await response.close()
+                while not await self._serve_from_engine(scope, send):
+                    pass
         except HeadwayError as error:
             await self._fail(*reason_of(error))
             await self._send_error(error, scope, receive, send)
@@ -136,6 +135,41 @@ class ResponseStream(DeferredResponse):
             await self._fail(f"internal: {error!r}")
             wrapped = EngineError(f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500)
             await self._send_error(wrapped, scope, receive, send)
+        finally:
+            if self._silence is not None and (self._reader.tokens > 1 or not self._reader.complete):
+                self._path.observers.streamed(self._in_flight.request, self._silence)
+
+    async def _serve_from_engine(self, scope: Scope, send: Send) -> bool:
+        """Serve until the response is complete; return False when its engine is lost and it is queued again."""
+        response = await self._path.open(self._in_flight)
+        try:
+            try:
+                if response.streams:
+                    await self._stream(response, scope, send)
+                else:
+                    await self._whole(response, scope, send)
+            finally:
+                await response.close()
+        except EngineGone as error:
+            if self._complete:
+                raise
+            await self._resume(error, send)
+            return self._complete
+        except Diverged:
+            self._path.observers.resumed(self._in_flight.request, "diverged")
+            raise
+        return True
+
+    async def _resume(self, error: EngineGone, send: Send) -> None:
+        """Queue the stream again, or end it here if its engine was lost after the answer's last token."""
+        transcript, reader = self._in_flight.transcript, self._reader
+        if transcript is not None and transcript.complete:
+            await self._end(transcript.ending(usage=reader.wants_usage), send)
+            await self._path.finish(self._in_flight, len(transcript.ids))
+            return
+        await self._path.resume(self._in_flight, error)
+        self._lost_at = time.monotonic()
+        reader.restart()
 
     @contextmanager
     def _keepalive(self, scope: Scope, send: Send) -> Iterator[None]:
@@ -210,11 +244,12 @@ class ResponseStream(DeferredResponse):
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader = self._reader
+        lost, self._lost_at = self._lost_at, None
+        seam = 0.0 if lost is None else time.monotonic() - lost
         try:
             await self._pass_on(reader, response, scope, send)
         finally:
-            if reader.tokens > 1 or not reader.complete:
-                self._path.observers.streamed(self._in_flight.request, response.silence)
+            self._silence = max(self._silence or 0.0, seam, response.silence)
         if reader.complete:
             await _drain(response)
 
@@ -238,11 +273,15 @@ class ResponseStream(DeferredResponse):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if reader.fault is not None:
                 raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
+            if reader.given_up:
+                raise EngineGone(response.engine, "it has given the answer up")
             response.memory.hold(reader.buffered, _LONGEST_EVENT)
             chunk = b"" if reader.closed else await response.read()
         if not reader.broken:
             raise EngineGone(response.engine, "its stream ended early")
-        await self._end(b"" if reader.closed else _DONE, send)
+        if reader.failure and not await self._path.lives(response.engine):
+            raise EngineGone(response.engine, reader.failure[:300])
+        await self._end(reader.failure + (b"" if reader.closed and not reader.failure else _DONE), send)
         await self._fail("engine_failed: it said so in the stream")
 
     async def _feed(self, reader: EventReader, chunk: bytes) -> bytes:
@@ -267,23 +306,28 @@ class ResponseStream(DeferredResponse):
 
 
 class EventReader:
-    """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for."""
+    """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for.
+
+    transcript: of the stream, if it may go on at another engine. An engine's error is then kept back, in `failure`.
+    """
 
     __slots__ = (
         "_events",
         "_reported_tokens",
+        "_transcript",
         "_unfinished",
         "_usage_tokens",
-        "_wants_usage",
         "broken",
         "cached_tokens",
         "closed",
+        "failure",
         "fault",
         "prompt_tokens",
+        "wants_usage",
     )
 
-    def __init__(self, wants_usage: bool) -> None:
-        self._wants_usage = wants_usage
+    def __init__(self, wants_usage: bool, transcript: Transcript | None = None) -> None:
+        self.wants_usage, self._transcript = wants_usage, transcript
         self._unfinished = bytearray()
         self._usage_tokens: int | None = None  # the engine's own count, None before its usage event
         self._events = self._reported_tokens = 0  # events, and the engine's count beside one of them
@@ -291,6 +335,7 @@ class EventReader:
         self.cached_tokens: int | None = None  # likewise, of the prompt
         self.closed = False  # [DONE] has come
         self.broken = False  # an error event has come
+        self.failure = b""
         self.fault: str | None = None  # what is wrong with the event that has come last
 
     @property
@@ -299,12 +344,23 @@ class EventReader:
 
     @property
     def complete(self) -> bool:
-        return self.closed and not self.broken
+        return self.closed and not (self.broken or self.given_up)
 
     @property
     def buffered(self) -> int:
         """Return the bytes of the event that is not finished."""
         return len(self._unfinished)
+
+    @property
+    def given_up(self) -> bool:
+        """Return whether the engine has given the answer up."""
+        return self._transcript is not None and self._transcript.given_up
+
+    def restart(self) -> None:
+        """Read on from another engine, which says again what has come."""
+        self._unfinished.clear()
+        self.closed = self.broken = False
+        self.failure = b""
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes to pass on; an unfinished event is kept until its end comes.
@@ -334,20 +390,28 @@ class EventReader:
         data = event_data(event)
         if not data:
             return event
+        transcript = self._transcript
         if data == b"[DONE]":
+            if transcript is not None and not (self.broken or self.given_up):
+                transcript.check_end()
             self.closed = True
-            return event
+            return b"" if self.failure or self.given_up else event
         answer = read_answer(data)
         self.broken = self.broken or answer.failed
+        if answer.failed and transcript is not None:
+            self.failure = event
+            return b""
         self.prompt_tokens = max(self.prompt_tokens, answer.prompt_tokens)
         if answer.cached_tokens is not None:
             self.cached_tokens = answer.cached_tokens
         if answer.usage_only and answer.output_tokens is not None:
             self._usage_tokens = answer.output_tokens
-            return event if self._wants_usage else b""
+            if not self.wants_usage:
+                return b""
+            return event if transcript is None else transcript.shown(event)
         self._events += not answer.failed
         self._reported_tokens = max(self._reported_tokens, answer.output_tokens or 0)
-        return event
+        return event if transcript is None else transcript.passed(event, data)
 
 
 def _last(error: dict[str, Any]) -> bytes:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from headway.gateway.in_flight import InFlightRequest, Outcome
 from headway.types import Request
+
+# Of a stream that has lost its engine: it is queued again; the others end with an error, as it has been resumed too
+# often, cannot be, or the next engine's answer was another one.
+Resumption = Literal["resumed", "limit", "unable", "diverged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,10 @@ class Observer:
         """A stream is over; silence: the longest between two of its tokens, in seconds."""
         return
 
+    def resumed(self, request: Request, result: Resumption) -> None:
+        """A stream has lost its engine."""
+        return
+
 
 class Observers(Observer):
     """Notifies several observers, in order."""
@@ -81,3 +90,8 @@ class Observers(Observer):
         """Notify them of a stream that is over."""
         for observer in self._observers:
             observer.streamed(request, silence)
+
+    def resumed(self, request: Request, result: Resumption) -> None:
+        """Notify them of a stream that has lost its engine."""
+        for observer in self._observers:
+            observer.resumed(request, result)

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from headway.config import Tier
 from headway.engines.vllm.process.inside import Inside
 from headway.engines.vllm.process.models import SwapReport
-from headway.gateway.watch.ends import Ended, Observer, Refused
+from headway.gateway.watch.ends import Ended, Observer, Refused, Resumption
 from headway.gateway.watch.history import History, RatePair
 from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.gateway.watch.run_metrics import RunMetrics
@@ -119,6 +119,10 @@ class Metrics(Observer):
             buckets=_GAP,
             registry=r,
         )
+        help = (
+            "Streams whose engine was lost: resumed, or ended with an error because of a limit or as they could not be."
+        )
+        self._resumed = Counter("headway_streams_resumed", help, ["model", "result"], registry=r)
         self._targets = Gauge(
             "headway_slo_target_seconds",
             "Targets of a class: ttft, tpot and e2e are promised, soft_ttft orders its requests only.",
@@ -272,6 +276,10 @@ class Metrics(Observer):
     def streamed(self, request: Request, silence: float) -> None:
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""
         self._gap.labels(request.model, request.tier).observe(silence)
+
+    def resumed(self, request: Request, result: Resumption) -> None:
+        """Count a stream that has lost its engine."""
+        self._resumed.labels(request.model, result).inc()
 
     def _labels(self, request: Request) -> tuple[str, str, str]:
         """Return the labels of what counts requests: model, class, tenant."""

@@ -26,8 +26,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         nothing else; null = it is not followed
 
 Ids are Headway's. The answer is the state; `"jobs": false` leaves out its list of requests. `prefix_caching`
-is whether prefixes can be pinned, `own_order` whether vLLM's own order is kept, `fatal` which request fields crash
-this engine (`fatal_fields.py`), `settings` what vLLM has resolved for this device and model. Its
+is whether prefixes can be pinned, `own_order` whether vLLM's own order is kept, `continues` whether answers may go on
+that another engine began (`continuations.py`), `fatal` which request fields crash this engine
+(`fatal_fields.py`), `settings` what vLLM has resolved for this device and model. Its
 `latency` is null until the engine has learned its own; then theta (`policy/forecast/latency/online.py`), and
 the tokens of the longest prefix that was found in the cache lately.
 """
@@ -166,6 +167,7 @@ class ControlMixin(PinsMixin):
             "block_size": self._block_size,
             "prefix_caching": self.pins.possible,
             "own_order": self.packer.own_order,
+            "continues": self._continues(),
             "fatal": self._fatal(),
             **self._limits,
             "settings": self.settings,
@@ -181,6 +183,12 @@ class ControlMixin(PinsMixin):
         ran = self.step_log[-1][1] if self.step_log else {}
         names = (request.request_id for request in self.running)
         return sum(name not in ran or name in self.held for name in names)
+
+    def _continues(self) -> bool:
+        """Return whether the model's workers know an answer that another engine began."""
+        stock: Any = self
+        workers = stock.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+        return bool((stock.use_v2_model_runner or workers) and not stock.return_sampling_mask)
 
     def _fatal(self) -> list[str]:
         stock: Any = self

@@ -25,6 +25,7 @@ from headway.engines.vllm.plugin.blocked import Blocked, within_adapters
 from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.columns import RunningRows, cut
 from headway.engines.vllm.plugin.connector import HostPool
+from headway.engines.vllm.plugin.continuations import ContinuationsMixin
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.grammar_time import GrammarTimeMixin
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
@@ -42,7 +43,7 @@ from headway.policy.recipes.registry import find
 from headway.types import UNLIMITED, Batch, Jobs, Step
 
 
-class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixin):
+class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, ContinuationsMixin, RecordingMixin):
     """The hook, placed before a stock scheduler class in the method resolution order."""
 
     # Stock attributes used here; declared because mypy does not see vLLM.
@@ -103,6 +104,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
     # ---- what vLLM calls
 
     def add_request(self, request: Any) -> None:
+        self._take_up(request)
         super().add_request(request)  # type: ignore[misc]
         id = request.request_id
         # A session that this call has ended stays in `requests` while a connector delays its freeing.
@@ -141,6 +143,8 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         ran = self._learn(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self._said:
+            self._prepend_said(outputs)
         if ended := set(self._ended):
             # Rows are freed in the order in which they ran, as in the simulated engine.
             self._ended = [id for id in ran if id in ended] + [id for id in self._ended if id not in ran]
@@ -183,9 +187,12 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
 
     def _enter(self, request: Any, metadata: RequestMetadata) -> None:
         self._serial += 1
+        said = request.num_output_tokens
         self.jobs.add(
             request.request_id,
             arrival=metadata.arrival,
+            first=(metadata.first or metadata.arrival) if said else 0.0,
+            last=self.clock() if said else 0.0,
             ttft=metadata.ttft,
             tpot=metadata.tpot,
             e2e=metadata.e2e,
@@ -195,6 +202,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
             tokens_left=metadata.tokens_left,
             spread=metadata.spread,
             prompt=request.num_prompt_tokens,
+            output_tokens=said,
             priority=request.priority,
             urgency=self.pending.of(metadata.id, metadata.urgency),
             resumable=request.resumable,
@@ -255,6 +263,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, RecordingMixi
             self._prefix_cache.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
         self.held.discard(id)
+        self._said.pop(id, None)
         self.pending.drop(self._headway_id.pop(id, ""))
 
     def _budget(self) -> KvBudget:

@@ -1,4 +1,7 @@
-"""What Headway adds to vLLM's workers (`--worker-extension-cls`): it loads models, and mends seeds."""
+"""What Headway adds to vLLM's workers (`--worker-extension-cls`).
+
+It loads models, mends seeds, and lets answers go on that another engine began (`continuations.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
 from vllm import __version__
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from headway.engines.vllm.fatal_fields import fatal_fields
+from headway.engines.vllm.request_metadata import said_before
 
 
 def preserve_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +40,38 @@ def preserve_seeds(sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
 
     return sample
 
+
+def take_up(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a batch's `add_request` that gives a new request the output which another engine has made of it.
+
+    vLLM's first model runner has no such requests: of what it has preempted, it has kept the output.
+    """
+
+    @wraps(add_request)
+    def add(batch: Any, request: Any) -> Any:
+        if not request.output_token_ids and (said := said_before(request.sampling_params)):
+            request.output_token_ids.extend(said)
+            if request.generator is not None:
+                draw(request.generator, len(said), batch.vocab_size)
+        return add_request(batch, request)
+
+    return add
+
+
+def draw(generator: torch.Generator, tokens: int, vocabulary: int) -> None:
+    """Advance a request's generator by the draws of so many tokens.
+
+    On a CPU vLLM's sampler draws one number for a token, elsewhere one for each entry of the vocabulary.
+    """
+    if generator.device.type == "cpu":
+        torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+        return
+    noise = torch.empty(vocabulary, dtype=torch.float32, device=generator.device)
+    for _ in range(tokens):
+        noise.exponential_(generator=generator)
+
+
+InputBatch.add_request = take_up(InputBatch.add_request)
 
 # vLLM imports this module in each worker, before it makes the model runner.
 if "seed" in fatal_fields(__version__, current_platform.device_type, ["bare workers"]):

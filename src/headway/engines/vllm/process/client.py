@@ -242,6 +242,7 @@ class VllmEngine(EngineView):
         state = await self._state()
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
+        self.continues = bool((state or {}).get("continues"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         limits = await read_limits(self, state, self.config.health_timeout_s)
         for problem, fix in limit_warnings(self.config, limits):
