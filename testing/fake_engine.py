@@ -33,6 +33,7 @@ from testing.nonsense import NONSENSE, send_nonsense
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first; clients count tokens by it
 _BLOCKS, _BLOCK = 100_000, 16
+_FIRST_ID, _ID = 1000, b"[-1]"  # the id of an answer's first token; what stands for a token's id
 _COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
 # TYPE vllm:num_preemptions_total counter
@@ -287,7 +288,8 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
         await _rest(ask.delay, gone)
         if gone.done():
             return
-        await _part(send, chunk if not (ask.ids or ask.said) else _with_ids(ask, token), ask.split)
+        first = ask.said and token == len(ask.said)
+        await _part(send, _said_again(ask) if first else chunk.replace(_ID, b"[%d]" % (_FIRST_ID + token)), ask.split)
         if token + 1 == ask.cut:
             raise ConnectionAbortedError(f"{NAME}: asked to")
     if ask.end == "cut":
@@ -324,7 +326,8 @@ def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
     """Return three events: the role, one token per choice, and the finish reason."""
     reason = "abort" if ask.end == "abort" else "length"
     role = _of_choices(ask, {"role": "assistant", "content": ""}, None)
-    return role, _of_choices(ask, {"content": WORD}, None), _of_choices(ask, {}, reason, token_ids=[])
+    chunk = _of_choices(ask, {"content": WORD}, None, token_ids=[-1])
+    return role, chunk, _of_choices(ask, {}, reason, token_ids=[])
 
 
 def _of_choices(ask: _Ask, delta: dict[str, str], reason: str | None, **more: Any) -> bytes:
@@ -333,11 +336,10 @@ def _of_choices(ask: _Ask, delta: dict[str, str], reason: str | None, **more: An
     return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
 
 
-def _with_ids(ask: _Ask, token: int) -> bytes:
-    """Return the event of a token with its id; the first one of an answer that goes on has what was said, too."""
-    said = list(ask.said) if token == len(ask.said) else []
-    word = WORD if not said or ask.end != "other" else "other "
-    return _of_choices(ask, {"content": word * (len(said) + 1)}, None, token_ids=[*said, 1000 + token])
+def _said_again(ask: _Ask) -> bytes:
+    """Return the first event of an answer that goes on: all that was said, and the next token."""
+    word, tokens = "other " if ask.end == "other" else WORD, len(ask.said) + 1
+    return _of_choices(ask, {"content": word * tokens}, None, token_ids=[*ask.said, _FIRST_ID + tokens - 1])
 
 
 def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:

@@ -23,6 +23,7 @@ SOURCES = [
         "token_caps.py",
         "prefix_cache.py",
         "grammar_time.py",
+        "continuations.py",
     )
 ]
 
@@ -242,6 +243,32 @@ def test_no_other_private_name_is_touched() -> None:
         "_reserve_prefill_lookahead",
         "_try_schedule_encoder_inputs",
     }
+
+
+def test_an_answer_goes_on_as_one_that_was_preempted() -> None:
+    """What `continuations.py` and `worker.py` rely on."""
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+    source = inspect.getsource(Scheduler)
+    assert "num_new_tokens = request.num_tokens - num_computed_tokens" in source
+    assert "if request.prefill_stats and request.num_preemptions <= 0:" in source
+    assert "req._all_token_ids," in source, "vLLM's second model runner gets the output with the request"
+    for name in ("use_v2_model_runner", "return_sampling_mask"):
+        assert f"self.{name} =" in source
+    assert list(inspect.signature(Request.append_output_token_ids).parameters) == ["self", "token_ids"]
+    assert list(inspect.signature(StructuredOutputManager.accept_tokens).parameters)[1:] == ["request", "new_token_ids"]
+    assert list(inspect.signature(InputBatch.add_request).parameters) == ["self", "request"]
+    assert {"output_token_ids", "generator", "sampling_params"} < set(CachedRequestState.__dataclass_fields__)
+    assert "prefill_token_ids" in NewRequestData.__dataclass_fields__
+    assert {"request_id", "new_token_ids", "new_logprobs"} < set(EngineCoreOutput.__struct_fields__)
+    assert "outputs" in EngineCoreOutputs.__struct_fields__
+    assert LogprobsLists._fields[:3] == ("logprob_token_ids", "logprobs", "sampled_token_ranks")
 
 
 def test_fields_still_crash_this_release() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -20,7 +19,8 @@ from msgspec.json import Decoder
 
 from headway.errors import EngineError
 
-# In valid JSON a quote within a string is escaped, so these are keys.
+# In valid JSON a quote within a string is escaped, so these are keys. vLLM writes them without spaces.
+_KEY = b'"token_ids":['
 _IDS = re.compile(rb'("(?:prompt_)?token_ids": ?)\[[0-9, ]*\]')
 _CREATED = re.compile(rb'"created": ?[0-9]+')
 _TEXTS = ("role", "content", "reasoning", "reasoning_content", "refusal")
@@ -80,7 +80,7 @@ class _Event(Struct, gc=False):
     prompt_token_ids: list[int] | None = None  # in the first event of a chat
 
 
-_EVENT = Decoder(_Event)
+_EVENT, _NOTHING = Decoder(_Event), _Delta()
 
 
 class Transcript:
@@ -138,7 +138,7 @@ class Transcript:
     def shown(self, event: bytes) -> bytes:
         """Return an event as the client gets it, which knows of no second engine."""
         if not self._shows_ids:
-            event = _IDS.sub(rb"\1null", event)
+            event = _without_ids(event)
         if self._moved and isinstance(created := self._frame.get("created"), int):
             event = _CREATED.sub(b'"created":%d' % created, event, count=1)
         return event
@@ -149,22 +149,29 @@ class Transcript:
         if not self._frame:
             whole = json.loads(data)
             self._frame = {name: whole.get(name) for name in ("id", "object", "created", "model")}
-        if any(choice.finish_reason == "abort" for choice in event.choices):
-            self.given_up = True
-            return False
-        self._prompt_tokens = self._prompt_tokens or len(event.prompt_token_ids or ())
-        shown = [self._note(choice) for choice in event.choices]
-        return not shown or any(shown)
+        if event.prompt_token_ids:
+            self._prompt_tokens = len(event.prompt_token_ids)
+        tells = not event.choices
+        for choice in event.choices:
+            if choice.finish_reason == "abort":
+                self.given_up = True
+                return False
+            tells |= self._note(choice)
+        return tells
 
     def _note(self, choice: _Choice) -> bool:
         """Take note of what a choice brings; return whether the client is to see it."""
-        self.unable |= choice.index != 0 or (choice.token_ids is None and self._needs_ids(choice))
-        ids = choice.token_ids or ()
-        self.ids.extend(ids)
-        self._prompt_tokens = self._prompt_tokens or len(choice.prompt_token_ids or ())
-        for key, text in _texts(choice):
-            size, checksum = self._has.get(key, (0, 0))
-            self._has[key] = size + len(text), crc32(text.encode(), checksum)
+        ids = choice.token_ids
+        if ids:
+            self.ids.extend(ids)
+        if choice.index or (ids is None and self._needs_ids(choice)):
+            self.unable = True
+        if choice.prompt_token_ids:
+            self._prompt_tokens = len(choice.prompt_token_ids)
+        if choice.text:
+            self._add(("text",), choice.text)
+        if choice.delta is not None:
+            self._note_delta(choice.delta)
         entries = choice.logprobs and (choice.logprobs.content or choice.logprobs.tokens)
         if entries:
             self._has["logprobs",] = self._has.get(("logprobs",), (0, 0))[0] + len(entries), 0
@@ -173,6 +180,28 @@ class Transcript:
             self.check_end()
         empty = choice.delta is not None and choice.delta == _NOTHING and choice.finish_reason is None
         return not empty or bool(entries) or (self._shows_ids and bool(ids))
+
+    def _note_delta(self, delta: _Delta) -> None:
+        if delta.content:
+            self._add(("content",), delta.content)
+        if delta.reasoning:
+            self._add(("reasoning",), delta.reasoning)
+        if delta.role:
+            self._add(("role",), delta.role)
+        if delta.reasoning_content:
+            self._add(("reasoning_content",), delta.reasoning_content)
+        if delta.refusal:
+            self._add(("refusal",), delta.refusal)
+        for call in delta.tool_calls or ():
+            self._add(("call", call.index), "")
+            self._add(("call", call.index, "type"), call.type or "")
+            function = call.function or _Function()
+            self._add(("call", call.index, "name"), function.name or "")
+            self._add(("call", call.index, "arguments"), function.arguments or "")
+
+    def _add(self, key: _Key, text: str) -> None:
+        size, checksum = self._has.get(key, (0, 0))
+        self._has[key] = size + len(text), crc32(text.encode(), checksum)
 
     @staticmethod
     def _needs_ids(choice: _Choice) -> bool:
@@ -267,26 +296,9 @@ class Transcript:
         return (b"data: " + event + b"\n\n" if usage else b"") + b"data: [DONE]\n\n"
 
 
-_NOTHING = _Delta()
-
-
-def _texts(choice: _Choice) -> Iterator[tuple[_Key, str]]:
-    """Yield the texts of a choice by the field that they go on with."""
-    if choice.text:
-        yield ("text",), choice.text
-    if (delta := choice.delta) is None:
-        return
-    if delta.content:
-        yield ("content",), delta.content
-    for name in _TEXTS:
-        if name != "content" and (text := getattr(delta, name)):
-            yield (name,), text
-    for call in delta.tool_calls or ():
-        yield ("call", call.index), ""
-        if call.type:
-            yield ("call", call.index, "type"), call.type
-        if call.function is not None:
-            if call.function.name:
-                yield ("call", call.index, "name"), call.function.name
-            if call.function.arguments:
-                yield ("call", call.index, "arguments"), call.function.arguments
+def _without_ids(event: bytes) -> bytes:
+    """Return an event with null instead of token ids."""
+    start = event.rfind(_KEY) + len(_KEY) - 1
+    if start < len(_KEY) or b"prompt_token_ids" in event:
+        return _IDS.sub(rb"\1null", event)
+    return event[:start] + b"null" + event[event.index(b"]", start) + 1 :]

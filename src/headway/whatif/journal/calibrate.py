@@ -133,10 +133,10 @@ def _moments(journal: JournalReader, name: str) -> list[Floats]:
 
 
 def _seen(journal: JournalReader, name: str) -> list[Seen]:
-    """Join the gateway's times of streamed answers with the scheduler's."""
+    """Join the gateway's times of streamed answers with the scheduler's, but of those that went on elsewhere."""
     stays = {stay.id: stay for stay in journal.stays if stay.instance == name}
     return [
         Seen(row.resent, stays[row.id].entered, stays[row.id].first, row.first)
         for row in journal.requests
-        if row.id in stays and row.resent is not None and row.first is not None and row.first < row.ended
+        if row.id in stays and row.resent is not None and row.first is not None and row.resent < row.first < row.ended
     ]

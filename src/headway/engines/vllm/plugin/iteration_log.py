@@ -95,12 +95,16 @@ class IterationLog:
         self._stopped.add(key)
 
     def leave(self, key: str, id: str, first: float, now: float) -> None:
-        """Log that a request has ended. first: 0 when its first token came with its last."""
+        """Log that a request has ended. first: 0 when its first token came with its last.
+
+        The first token of an answer that another engine began was there before the request.
+        """
         stay = self._stays.pop(key, None)
         self._stopped.discard(key)
         if stay is not None:
             stay.end_stop(now)
-            self.requests.append((id, stay.entered, first or now, now, stay.admitted, stay.stops))
+            first = max(first or now, stay.admitted or stay.entered)
+            self.requests.append((id, stay.entered, first, now, stay.admitted, stay.stops))
 
     def since(self, iterations: int, requests: int, start: float, ended: float) -> tuple[list[Row], list[RequestRow]]:
         """Return the first rows after these instants, at most so many of each, oldest first.
