@@ -156,6 +156,20 @@ def test_an_engine_without_headway_is_asked_for_nothing(serve: Serve, stock: Fak
         assert metric(gateway, "unable") == 1
 
 
+def test_a_stream_does_not_go_on_at_an_engine_without_headway(serve: Serve, mortal: Fake, stock: Fake) -> None:
+    slow = fakes(tokens=100, delay=0.05)
+    with serve(mortal.url, stock.url) as gateway, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(gateway.post, gateway.chat(stream=True, max_tokens=100, **slow)) for _ in range(6)]
+        until(lambda: sum(one.first_token is not None for one in gateway.inner.dispatcher.in_flight.values()) == 6)
+        lost = mortal.last()["open"]
+        assert lost
+        mortal.stop()
+        answers = [events(one.result()) for one in asked]
+        errors = [answer[-2]["error"]["code"] for answer in answers if "error" in answer[-2]]
+        assert errors == ["stream_diverged"] * lost
+        assert sum(words(answer) == "fake " * 100 for answer in answers) == 6 - lost
+
+
 def test_an_answer_that_its_engine_gives_up_goes_on(serve: Serve, fake: Fake) -> None:
     with serve() as gateway:
         before = fake.last()["asked"]

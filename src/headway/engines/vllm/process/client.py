@@ -267,8 +267,8 @@ class VllmEngine(EngineView):
     def begin_swap(self, model: str) -> None:
         """Order a swap: `takes` is False from now on; ends with `Swapped`, or `InstanceUp` when it failed.
 
-        The caller takes back the requests whose answers have not begun. Streams that have begun end
-        first: nothing of them can be repeated elsewhere without a seam. Until then no other order is obeyed.
+        The caller takes back the requests whose answers have not begun. Streams that have begun end first. Until
+        then no other order is obeyed.
         """
         if self.loading is not None:
             log.warning("engine %s is loading %s, so an order to load %s is ignored", self.id, self.loading, model)
