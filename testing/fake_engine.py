@@ -288,8 +288,8 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
         await _rest(ask.delay, gone)
         if gone.done():
             return
-        first = token == len(ask.said) > 0
-        await _part(send, _said_again(ask) if first else chunk.replace(_ID, b"[%d]" % (_FIRST_ID + token)), ask.split)
+        again = token == len(ask.said) > 0
+        await _part(send, _said_again(ask) if again else chunk.replace(_ID, b"[%d]" % (_FIRST_ID + token)), ask.split)
         if token + 1 == ask.cut:
             raise ConnectionAbortedError(f"{NAME}: asked to")
     if ask.end == "cut":

@@ -20,7 +20,7 @@ from msgspec.json import Decoder
 from headway.errors import EngineError
 
 # In valid JSON a quote within a string is escaped, so these are keys. vLLM writes them without spaces.
-_KEY = b'"token_ids":['
+_KEY, _PROMPT = b'"token_ids":[', b'"prompt_token_ids":['
 _IDS = re.compile(rb'("(?:prompt_)?token_ids": ?)\[[0-9, ]*\]')
 _CREATED = re.compile(rb'"created": ?[0-9]+')
 _TEXTS = ("role", "content", "reasoning", "reasoning_content", "refusal")
@@ -298,7 +298,7 @@ class Transcript:
 
 def _without_ids(event: bytes) -> bytes:
     """Return an event with null instead of token ids."""
-    start = event.rfind(_KEY) + len(_KEY) - 1
-    if start < len(_KEY) or b"prompt_token_ids" in event:
+    if _PROMPT in event:
         return _IDS.sub(rb"\1null", event)
-    return event[:start] + b"null" + event[event.index(b"]", start) + 1 :]
+    start = event.rfind(_KEY) + len(_KEY) - 1
+    return event if start < len(_KEY) else event[:start] + b"null" + event[event.index(b"]", start) + 1 :]

@@ -305,6 +305,7 @@ class RequestPath:
             check_fields(raw, engine.fatal)
         said = () if in_flight.transcript is None else in_flight.transcript.ids
         if said and not engine.continues:
+            self.observers.resumed(in_flight.request, "unable")
             raise Diverged
         metadata = write_metadata(
             in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft,
