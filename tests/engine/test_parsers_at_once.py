@@ -46,8 +46,8 @@ CASES: list[tuple[str | None, str | None, str, str]] = [
 MARKS = (
     "<|python_tag|> <think> </think> <tool_call> </tool_call> <|tool_call|> [TOOL_CALLS] "
     "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
-    "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_end|> <|tool_call_argument_begin|> "
-    "<arg_key> </arg_key> <arg_value> </arg_value>"
+    "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_end|> "
+    "<|tool_call_argument_begin|> <arg_key> </arg_key> <arg_value> </arg_value>"
 )
 
 

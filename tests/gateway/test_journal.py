@@ -58,6 +58,16 @@ def test_an_answer_that_came_in_time(gateway: Gateway) -> None:
     assert one.sent == one.resent
 
 
+def test_a_stream_that_has_moved(gateway: Gateway) -> None:
+    ask = gateway.chat(stream=True, max_tokens=16, **fakes(tokens=16, cuts=[4, 9]))
+    one = row(gateway, gateway.post(ask, headers={"x-slo-ttft-ms": "60000"}).headers["x-request-id"])
+    assert (one.outcome, one.verdict, one.requeues, one.output_tokens) == ("finished", "met", 2, 16)
+    assert one.sent is not None
+    assert one.first is not None
+    assert one.resent is not None
+    assert one.sent <= one.first <= one.resent <= one.ended
+
+
 def test_an_answer_that_came_late_and_one_without_a_promise(gateway: Gateway) -> None:
     late = gateway.post(gateway.chat(), headers={"x-slo-e2e-ms": "0.001"})
     assert row(gateway, late.headers["x-request-id"]).verdict == "missed"
