@@ -113,6 +113,8 @@ def test_a_stream_of_an_engine_that_hangs_goes_on_at_it_once_it_is_back(serve: S
         while b"[DONE]" not in seen:
             seen += line.recv(65536)
         assert seen.count(b"fake ") == 100
+        gap = 'headway_stream_gap_seconds_sum{class="default",model="smollm2"}'
+        assert until(lambda: gateway.metric(gap)) > SOON["health_timeout_s"]
         until(lambda: mortal.last()["aborted"] == 1, PATIENCE)
 
 

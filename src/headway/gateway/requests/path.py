@@ -45,6 +45,7 @@ from headway.types import Reject
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
 _AT_A_TIME = 8  # streams that begin or end in one iteration of the event loop: about two milliseconds
+_LONGEST_PROMPT = 2**18  # tokens of a prompt whose ids an engine may list in the first event of a stream
 T = TypeVar("T")
 log = logging.getLogger("headway.gateway")
 
@@ -157,7 +158,8 @@ class RequestPath:
         in_flight = InFlightRequest(
             parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys
         )
-        if parsed.stream and parsed.request.places == 1 and self.limits.max_resumes:
+        single = parsed.request.places == 1 and parsed.request.prompt_tokens <= _LONGEST_PROMPT
+        if parsed.stream and single and self.limits.max_resumes:
             in_flight.transcript = Transcript(shows_ids=parsed.wants_ids)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)

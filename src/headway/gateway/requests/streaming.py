@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -90,7 +89,7 @@ class ResponseStream(DeferredResponse):
         self._path, self._in_flight = path, in_flight
         self._reader = EventReader(wants_usage, in_flight.transcript)
         self._silence: float | None = None  # the longest between two tokens of the stream, in seconds
-        self._lost_at: float | None = None  # instant (monotonic) at which its engine was lost, until it goes on
+        self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
         self._started = self._complete = False
         self._client_gone = False  # the client has disconnected before the end
         self._sent = math.inf  # instant (the loop's) of the latest bytes for the client, inf = no more will come
@@ -168,7 +167,6 @@ class ResponseStream(DeferredResponse):
             await self._path.finish(self._in_flight, len(transcript.ids))
             return
         await self._path.resume(self._in_flight, error)
-        self._lost_at = time.monotonic()
         reader.restart()
 
     @contextmanager
@@ -244,8 +242,7 @@ class ResponseStream(DeferredResponse):
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader = self._reader
-        lost, self._lost_at = self._lost_at, None
-        seam = 0.0 if lost is None else time.monotonic() - lost
+        seam = asyncio.get_running_loop().time() - self._token_at  # negative in front of the first token
         try:
             await self._pass_on(reader, response, scope, send)
         finally:
@@ -269,7 +266,7 @@ class ResponseStream(DeferredResponse):
                 await self._path.finish(self._in_flight, reader.tokens)
                 return
             if data:
-                self._sent = now()
+                self._sent = self._token_at = now()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if reader.fault is not None:
                 raise MalformedAnswer(response.engine, f"in an event, {reader.fault}")
