@@ -39,7 +39,7 @@ def asking(url: str) -> Iterator[Counter[str]]:
     def ask() -> None:
         while not over.is_set():
             try:
-                seen[str(WEB.post(url + CHAT, json=BODY).status_code)] += 1
+                seen[str(WEB.post(url + CHAT, json=BODY, timeout=60).status_code)] += 1
             except httpx.HTTPError as error:
                 seen[repr(error)] += 1
 
