@@ -159,7 +159,7 @@ def swapping() -> list[str]:
 
 def check(trial: FleetTrial) -> None:
     """Raise ConfigError unless every system can serve all models on two instances."""
-    from headway.gateway.main import preflight
+    from headway.gateway.preflight import preflight
 
     if not trial.systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(swapping())}.")

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.real.attack_clients import ALPHA, KEYS
 from benchmarks.real.peers import HEADWAY, servers
 from headway.errors import ConfigError
+from headway.gateway.apis.engines import PATH as ENGINES
 from headway.whatif.output.results import Row, say
 
 MEANT = (502, 503)  # allowed: invalid responses of the FAKE engine, and unavailable resources
@@ -47,6 +48,8 @@ class Called:
 
 def steered(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the gateway's schema restricted to names that exist; otherwise hardly any call would be valid."""
+    for operations in (schema["paths"][path] for path in (ENGINES, f"{ENGINES}/roll")):
+        operations.pop("post")  # it would start engines
     for path in schema["paths"].values():
         for operation in path.values():
             for parameter in operation.get("parameters", ()):

@@ -77,6 +77,7 @@ max_repeats = 5000
 model = "org/some-model"
 served_name = "some"
 runner = "generate"
+id = "first.1"
 models = ["org/other-model", {{ model = "/models/third", served_name = "third" }}]
 adapters = {{ terse = "/adapters/terse" }}
 host_weights_gib = 1.5
@@ -266,6 +267,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         Engine(
             model="org/some-model",
             served_name="some",
+            id="first.1",
             url="http://10.0.0.1:8000",
             port=8001,
             max_running=4,

@@ -10,7 +10,7 @@ import pytest
 from headway.config import Config, parse, show
 from headway.config import write as written
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 
 URL = "postgresql://headway:very-secret-word@db.internal/headway"
 

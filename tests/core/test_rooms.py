@@ -38,6 +38,7 @@ GATEWAY = tuple(
         "in_flight",
         "watch",
         "control",
+        "preflight",
         "requests",
         "gateway",
         "apis",

@@ -28,7 +28,7 @@ from headway.engines.vllm.process.load_times import LoadTimes
 from headway.engines.vllm.process.models import RETRY_AFTER, EngineModels, SwapReport
 from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
 from headway.policy.plan.estimator import load_seconds

@@ -17,7 +17,7 @@ from headway.engines.vllm.plugin import hook, scheduler_stats
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from tests.engine.test_ends_hook import skip
 
 pytestmark = pytest.mark.filterwarnings("default")

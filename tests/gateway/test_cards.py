@@ -16,7 +16,7 @@ from headway.config.copies import expanded, numbers
 from headway.engines.vllm.process.cards import VISIBLE, cards, check_cards, parallel, visible_to
 from headway.engines.vllm.process.launch import command, environment
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from tests.helpers.packages import install
 
 See = Callable[[int], None]
@@ -138,7 +138,8 @@ def test_doctor_lists_gpus(see: See, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (model / "config.json").write_text("{}")
     with (model / "model.safetensors").open("wb") as weights:
         weights.truncate(100 * 2**30)
-    monkeypatch.setattr("headway.cli.doctor.is_cpu_build", lambda: False)
+    for module in ("cli.doctor", "engines.vllm.process.memory"):
+        monkeypatch.setattr(f"headway.{module}.is_cpu_build", lambda: False)
     install(monkeypatch, tmp_path / "packages", "vllm", "0.33.0")
     too_large = found(f'model = "{model}"')["GPU memory for e0"]
     assert (too_large.state, too_large.found) == ("bad", "100.0 GiB of weights per GPU, 78.1 GiB free")

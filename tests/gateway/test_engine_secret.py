@@ -15,7 +15,7 @@ from headway.config import Config, Engine
 from headway.engines.vllm.process.children import Children
 from headway.engines.vllm.process.launch import Child, command, environment
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import WEB, Fake, until
 

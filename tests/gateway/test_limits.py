@@ -15,7 +15,7 @@ from headway.config import Broker, Config, Engine
 from headway.engines.vllm.process.limits import instance_of, samples
 from headway.engines.vllm.process.sizes import CPU, UNREPORTED, expected, requested
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from headway.types import Instance
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, configuration

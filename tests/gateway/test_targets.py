@@ -272,7 +272,7 @@ def test_a_stated_class_is_warned_of_at_start_and_stays(
 async def _reloaded(gateway: Gateway, file: Path) -> Tier:
     """Return class chat after a file is read again that has only the built-in classes."""
     state = AppState(gateway.inner)
-    Reload(file, state)()
+    await Reload(file, state).run()
     return state.config.classes["chat"]
 
 

@@ -16,7 +16,7 @@ import pytest
 from headway.config import Config, Engine, Key, Server
 from headway.errors import ConfigError
 from headway.gateway.budget import ByteBudget
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import DEAD, OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_refusals import error

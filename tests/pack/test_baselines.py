@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from headway.cli.main import app
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.gateway.main import preflight
+from headway.gateway.preflight import preflight
 from headway.policy.core.engine_spec import EngineSpec, KvUse
 from headway.policy.core.ranks import ARRIVAL
 from headway.policy.memory.budget import KvBudget

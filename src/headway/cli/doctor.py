@@ -15,26 +15,24 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
-from headway.config.copies import numbers
 from headway.config.keys import reveal
 from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.launch import kv_use
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
+from headway.engines.vllm.process.memory import memory_uses
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
 from headway.engines.vllm.process.settings import cores_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
-from headway.gateway.main import preflight
-from headway.models.resolve import resolve
+from headway.gateway.preflight import preflight
 from headway.store.queue.postgres_link import address_of, most_apart_s
 from headway.store.queue.sqlite_file import PARAM
 from headway.store.sqlite.rescue import check_sound
@@ -42,7 +40,6 @@ from headway.store.sqlite.rescue import check_sound
 _GIB = 2**30
 _VLLM = ("0.32.", "0.33.")  # minor versions that the scheduler's hook supports
 _FILES, _DISK, _ANSWER_S = 4096, _GIB, 3.0
-_OVERHEAD = 2 * _GIB  # approximate memory of a vLLM on a CPU besides weights and KV
 State = Literal["good", "doubt", "bad"]
 _MARKS = {"good": "[green]ok[/]", "doubt": "[yellow]doubt[/]", "bad": "[red]wrong[/]"}
 
@@ -202,12 +199,12 @@ def _existing(folder: Path) -> Path:
 
 
 def _engines(config: Config) -> Iterator[Finding]:
-    for number, engine in enumerate(config.engines):
+    for id, engine in config.named.items():
         if engine.url is not None:
-            yield (answers := _attached(f"engine e{number}", engine.url))
+            yield (answers := _attached(f"engine {id}", engine.url))
             if answers.state == "good":
-                key = None if engine.api_key is None else reveal(engine.api_key, f"engines.{number}.api_key")
-                connection = EngineConnection(f"e{number}", engine.url.rstrip("/"), _ANSWER_S, key)
+                key = None if engine.api_key is None else reveal(engine.api_key, f"{id}.api_key")
+                connection = EngineConnection(id, engine.url.rstrip("/"), _ANSWER_S, key)
                 yield from _limits(engine, connection)
 
 
@@ -242,57 +239,25 @@ def _attached(what: str, url: str) -> Finding:
 
 
 def _memory(config: Config) -> Iterator[Finding]:
-    """Compare free memory with the engines' needs: on a CPU their total, on GPUs the weights of each engine."""
-    own = [engine for engine in config.engines if engine.url is None]
-    if not is_cpu_build():
-        yield from _card_memory(config)
-    if not own or not is_cpu_build():
-        return
-    needed = sum(_OVERHEAD + _weights(engine) + (engine.kv_gib + engine.host_kv_gib) * _GIB for engine in own)
-    free = psutil.virtual_memory().available
-    found = f"{free / _GIB:.1f} GiB free, engines take about {needed / _GIB:.1f} GiB"
-    state: State = "good" if needed <= free else "bad"
-    yield Finding("memory", state, found, "" if state == "good" else "Lower kv_gib, or start fewer engines.")
-
-
-def _card_memory(config: Config) -> Iterator[Finding]:
-    seen = cards()
-    for number, engine in enumerate(config.engines):
-        places = range(len(seen)) if engine.cards is None else numbers(engine.cards)
-        if engine.url is not None or not seen or not (weights := _weights(engine)):
-            continue
-        used = 1 if engine.cards is None else len(places)
-        # A process that sees exactly the number of GPUs of one engine gives it all of them (`visible_to`).
-        given = seen if len(seen) == len(places) else [seen[place] for place in places if place < len(seen)]
-        if not given:
-            continue  # the check of the configuration reports it
-        share, free = weights / used / _GIB, min(card.free for card in given) / 1024
-        found = f"{share:.1f} GiB of weights per GPU, {free:.1f} GiB free"
-        fix = "Use more GPUs (gpus = 2) or a quantised model, or stop the processes that hold the memory."
-        fits = share < free
-        yield Finding(f"GPU memory for e{number}", "good" if fits else "bad", found, "" if fits else fix)
-
-
-def _weights(engine: Engine) -> int:
-    folder = Path(resolve(engine.model))
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    for what, found, fix in memory_uses(config.named):
+        yield Finding(what, "bad" if fix else "good", found, fix)
 
 
 def _kv(config: Config) -> Iterator[Finding]:
     """Say which KV memory the recipe takes in the engines that Headway starts, before they are up."""
     kinds = dict[str, list[str]]()
-    for number, engine in enumerate(config.engines):
+    for id, engine in config.named.items():
         if engine.url is None:
             use = kv_use(engine, config.recipe)
             kind = "reserved" if use.reserves else "two-ended" if use.two_ended else "stock"
-            kinds.setdefault(kind, []).append(f"e{number}")
+            kinds.setdefault(kind, []).append(id)
     if kinds:
         found = "; ".join(f"{kind} blocks in {', '.join(names)}" for kind, names in kinds.items())
         yield Finding("KV memory", "good", f"{found} (by recipe {config.recipe}; /ready has what an engine took)")
 
 
 def _cores(config: Config) -> Iterator[Finding]:
-    own = [(f"e{i}", engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    own = [(id, engine) for id, engine in config.named.items() if engine.url is None]
     if len(own) < 2 or not is_cpu_build():
         return
     shared = [(a, b) for (a, one), (b, other) in combinations(own, 2) if _cpus(one) & _cpus(other)]

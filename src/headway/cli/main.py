@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.cli.checkout import bench_commands
+from headway.cli.engine_commands import engine_app
 from headway.cli.journal_commands import advise, explain, report
 from headway.cli.options import ConfigFile, Json, Quick, Seed
 from headway.cli.simulate_commands import simulate, sweep
@@ -31,6 +32,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(apps_app, name="apps")
 queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
 app.add_typer(queue_app, name="queue")
+app.add_typer(engine_app, name="engine")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -260,7 +262,7 @@ ForDevice = Annotated[
 def show(config: ConfigFile = None, resolved: Resolved = False, device: ForDevice = None) -> None:
     """Print the effective configuration as TOML; fail if headway serve would refuse it."""
     from headway import config as configuration
-    from headway.gateway.main import preflight
+    from headway.gateway.preflight import preflight
 
     setup = configuration.load(config, checked=False)
     if resolved or device is not None:

@@ -36,7 +36,7 @@ def main(config: Config, device: str | None) -> None:
         raise ConfigError(f"The device {device!r} is not known.", f"Use one of {known}.", param="device")
     check_installed()
     on_cpu = None if device is None else device == "cpu"
-    own = [(f"e{i}", engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    own = [(id, engine) for id, engine in config.named.items() if engine.url is None]
     plain = [[resolve(engine.model), *engine.args] for _, engine in own]
     ours = [command(engine, _PORT, config.recipe, on_cpu=on_cpu)[_SERVE:] for _, engine in own]
     (found,) = resolved_settings([*plain, *ours], [None if on_cpu else device])

@@ -241,6 +241,11 @@ class Config:
     aliases: dict[_Name, _Name] = field(default_factory=dict)
 
     @property
+    def named(self) -> dict[str, Engine]:
+        """Return the engines by id."""
+        return {engine.id or f"e{i}": engine for i, engine in enumerate(self.engines)}
+
+    @property
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
         return len({key.tenant for key in self.keys}) > 1
@@ -370,6 +375,10 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     """Find settings that exclude each other or need a missing one."""
     if not config.engines:
         yield ConfigError(f"{where} names no engine.", "Add an [[engines]] table.", param="engines")
+    if len(config.named) < len(config.engines):
+        ids = [engine.id or f"e{i}" for i, engine in enumerate(config.engines)]
+        problem = f"Two engines in {where} have the id {next(id for id in ids if ids.count(id) > 1)!r}."
+        yield ConfigError(problem, "Give each engine another id (unset, it is e and its place).", param="engines.id")
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
         yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")

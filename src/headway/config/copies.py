@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, filterfalse
 
@@ -16,12 +16,13 @@ def numbers(text: str) -> list[int]:
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
 
 
-def expanded(engines: Sequence[Engine]) -> tuple[Engine, ...]:
+def expanded(engines: Sequence[Engine], beside: Iterable[Engine] = ()) -> tuple[Engine, ...]:
     """Return one entry per engine (`count` 1), with the first GPUs that no other engine has.
 
-    ConfigError when its cores cannot be divided evenly, or a setting fits only one engine.
+    beside: engines that keep theirs. ConfigError when its cores cannot be divided evenly, or a setting fits only one
+    engine.
     """
-    taken = {card for i, engine in enumerate(engines) for card in _listed(i, "cards", engine.cards)}
+    taken = {card for i, engine in enumerate([*engines, *beside]) for card in _listed(i, "cards", engine.cards)}
     free = filterfalse(taken.__contains__, count())
     return tuple(_with_cards(one, free) for i, engine in enumerate(engines) for one in _copies(i, engine))
 
@@ -42,7 +43,8 @@ def _copies(number: int, engine: Engine) -> Iterator[Engine]:
         raise ConfigError(problem, "Give a number of cores that is a multiple of count.", param=f"{where}.cores")
     for k in range(engine.count):
         own = ",".join(map(str, cores[k * share : (k + 1) * share]))
-        yield replace(engine, count=1, cores=own or None, port=None if engine.port is None else engine.port + k)
+        id, port = engine.id and f"{engine.id}-{k}", engine.port and engine.port + k
+        yield replace(engine, count=1, id=id, cores=own or None, port=port)
 
 
 def _with_cards(engine: Engine, free: Iterator[int]) -> Engine:

@@ -13,6 +13,7 @@ from headway.config.tables import Amount, Count, Positive
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Port = Annotated[int, Field(ge=1, le=65535)]
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -54,6 +55,7 @@ class Engine:
     tool_parser, reasoning_parser: vLLM's --tool-call-parser and --reasoning-parser; unset, chosen by the model's
         name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
+    id: the engine's name in commands, logs and metrics; unset, e0, e1, ... by its place. With count, a number follows.
     count: number of equal engines; they divide `cores` among them, and use the ports from `port` on.
     gpus: number of GPUs per engine, the first that no other engine has; several work in tensor parallel. Unset, all.
     cards: indices of GPUs among those that Headway sees, such as "0-1", instead of gpus.
@@ -87,6 +89,7 @@ class Engine:
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
     args: tuple[str, ...] = ()
+    id: Id | None = None
     count: Count = 1
     gpus: Count | None = None
     cards: str | None = None

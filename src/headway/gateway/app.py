@@ -28,6 +28,7 @@ from headway.gateway.apis.api import SCHEDULED, Api, TranslatedResponse, api_doc
 from headway.gateway.apis.backends import add_backend_endpoints
 from headway.gateway.apis.batches.endpoints import add_batch_endpoints
 from headway.gateway.apis.dashboard.endpoints import add_dashboard_endpoints
+from headway.gateway.apis.engines import add_engine_endpoints
 from headway.gateway.apis.responses.endpoints import DOCS as RESPONSES
 from headway.gateway.apis.responses.endpoints import (
     ResponsesApi,
@@ -40,6 +41,7 @@ from headway.gateway.apis.runs import add_run_endpoints
 from headway.gateway.apis.state import AppState
 from headway.gateway.apis.tokens import add_token_endpoints
 from headway.gateway.budget import Held
+from headway.gateway.control.fleet import describe
 from headway.gateway.errors import error_response
 from headway.gateway.gateway import Gateway
 from headway.gateway.offload import offload
@@ -78,6 +80,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     add_message_endpoints(app, state)
     add_token_endpoints(app, state)
     _operations(app, state)
+    add_engine_endpoints(app, state)
     add_dashboard_endpoints(app, state)
 
 
@@ -226,11 +229,12 @@ def _status(app: FastAPI, state: AppState) -> None:
         Every model has an instance that is up or can load it. Balancers have no key: why it is not ready is
         for operators, where the gateway's state is theirs alone.
         """
-        up = {name for engine in engines.values() if engine.up.is_set() for name in engine.models.names}
+        up = {name for engine in engines.values() if engine.serves for name in engine.models.names}
         waiting = len(state.gateway.path.closings)
         problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
         batches = None if state.gateway.batches is None else state.gateway.batches.problem()
-        good = up >= set(state.models.engines) and not waiting and problem is None and batches is None
+        models = set(state.models.engines)
+        good = bool(models) and up >= models and not waiting and problem is None and batches is None
         body: dict[str, Any] = {"ready": good}
         if (operator := state.is_operator(request)) or state.tells_status(request):
             described = {id: _engine(engine, operator) for id, engine in engines.items()}
@@ -268,20 +272,9 @@ def _operations(app: FastAPI, state: AppState) -> None:
 
 
 def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:
-    failure = engine.failure
-    error = str(failure) if failure else None  # with the end of a log, paths and addresses
-    if failure and not to_operator:
-        error = "It has failed. The gateway's log says why; so does this answer to the operator's key."
-    return {
-        "model": engine.models.current,
-        "models": list(engine.models.names),
-        "loading": engine.loading,
-        "up": engine.up.is_set(),
-        "restarts": engine.restarts,
-        "assumed": engine.instance.assumed,
-        "about": engine.about,
-        "error": error,
-    }
+    hidden = "It has failed. The gateway's log says why; so does this answer to the operator's key."
+    told = describe(engine)
+    return told if to_operator or told["error"] is None else told | {"error": hidden}
 
 
 def _sqlite_files(config: Config) -> dict[str, Path]:
@@ -314,9 +307,12 @@ async def _scrape(gateway: Gateway, engine: EngineView) -> tuple[str, str]:
         page, state = await asyncio.gather(engine.metrics(_ENGINE_S), _update_counters(metrics, engine))
     metrics.set_totals(engine.id, {"restarts": engine.restarts})
     metrics.up.labels(engine.id).set(up)
+    metrics.state(engine.id, engine.state)
     metrics.scraped.labels(engine.id).set(state is not None and bool(page))
     metrics.inside(engine.id, None if state is None else inside_of(state, page))
     metrics.kv(engine.id, (state or {}).get("settings", {}).get("kv"))
+    if engine.id not in gateway.dispatcher.engines:  # it was removed meanwhile
+        metrics.forget_engine(engine.id)
     return engine.id, page
 
 

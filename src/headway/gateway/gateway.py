@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,18 @@ from headway.gateway import tasks
 from headway.gateway.budget import ByteBudget
 from headway.gateway.control.adapters import AdapterWarmer
 from headway.gateway.control.dispatcher import Dispatcher
+from headway.gateway.control.fleet import Fleet
 from headway.gateway.control.graph_files import keep_graphs
 from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.control.prewarm import BackendWarmer
 from headway.gateway.control.remote.control import NoPlanner
 from headway.gateway.control.remote.gateway import RemoteGateway
-from headway.gateway.control.setup import be_ready, controller_of, engines_of
+from headway.gateway.control.setup import be_ready, controller_of, engine_maker
 from headway.gateway.control.targets import Paces, measures
 from headway.gateway.control.wiring import LocalGateway
 from headway.gateway.parsing.tokens import TokenCounter
+from headway.gateway.preflight import preflight
 from headway.gateway.requests.background import BackgroundWork
 from headway.gateway.requests.path import RequestPath
 from headway.gateway.requests.recovery import Recovery, forget_old_jobs
@@ -57,6 +59,7 @@ class Gateway:
     paces: of its engines, as far as they were measured.
     late: the requests that missed their SLO by most.
     backends: those outside the LLM, by name.
+    fleet: changes the engines; None = agents elsewhere have them.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
 
@@ -74,6 +77,7 @@ class Gateway:
     batches: BatchStore | None
     paces: Paces
     late: LateRequests
+    fleet: Fleet | None
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -103,7 +107,12 @@ async def serving(
         opened(config.backends, config.tenant_share) as backends,
         opened_batches(config) as batches,
     ):
-        wired = _wire(config, lengths.lengths, metrics, log_dir, link, paces)
+        if link is not None:
+            planned = controller_of(config, NoPlanner(), lengths.lengths)
+            wired: LocalGateway | RemoteGateway = RemoteGateway.of(config, planned, metrics, link)
+        else:
+            wired = _local(config, lengths.lengths, metrics, log_dir, paces, watch.journal)
+        fleet = Fleet(config, wired, preflight, counters, paces) if isinstance(wired, LocalGateway) else None
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
@@ -111,16 +120,16 @@ async def serving(
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
-        journals = watch.journal.loops(dispatcher.engines if link is None else {}, config.recipe)
-        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, *journals]
+        loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
         try:
             graphs = keep_graphs(knowledge, config.apps_dir)
-            async with graphs, wired.running(), background.running():
+            changes = nullcontext() if fleet is None else fleet.running()
+            async with graphs, wired.running(), changes, background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, batches, paces, watch.late,
+                        _bodies(config), backends, prefixes, batches, paces, watch.late, fleet,
                     )  # fmt: skip
         finally:
             await path.close()
@@ -153,15 +162,14 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
     return {name: await TokenCounter.load(model) for name, model in models.items()}
 
 
-def _wire(
-    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: WireLink | None, paces: Paces
-) -> LocalGateway | RemoteGateway:
-    if link is not None:
-        return RemoteGateway.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
+def _local(
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, paces: Paces, journal: JournalKeeper
+) -> LocalGateway:
+    """Connect all parts in this process."""
     controller = controller_of(config, find(config.recipe).planner(), lengths)
-    add = paces.add if measures(config) else None
+    add, follow = paces.add if measures(config) else None, partial(journal.follow, config.recipe)
     return LocalGateway.of(
-        config, controller, metrics, lambda listener: engines_of(config, log_dir, listener, metrics, on_pace=add)
+        config, controller, metrics, lambda listener: engine_maker(config, log_dir, listener, metrics, add), [follow]
     )
 
 

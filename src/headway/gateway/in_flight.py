@@ -42,7 +42,7 @@ class EngineKilled(EngineError):
 
 
 class TakenBack(Exception):
-    """The engine of a request begins to load another model."""
+    """The engine of a request begins to load another model, or takes no new work, before it has answered."""
 
 
 class RequestState(Enum):
@@ -57,7 +57,7 @@ class RequestState(Enum):
 
 # abandoned: another gateway has it, or has ended it. not_stored: the queue did not take it.
 Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
-ReturnReason = Literal["engine_gone", "model_swap"]
+ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves"]
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -93,8 +93,7 @@ class InFlightRequest:
     background: its client polls for the response instead of holding a connection.
     state: set by `enter` alone.
     engine_future: resolved with the engine by `Send`, failed with RequestError by `Reject`.
-    opening: the task that waits for the engine's first byte, of a request that may be refused or taken back
-        meanwhile.
+    opening: the task that waits for the engine's first byte, until that has come.
     returned: when (monotonic) and why it came back to the queue; None = it has not, or was sent again.
     waited: what it waited for in the queue, as in a header of its response; None = nothing.
     refusal: the error that its client gets instead of an answer, None = it is not refused.
@@ -170,13 +169,18 @@ class InFlightRequest:
         self.refusal = error
         if not self.engine_future.done():
             self.engine_future.set_exception(error)
-        elif self.opening is not None:
-            self.opening.cancel()
+        else:
+            self._interrupt()
 
     def take_back(self) -> None:
         """Close its connection to the engine, so that the engine aborts it, unless a byte has come."""
-        if self.opening is not None and self.opening.cancel():
+        if self._interrupt():
             self.enter(RequestState.QUEUED)
+
+    def _interrupt(self) -> bool:
+        """Cancel the wait for the engine's first byte, once; False when nothing waits."""
+        opening, self.opening = self.opening, None
+        return opening is not None and opening.cancel()
 
     def raise_if_refused(self) -> None:
         """Raise the refusal, if there is one."""

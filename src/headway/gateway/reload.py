@@ -1,22 +1,23 @@
-"""SIGHUP: read the configuration file again, and take over its classes and keys without a restart."""
+"""SIGHUP: read the configuration file again, and take over its classes, keys and engines without a restart."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
-from headway.config import Config, load
+from headway.config import Config, Engine, load
 from headway.config.keys import revealed
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 
-_RELOADED = ("classes", "keys")
 log = logging.getLogger("headway.gateway")
 
 
 class Reload:
-    """Takes over what a file says of classes and keys; requests that are open keep what they were promised.
+    """Takes over what has changed in a file; requests that are open keep what they were promised.
 
     A file that cannot be read, or would not start, changes nothing.
     """
@@ -24,23 +25,35 @@ class Reload:
     def __init__(self, path: Path, state: AppState) -> None:
         self._path, self._state = path, state
         self._known = load(path, checked=False)  # without the command line's options, which may resolve contradictions
+        self._engines = self._known.named  # of the file as it was read last; what operators changed is not in it
+        self._reloaded = {"classes", "keys"} | ({"engines"} if state.gateway.fleet is not None else set())
+        self._lock = asyncio.Lock()
+        self._tasks = set[asyncio.Task[None]]()
 
     def __call__(self) -> None:
+        """Read the file again soon."""
+        task = asyncio.get_running_loop().create_task(self.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self) -> None:
         """Read the file again; what is wrong with it is logged."""
-        try:
-            new = load(self._path)
-            revealed(new.keys)
-            self._check(new)
-        except HeadwayError as error:
-            log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
-            return
-        self._state.adopt(new.classes, new.keys)
+        async with self._lock:
+            try:
+                new = await asyncio.to_thread(load, self._path)
+                revealed(new.keys)
+                self._check(new)
+                await self._change_engines(new.engines)
+            except HeadwayError as error:
+                log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
+                return
+            self._state.adopt(new.classes, new.keys)
         for line in self._state.gateway.paces.warnings(new.classes):
             log.warning("%s", line)
         others = [
             entry.name
             for entry in fields(Config)
-            if entry.name not in _RELOADED and getattr(new, entry.name) != getattr(self._known, entry.name)
+            if entry.name not in self._reloaded and getattr(new, entry.name) != getattr(self._known, entry.name)
         ]
         log.info("%s: %d classes and %d keys reloaded", self._path, len(new.classes), len(new.keys))
         if others:
@@ -60,3 +73,56 @@ class Reload:
             raise ConfigError(
                 "A class drops requests, and none did before.", "Restart the gateway for this change.", param="classes"
             )
+
+    async def _change_engines(self, new: Sequence[Engine]) -> None:
+        """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`."""
+        if (fleet := self._state.gateway.fleet) is None:
+            return
+        ids, now = paired(self._engines, new), fleet.settings
+        add = [i for i, id in enumerate(ids) if id is None or (id not in now and _differ(self._engines[id], new[i]))]
+        roll = {
+            id: engine
+            for id, engine in zip(ids, new, strict=True)
+            if id in now and _differ(self._engines[id], engine) and _differ(now[id], engine)
+        }
+        remove = [id for id in self._engines if id not in ids and id in now]
+        if not (add or roll or remove):
+            return
+        added = await fleet.change([new[i] for i in add], roll, remove)
+        for i, id in zip(add, added, strict=True):
+            ids[i] = id
+        self._engines = {id: engine for id, engine in zip(ids, new, strict=True) if id is not None}
+        kinds = {"added": added, "to be replaced": roll, "removed": remove}
+        told = "; ".join(f"{what}: {', '.join(some)}" for what, some in kinds.items() if some)
+        log.info("%s: engines %s", self._path, told)
+
+
+def paired(old: Mapping[str, Engine], new: Sequence[Engine]) -> list[str | None]:
+    """Return for each engine of a file the id of the one that it is, or is to replace; None = it is to be added.
+
+    old: of the file before, by id. Those with an id keep it. Of the others, the one with the same settings is meant,
+    or else one with the same model's name, or else any, in their order.
+    """
+    alike: tuple[Callable[[Engine, Engine], bool], ...] = (
+        lambda one, other: one.id is not None and one.id == other.id,
+        lambda one, other: one.id is other.id is None and not _differ(one, other),
+        lambda one, other: one.id is other.id is None and one.name == other.name,
+        lambda one, other: one.id is other.id is None,
+    )
+    left, found = dict(old), list[str | None]([None] * len(new))
+    for is_alike in alike:
+        for i, engine in enumerate(new):
+            id = next((id for id, one in left.items() if found[i] is None and is_alike(one, engine)), None)
+            if id is not None:
+                found[i] = id
+                del left[id]
+    return found
+
+
+def _differ(one: Engine, other: Engine) -> bool:
+    """Return whether settings differ, apart from GPUs that were chosen for them."""
+    return _own(one) != _own(other)
+
+
+def _own(engine: Engine) -> Engine:
+    return replace(engine, cards=None) if engine.gpus is not None else engine

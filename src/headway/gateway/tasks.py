@@ -22,11 +22,11 @@ async def running(*loops: Loop, failed: Callable[[str], None] = lambda name: Non
 
     failed: called with the name of a loop that has raised.
     """
-    tasks = [asyncio.create_task(_supervised(loop, failed)) for loop in loops]
+    group = Group(*loops, failed=failed)
     try:
         yield
     finally:
-        await cancel(*tasks)
+        await group.end()
 
 
 async def _supervised(loop: Loop, failed: Callable[[str], None]) -> None:
@@ -39,6 +39,17 @@ async def _supervised(loop: Loop, failed: Callable[[str], None]) -> None:
             log.exception("%s failed and begins again", name)
             failed(name)
         await asyncio.sleep(_PAUSE_S)
+
+
+class Group:
+    """Loops that begin now and run until `end`, as in `running`."""
+
+    def __init__(self, *loops: Loop, failed: Callable[[str], None]) -> None:
+        self._tasks = [asyncio.create_task(_supervised(loop, failed)) for loop in loops]
+
+    async def end(self) -> None:
+        """Cancel the loops and wait for their end."""
+        await cancel(*self._tasks)
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 from headway.cluster.roles.agent import Agent
 from headway.cluster.roles.controllers import ControllerProcess
 from headway.config import Config
+from headway.engines.vllm.process.client import VllmEngine
 from headway.gateway import tasks
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import drops, engines_of
+from headway.gateway.control.setup import Listener, drops, engine_maker, engines_of
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
 from tests.gateway import gateway as base
@@ -57,14 +58,18 @@ class Parts:
 
         async def run() -> None:
             metrics, link = Metrics(), self.exchange.link(name)
-            make = lambda tell: engines_of(self.config, self.folder, tell, metrics, frozenset(engines))  # noqa: E731
+
+            def make(tell: Listener) -> dict[str, VllmEngine]:
+                one = engine_maker(self.config, self.folder, tell, metrics)
+                return engines_of(self.config, one, frozenset(engines))
+
             agent = self.agents[name] = Agent(link, make, drops=drops(self.config))
 
             async def listen() -> None:
                 async for message in link.messages():
                     agent.receive(message)
 
-            async with agent.agents.running(), tasks.running(*agent.loops(), listen):
+            async with agent.agents.running(), tasks.running(agent.report, listen):
                 await asyncio.Event().wait()
 
         self.begin(name, run)

@@ -11,7 +11,6 @@ from headway.cluster.wire.port import Message, WireLink
 from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.agents import Agents
-from headway.gateway.tasks import Loop
 from headway.types import Instance, Progress, Rerank, Swap, Warm
 
 EVERY_S = 1.0  # between two reports of all engines
@@ -26,17 +25,11 @@ class Agent:
     drops: some class drops requests, so gateways want to know what is cached: they refuse by it at arrival.
     """
 
-    def __init__(
-        self, link: WireLink, make: Callable[[Tell], Mapping[str, VllmEngine]], *, drops: bool = False
-    ) -> None:
+    def __init__(self, link: WireLink, make: Callable[[Tell], dict[str, VllmEngine]], *, drops: bool = False) -> None:
         self._link, self._drops = link, drops
-        self.agents = Agents(make(self._tell), self._tell, self._progressed)
+        self.agents = Agents(make(self._tell), self._tell, self._progressed, apart=True)
         self._instances: dict[str, Instance] = {}
         self._epoch = 0
-
-    def loops(self) -> list[Loop]:
-        """Return the loops that run as long as the engines do."""
-        return [*self.agents.loops(follow_latency=True, apart=True), self._report]
 
     def receive(self, message: Message) -> None:
         """Handle a message from a controller, unless its term is over."""
@@ -76,7 +69,7 @@ class Agent:
     def _progressed(self, instance: str, progress: Mapping[str, Progress], asked: float) -> None:
         self._link.send("controller", Progressed(instance, progress, asked))
 
-    async def _report(self) -> None:
+    async def report(self) -> None:
         """Report the state of all engines, until cancelled."""
         connections = self._link.connections
         while True:

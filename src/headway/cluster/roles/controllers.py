@@ -59,11 +59,10 @@ class ControllerProcess:
             leader.distrust(message.sender)
 
     def _new_leader(self) -> Leader:
-        engines = [f"e{i}" for i in range(len(self._config.engines))]
-        return Leader(self._link, self._control, self._config.wire.lease_seconds, engines)
+        return Leader(self._link, self._control, self._config.wire.lease_seconds, self._config.named)
 
     def _control(self, execute: Execute, inquire: Inquire) -> Control:
         config = self._config
         controller = controller_of(config, find(config.recipe).planner(), self._lengths.lengths)
         swaps = any(engine.models for engine in config.engines)
-        return Control(controller, execute, inquire, drops=drops(config), swaps=swaps)
+        return Control(controller, execute, inquire, drops=drops(config), swaps=lambda: swaps)

@@ -27,10 +27,11 @@ from headway.errors import ConfigError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import drops, engines_of
+from headway.gateway.control.setup import drops, engine_maker, engines_of
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import bind
-from headway.gateway.main import preflight, serve
+from headway.gateway.main import serve
+from headway.gateway.preflight import preflight
 from headway.gateway.watch.logs import configure
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
@@ -99,15 +100,15 @@ def agent(
     async def work() -> None:
         metrics = Metrics()
         async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}", "agent") as link:
-            make = partial(engines_of, config, log_dir, metrics=metrics, only=only)
-            one = Agent(link, make, drops=drops(config))
+            engines = lambda tell: engines_of(config, engine_maker(config, log_dir, tell, metrics), only)  # noqa: E731
+            one = Agent(link, engines, drops=drops(config))
 
             async def listen() -> None:
                 async for message in link.messages():
                     one.receive(message)
 
             state = partial(_state_of, one, link)
-            loops: list[tasks.Loop] = [*one.loops(), listen]
+            loops: list[tasks.Loop] = [one.report, listen]
             async with _probed(port, config, state, metrics), one.agents.running(), tasks.running(*loops):
                 try:
                     await _stop_signal()
@@ -120,7 +121,7 @@ def agent(
 
 def _chosen(config: Config, engines: Sequence[str]) -> frozenset[str]:
     """Return the ids of the engines to run, all when none is named. ConfigError for an unknown one."""
-    known = [f"e{i}" for i in range(len(config.engines))]
+    known = list(config.named)
     if unknown := [id for id in engines if id not in known]:
         raise ConfigError(
             f"The configuration has no engine {unknown[0]!r}.", f"Choose from {', '.join(known)}.", param="engines"

@@ -52,7 +52,8 @@ def parts_of(config: Config) -> list[Part]:
     up = config.up
     common = ("--config", CONFIG, "--port", PORT)
     agents = [
-        _agent(i, {_GPU: float(engine.gpus or 0)} | engine.resources, common) for i, engine in enumerate(config.engines)
+        _agent(i, id, {_GPU: float(engine.gpus or 0)} | engine.resources, common)
+        for i, (id, engine) in enumerate(config.named.items())
     ]
     memory = int(up.memory_gib * _GIB)
     controllers = [
@@ -64,9 +65,9 @@ def parts_of(config: Config) -> list[Part]:
     return [*agents, *controllers, *gateways]
 
 
-def _agent(number: int, resources: dict[str, float], common: tuple[str, ...]) -> Part:
+def _agent(number: int, engine: str, resources: dict[str, float], common: tuple[str, ...]) -> Part:
     name = f"agent-{number}"
-    argv = ("agent", "--name", name, "--engine", f"e{number}", *common)
+    argv = ("agent", "--name", name, "--engine", engine, *common)
     cpus, gpus = resources.pop(_CPU, 1.0), resources.pop(_GPU, 0.0)
     memory = int(resources.pop(_MEMORY, 0.0) * _GIB)
     return Part(name, argv, None, cpus, memory, gpus, resources)

@@ -37,8 +37,7 @@ class AppState(Access):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.config)
         self.gateway = gateway
-        self.models = ServedModels(self.config, gateway.dispatcher.engines, gateway.counters)
-        self.parser = Parser(self.models, self.config)
+        self.parser = Parser(self._served(), self.config)
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.stopping = asyncio.Event()  # the gateway is being stopped
@@ -46,6 +45,12 @@ class AppState(Access):
         self._classes: Mapping[str, Tier] = {}  # as configured
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
+        if gateway.fleet is not None:
+            gateway.fleet.changed = self._follow_fleet
+
+    @property
+    def models(self) -> ServedModels:
+        return self.parser.models
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
@@ -53,6 +58,17 @@ class AppState(Access):
         self.config = replace(self.config, keys=keys)
         self._keys, self._classes = by_digest, classes
         self._fit()
+
+    def _follow_fleet(self) -> None:
+        """Serve the models of the engines that stay."""
+        if (fleet := self.gateway.fleet) is not None:
+            self.config = replace(self.config, engines=tuple(replace(one, id=id) for id, one in fleet.settings.items()))
+            self.parser.models = self._served()
+            self._fit()
+
+    def _served(self) -> ServedModels:
+        stay = [one for one in self.gateway.dispatcher.engines.values() if one.leaving != "remove"]
+        return ServedModels(self.config, stay, self.gateway.counters)
 
     def _fit(self) -> None:
         """Let measured classes promise what the engines can do."""

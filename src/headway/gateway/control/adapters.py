@@ -45,4 +45,4 @@ class AdapterWarmer(Warmer):
         return HeldWorker(used, release, fresh=not all(resident))
 
     def _engines_with(self, name: str) -> list[EngineView]:
-        return [e for e in self._engines.values() if e.up.is_set() and name in e.config.adapters]
+        return [e for e in self._engines.values() if e.serves and name in e.config.adapters]

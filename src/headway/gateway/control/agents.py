@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 from headway import clock
 from headway.engines.vllm.process.client import VllmEngine
 from headway.errors import EngineError
 from headway.events import Cached, Event
-from headway.gateway.tasks import Loop
+from headway.gateway import tasks
 from headway.types import Command, Progress, Rerank, Swap, Warm
 
 Notify = Callable[[Event], None]
@@ -28,51 +29,77 @@ log = logging.getLogger("headway.gateway")
 
 
 class Agents:
-    """The engines of this process.
+    """The engines of this process, by id: they come (`start`) and go (`stop`) while it runs.
 
     notify: receives what they learn. progressed: receives their answers to `inquire`.
+    follows: tells whether what they learn of their latency is reported; with several engines it always is.
+    apart: there may be engines of other processes; what is cached matters only where there are several.
+    beside: also run for each engine, as long as it does. failed: as in `tasks.running`.
     """
 
-    def __init__(self, engines: Mapping[str, VllmEngine], notify: Notify, progressed: Progressed) -> None:
+    def __init__(
+        self,
+        engines: dict[str, VllmEngine],
+        notify: Notify,
+        progressed: Progressed,
+        *,
+        follows: Callable[[], bool] = lambda: True,
+        apart: bool = False,
+        beside: Sequence[Callable[[VllmEngine], Coroutine[Any, Any, None]]] = (),
+        failed: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.engines, self._notify, self._progressed = engines, notify, progressed
-        self._ranks = {id: RankUpdates(engine) for id, engine in engines.items()}
-        self._inquiries = {id: _Inquiry(engine) for id, engine in engines.items()}
+        self._follows, self._apart, self._beside, self._failed = follows, apart, beside, failed
+        self._running: dict[str, _Running] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Start the engines, and stop them when the block ends."""
+        """Start the engines, and stop all when the block ends."""
         try:
-            for engine in self.engines.values():
-                await engine.start()
-            yield
+            for engine in tuple(self.engines.values()):
+                await self.start(engine)
+            async with tasks.running(self._follow_latency, failed=self._failed):
+                yield
         finally:
-            await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+            await asyncio.gather(*map(self.stop, tuple(self._running)))
 
-    def loops(self, *, follow_latency: bool, apart: bool = False) -> list[Loop]:
-        """Return what runs as long as the engines do.
+    async def start(self, engine: VllmEngine) -> None:
+        """Start an engine, in the place of one of the same id that has stopped."""
+        await engine.start()
+        self.engines[engine.id] = engine
+        ranks, inquiry = RankUpdates(engine), _Inquiry(engine)
+        loops: list[tasks.Loop] = [ranks.run, partial(self._ask, inquiry), partial(self._follow_cache, engine)]
+        loops += (partial(one, engine) for one in self._beside)
+        self._running[engine.id] = _Running(ranks, inquiry, tasks.Group(*loops, failed=self._failed), asyncio.Lock())
 
-        follow_latency: report every second what they learn. apart: there may be engines of other processes; what
-        is cached matters only where there are several.
-        """
-        loops: list[Loop] = [ranks.run for ranks in self._ranks.values()]
-        loops += (partial(self._ask, inquiry) for inquiry in self._inquiries.values())
-        if len(self.engines) > 1 or apart:
-            loops += (partial(self._follow_cache, engine) for engine in self.engines.values())
-        return [*loops, self._follow_latency] if follow_latency else loops
+    async def stop(self, id: str) -> None:
+        """Stop an engine, whatever is inside it; nothing happens if it does not run."""
+        if (one := self._running.get(id)) is None:
+            return
+        async with one.stopping:  # whoever comes second waits for its end, too
+            if self._running.get(id) is one:
+                await one.loops.end()
+                await self.engines[id].stop()
+                del self._running[id]
 
     def execute(self, command: Command) -> None:
-        """Apply a command to its engine."""
+        """Apply a command to its engine, unless that has stopped."""
         match command:
-            case Rerank():
-                self._ranks[command.instance].put(command.ranks)
-            case Swap():
-                self.engines[command.instance].begin_swap(command.model)
-            case Warm():
-                self.engines[command.instance].begin_warm(command.model)
+            case Rerank(instance) if instance in self._running:
+                self._running[instance].ranks.put(command.ranks)
+            case Swap(instance) if instance in self._running:
+                self.engines[instance].begin_swap(command.model)
+            case Warm(instance) if instance in self._running:
+                self.engines[instance].begin_warm(command.model)
 
     def inquire(self, instance: str, ids: Sequence[str]) -> None:
         """Ask an engine soon how far it is with these requests."""
-        self._inquiries[instance].put(ids)
+        if instance in self._running:
+            self._running[instance].inquiry.put(ids)
+
+    @property
+    def _several(self) -> bool:
+        return self._apart or len(self.engines) > 1
 
     async def _follow_latency(self) -> None:
         """Report what the engines have learned, every second until cancelled.
@@ -80,14 +107,15 @@ class Agents:
         An engine that does not answer, or without Headway's scheduler, reports nothing.
         """
         while True:
-            up = [engine for engine in self.engines.values() if engine.up.is_set()]
+            follow = self._follows() or self._several
+            up = [engine for engine in self.engines.values() if follow and engine.serves]
             answers = await asyncio.gather(*(engine.learned() for engine in up), return_exceptions=True)
             for engine, learned in zip(up, answers, strict=True):
                 if isinstance(learned, EngineError):
                     log.debug("engine %s does not say what it has learned: %s", engine.id, learned)
                 elif isinstance(learned, BaseException):
                     log.error("engine %s could not be asked for what it has learned", engine.id, exc_info=learned)
-                elif learned is not None and engine.up.is_set() and engine.loading is None:
+                elif learned is not None and engine.serves and engine.loading is None:
                     self._notify(learned)
             await asyncio.sleep(_POLL)
 
@@ -102,6 +130,9 @@ class Agents:
             if not engine.up.is_set() or engine.loading is not None:
                 epoch = ""
             await engine.up.wait()
+            if not self._several:
+                await asyncio.sleep(_LOOK)
+                continue
             now, report = clock.now(), None
             if now >= whole_at:
                 epoch, whole_at = "", now + _WHOLE
@@ -109,7 +140,7 @@ class Agents:
                 report = await engine.cached(epoch, position)
             except EngineError as error:
                 log.debug("engine %s does not say what it has cached: %s", engine.id, error)
-            if report is not None and engine.up.is_set() and engine.loading is None:
+            if report is not None and engine.serves and engine.loading is None:
                 epoch, position = report.epoch, report.until
                 if report.whole or report.until > report.since:
                     self._notify(Cached(engine.id, report))
@@ -126,6 +157,15 @@ class Agents:
                 log.debug("engine %s does not say how far it is: %s", inquiry.engine.id, error)
                 continue
             self._progressed(inquiry.engine.id, progress, asked)
+
+
+class _Running(NamedTuple):
+    """What belongs to an engine that runs."""
+
+    ranks: RankUpdates
+    inquiry: _Inquiry
+    loops: tasks.Group
+    stopping: asyncio.Lock
 
 
 class _Inquiry:

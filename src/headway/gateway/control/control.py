@@ -72,20 +72,32 @@ class Control(ControlView):
     execute: carries out commands, in their order.
     inquire: asks an instance how far it is with requests, by id; `progressed` takes its answer.
     drops: some class drops requests, so the controller wants to know what the engines learn (as for planners
-        that think, swap models or order application runs: they plan by it). swaps: some engine has models.
+        that think, swap models or order application runs: they plan by it). swaps: tells whether some engine has
+        models.
     """
 
     def __init__(
-        self, controller: Controller, execute: Execute, inquire: Inquire, *, drops: bool = False, swaps: bool = False
+        self,
+        controller: Controller,
+        execute: Execute,
+        inquire: Inquire,
+        *,
+        drops: bool = False,
+        swaps: Callable[[], bool] = lambda: False,
     ) -> None:
         self.controller, self.execute, self._inquire = controller, execute, inquire
         self._planning = Planning(controller, execute)
-        planner = controller.planner
-        plans_by_it = planner.thinks or (planner.swaps and swaps) or planner.knowledge is not None
-        self.follows_latency = drops or plans_by_it
+        self._drops, self._swaps = drops, swaps
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = math.inf
+
+    @property
+    def follows_latency(self) -> bool:
+        """Return whether the controller wants to know what the engines learn."""
+        planner = self.controller.planner
+        plans_by_it = planner.thinks or (planner.swaps and self._swaps()) or planner.knowledge is not None
+        return self._drops or plans_by_it
 
     async def prepare(self) -> None:
         """Compile the planner; await this before the first event."""

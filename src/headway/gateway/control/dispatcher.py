@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from headway import clock
@@ -56,7 +56,7 @@ class Dispatcher:
     def receive(self, event: Event) -> None:
         """Take note of an event that an engine has reported."""
         if isinstance(event, InstanceUp):  # a swap may have failed once too often
-            self._refuse_unavailable()
+            self.refuse_unavailable()
 
     def add(self, in_flight: InFlightRequest) -> None:
         """Queue a request that was stored."""
@@ -117,7 +117,7 @@ class Dispatcher:
             case Reject():
                 self._reject(command)
             case Swap():
-                self._take_back(self.engines[command.instance])
+                self.take_back(self.unanswered(command.instance))
             case Prewarm():
                 self.warmups.put(command)
 
@@ -140,22 +140,26 @@ class Dispatcher:
             self._metrics.dropped(reject.reason, refused.request.tenant)
             refused.refuse(refusal(reject))
 
-    def _take_back(self, engine: EngineView) -> None:
-        """Take back what an engine has not begun to answer, as it swaps models; it is queued again at once.
+    def unanswered(self, engine: str) -> list[InFlightRequest]:
+        """Return what was sent to an engine and has no byte of an answer; one not streamed comes as a whole."""
+        sent = (one for one in self.in_flight.values() if one.state is RequestState.SENT)
+        return [one for one in sent if one.sends[-1][1] == engine]
 
-        An answer that is not streamed has not begun before it is complete. Streams go on to their end.
-        """
-        for request in self.in_flight.values():
-            if request.state is RequestState.SENT and request.sends[-1][1] == engine.id:
-                request.take_back()
+    def take_back(self, requests: Iterable[InFlightRequest]) -> None:
+        """Take requests back from an engine that has not begun to answer them; they are queued again at once."""
+        for request in requests:
+            request.take_back()
 
     # ---- models that are given up
 
     def unavailable(self, model: str) -> ModelUnavailable | None:
-        """Return the error of a model that all its engines have given up, None = one may still load it."""
-        having = [engine for engine in self.engines.values() if model in engine.models.names]
+        """Return the error of a model that no engine has, or all have given up; None = one may still load it."""
+        having = [one for one in self.engines.values() if model in one.models.names and one.leaving != "remove"]
+        if not having:
+            problem, hint = f"No engine has the model {model} any more.", "Use another model, or add an engine for it."
+            return ModelUnavailable(problem, hint, code="model_unavailable")
         errors = [engine.models.unavailable(model) for engine in having]
-        if not having or None in errors:
+        if None in errors:
             return None
         names = ", ".join(engine.id for engine in having)
         return ModelUnavailable(
@@ -164,8 +168,8 @@ class Dispatcher:
             code="model_unavailable",
         )
 
-    def _refuse_unavailable(self) -> None:
-        """End the queued requests of models that are given up."""
+    def refuse_unavailable(self) -> None:
+        """End the queued requests of models that are given up, or that no engine has any more."""
         for one in self.in_flight.values():
             if one.state is RequestState.QUEUED and (error := self.unavailable(one.request.model)) is not None:
                 one.refuse(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.config import Config
+from headway.config import Config, Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.pace import MeasuredPace
 from headway.events import Event
@@ -16,6 +16,7 @@ from headway.policy.core.shares import QueueShares
 from headway.ports import Lengths, Planner
 
 Listener = Callable[[Event], None]
+Make = Callable[[str, Engine], VllmEngine]
 
 
 def controller_of(config: Config, planner: Planner, lengths: Lengths) -> Controller:
@@ -37,33 +38,25 @@ def be_ready(planner: Planner, config: Config) -> None:
         planner.prewarming.options = PrewarmOptions(readiness)
 
 
-def engines_of(
+def engine_maker(
     config: Config,
     log_dir: Path | None,
     listener: Listener,
     metrics: Metrics,
-    only: frozenset[str] | None = None,
     on_pace: Callable[[str, MeasuredPace], None] | None = None,
-) -> dict[str, VllmEngine]:
-    """Return the engines by id.
+) -> Make:
+    """Return what makes an engine of this process, by its id. on_pace: receives its measured pace, None = none is."""
 
-    only: ids of those that are wanted, None = all. on_pace: receives their measured pace, None = none is.
-    """
-    named = {f"e{i}": engine for i, engine in enumerate(config.engines)}
-    return {
-        id: VllmEngine(
-            id,
-            engine,
-            config.recipe,
-            log_dir or config.logs_dir,
-            listener,
-            metrics.swapped,
-            host=config.wire.host,
-            on_pace=on_pace,
-        )
-        for id, engine in named.items()
-        if only is None or id in only
-    }
+    def make(id: str, engine: Engine) -> VllmEngine:
+        logs, host = log_dir or config.logs_dir, config.wire.host
+        return VllmEngine(id, engine, config.recipe, logs, listener, metrics.swapped, host=host, on_pace=on_pace)
+
+    return make
+
+
+def engines_of(config: Config, make: Make, only: frozenset[str] | None = None) -> dict[str, VllmEngine]:
+    """Return the engines of a configuration by id. only: ids of those that are wanted, None = all."""
+    return {id: make(id, engine) for id, engine in config.named.items() if only is None or id in only}
 
 
 def drops(config: Config) -> bool:

@@ -34,6 +34,11 @@ class Paces:
         self.by_engine[engine] = pace
         self.changed()
 
+    def remove(self, engine: str) -> None:
+        """Forget an engine that is gone."""
+        if self.by_engine.pop(engine, None) is not None:
+            self.changed()
+
     @property
     def slowest(self) -> MeasuredPace | None:
         """Return the pace that all of them can keep, None = none was measured."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from headway.config import Config
 from headway.engines.vllm.process.client import VllmEngine
@@ -13,13 +14,13 @@ from headway.gateway import tasks
 from headway.gateway.control.agents import Agents
 from headway.gateway.control.control import Control
 from headway.gateway.control.dispatcher import Dispatcher
-from headway.gateway.control.setup import Listener, drops
+from headway.gateway.control.setup import Listener, Make, drops, engines_of
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.account import RunAccount
 from headway.policy.core.controller import Controller
 from headway.types import Command
 
-Engines = Callable[[Listener], Mapping[str, VllmEngine]]
+Beside = Callable[[VllmEngine], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,20 @@ class LocalGateway:
     agents: Agents
     dispatcher: Dispatcher
     metrics: Metrics
+    make: Make
 
     @classmethod
-    def of(cls, config: Config, controller: Controller, metrics: Metrics, make_engines: Engines) -> LocalGateway:
+    def of(
+        cls,
+        config: Config,
+        controller: Controller,
+        metrics: Metrics,
+        maker: Callable[[Listener], Make],
+        beside: Sequence[Beside],
+    ) -> LocalGateway:
         """Connect a controller with engines and requests in flight.
 
-        make_engines: returns the engines, given the listener for what happens to them.
+        maker: returns what makes engines, given the listener for what happens to them. beside: as in `Agents`.
         """
 
         def execute(commands: Sequence[Command]) -> None:
@@ -50,24 +59,28 @@ class LocalGateway:
         def inquire(instance: str, ids: Sequence[str]) -> None:
             agents.inquire(instance, ids)
 
-        engines = make_engines(notify)
-        control = Control(
-            controller,
-            execute,
-            inquire,
-            drops=drops(config),
-            swaps=any(engine.models.swaps for engine in engines.values()),
+        def swaps() -> bool:
+            return any(engine.models.swaps for engine in engines.values())
+
+        make = maker(notify)
+        engines = engines_of(config, make)
+        control = Control(controller, execute, inquire, drops=drops(config), swaps=swaps)
+        agents = Agents(
+            engines,
+            notify,
+            control.progressed,
+            follows=lambda: control.follows_latency,
+            beside=beside,
+            failed=metrics.loop_failed,
         )
-        agents = Agents(engines, notify, control.progressed)
         dispatcher = Dispatcher(control, engines, RunAccount(config.apps.run_timeout_s), metrics)
-        return cls(control, agents, dispatcher, metrics)
+        return cls(control, agents, dispatcher, metrics, make)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the engines and the planner until the block ends; the engines stop last."""
         await self.control.prepare()
         loops = [*self.control.loops(), self.dispatcher.expire_runs]
-        loops += self.agents.loops(follow_latency=self.control.follows_latency or len(self.agents.engines) > 1)
         async with self.agents.running():
             try:
                 async with tasks.running(*loops, failed=self.metrics.loop_failed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -101,13 +101,13 @@ class Served:
 
 
 class ServedModels:
-    """The models of a configuration, with the engines that have them.
+    """The models of a configuration, with the engines that have them; made anew when engines come or go.
 
-    engines: by id, as they are now. counters: by model.
+    engines: those that stay. counters: by model.
     """
 
-    def __init__(self, config: Config, engines: Mapping[str, EngineView], counters: Mapping[str, TokenCounter]) -> None:
-        self._aliases, self._engines, self._counters = config.aliases, engines, counters
+    def __init__(self, config: Config, engines: Iterable[EngineView], counters: Mapping[str, TokenCounter]) -> None:
+        self._aliases, self._views, self._counters = config.aliases, tuple(engines), dict(counters)
         self._adapters = base_models(config.engines)
         self.engines = {name: engine for engine in config.engines for name in engine.served}
         self._served = {*self.engines, *self._adapters}
@@ -133,7 +133,7 @@ class ServedModels:
                 code="model_not_found",
                 param="model",
             )
-        engines = [view for view in tuple(self._engines.values()) if model in view.config.served]
+        engines = [view for view in self._views if model in view.config.served]
         return Served(model, adapter, self.engines[model], engines, self._counters[model])
 
     @property

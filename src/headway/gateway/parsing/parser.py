@@ -27,7 +27,7 @@ class Parser:
     """
 
     def __init__(self, models: ServedModels, config: Config) -> None:
-        self._models, self.config = models, config
+        self.models, self.config = models, config
 
     def parse(
         self, kind: Kind, raw: Fields, headers: Mapping[str, str], key: Key | None, *, tenant: str, arrival: float
@@ -37,7 +37,7 @@ class Parser:
         raw: its body as JSON. key: whose limits its claims must keep, None = no limits.
         """
         raw, body = self._validate(kind, raw)
-        served = self._models.find(body.model)
+        served = self.models.find(body.model)
         _check_engines(served, kind, raw, body)
         prompt = served.counter.read(body, served.context)
         parsed = interpret(
@@ -66,14 +66,14 @@ class Parser:
     def prompt(self, kind: Kind, raw: Fields) -> Prompt:
         """Return the tokens of a body's prompt; errors as `parse`."""
         _, body = self._validate(kind, raw)
-        served = self._models.find(body.model)
+        served = self.models.find(body.model)
         return served.counter.read(body, served.context)
 
     def _validate(self, kind: Kind, raw: Fields) -> tuple[Fields, ChatBody | CompletionBody]:
         """Check the fields of a body, and return it with its model's own name."""
-        raw = {**raw, "model": self._models.own_name(raw.get("model"))}
+        raw = {**raw, "model": self.models.own_name(raw.get("model"))}
         check_grammars(raw, self.config.grammars)
-        return raw, validate(kind, raw, self._models.longest)
+        return raw, validate(kind, raw, self.models.longest)
 
 
 def _check_engines(served: Served, kind: Kind, raw: Fields, body: ChatBody | CompletionBody) -> None:

@@ -21,7 +21,6 @@ from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
-from headway.gateway import tasks
 from headway.gateway.budget import AnswerBudget, Held
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
@@ -203,7 +202,7 @@ class RequestPath:
                     raise TakenBack
                 response = await self._open_unless_refused(engine, in_flight)
             except TakenBack:
-                self._dispatcher.requeue(in_flight, "model_swap")
+                self._dispatcher.requeue(in_flight, "model_swap" if engine.leaving is None else "engine_leaves")
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
                 attempts = await self._count_attempt(in_flight)
@@ -256,21 +255,20 @@ class RequestPath:
     async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
 
-        TakenBack when a swap does.
+        TakenBack when a swap does, or an engine that leaves.
         """
         in_flight.raise_if_refused()
-        if not (in_flight.request.drop or engine.models.swaps):
-            return await self._open_on(engine, in_flight)
-        in_flight.opening = opening = asyncio.create_task(self._open_on(engine, in_flight))
+        in_flight.opening = this = asyncio.current_task()
+        assert this is not None, "on the event loop"
         try:
-            response = await opening
+            response = await self._open_on(engine, in_flight)
         except asyncio.CancelledError:
-            await tasks.cancel(opening)
+            if in_flight.refusal is None and in_flight.state is not RequestState.QUEUED:
+                raise
+            if this.uncancel():  # its client has left as well
+                raise
             in_flight.raise_if_refused()
-            this = asyncio.current_task()
-            if in_flight.state is RequestState.QUEUED and this is not None and not this.cancelling():
-                raise TakenBack from None
-            raise
+            raise TakenBack from None
         finally:
             in_flight.opening = None
         if in_flight.refusal is not None:  # while the first token was on its way

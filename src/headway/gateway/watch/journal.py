@@ -14,7 +14,6 @@ import sqlite3
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.gateway.in_flight import InFlightRequest
-from headway.gateway.tasks import Loop
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.store.journal.rows import (
     EngineRow,
@@ -167,14 +165,9 @@ class JournalKeeper(Observer):
 
     # ---- writing
 
-    def loops(self, engines: Mapping[str, EngineView], recipe: str) -> list[Loop]:
-        """Return what runs as long as the gateway serves."""
-        if not self.on:
-            return []
-        return [self._run, *(partial(self._follow, engine, recipe) for engine in engines.values())]
-
-    async def _run(self) -> None:
-        while True:
+    async def run(self) -> None:
+        """Write every second until cancelled."""
+        while self.on:
             await asyncio.sleep(_EVERY_S)
             await self.flush()
 
@@ -225,11 +218,13 @@ class JournalKeeper(Observer):
 
     # ---- engines
 
-    async def _follow(self, engine: EngineView, recipe: str) -> None:
+    async def follow(self, recipe: str, engine: EngineView) -> None:
         """Ask one engine for its iterations and its requests until cancelled.
 
         An engine without Headway's scheduler has none; after a restart it may have.
         """
+        if not self.on:
+            return
         began = self._wall(clock.now())  # what an attached engine did before is another gateway's
         last, described, down = (began, began), "", None
         while True:

@@ -105,6 +105,8 @@ class Metrics(Observer):
             "Each makes a replica of that prefix, which is computed anew where the request goes."
         )
         self._moves = Counter("headway_placed_moves", help, by, registry=r)
+        help = "1 for the state of an instance: starting, up, failed, draining or drained."
+        self._states = Gauge("headway_engine_state", help, ["instance", "state"], registry=r)
         self.evictions = Gauge("headway_evictions", "Evictions that the scheduler decided.", ["instance"], registry=r)
 
     def _add_latencies(self, r: CollectorRegistry, by: list[str]) -> None:
@@ -190,6 +192,20 @@ class Metrics(Observer):
         self._kv.remove_by_labels({"instance": instance})
         if kind is not None:
             self._kv.labels(instance, kind).set(1)
+
+    def state(self, instance: str, state: str) -> None:
+        """Set the state of an instance."""
+        self._states.remove_by_labels({"instance": instance})
+        self._states.labels(instance, state).set(1)
+
+    def forget_engine(self, instance: str) -> None:
+        """Remove the series of an instance that is gone."""
+        for one in (
+            self.up, self.scraped, self._inside, self._placed, self._found, self._moves, self._states, self.evictions,
+            self._swaps, self._swap_seconds, self._models, self._kv,
+        ):  # fmt: skip
+            one.remove_by_labels({"instance": instance})
+        self._totals.engines.pop(instance, None)
 
     def swapped(self, instance: str, report: SwapReport) -> None:
         """Count a swap."""

@@ -36,7 +36,7 @@ Start = Callable[..., AbstractAsyncContextManager[str]]  # takes what `running` 
 
 def check(systems: tuple[str, ...], engine: Engine) -> None:
     """Raise ConfigError unless every name is a stock policy or a recipe that can be served."""
-    from headway.gateway.main import preflight
+    from headway.gateway.preflight import preflight
 
     if not systems:
         raise ConfigError("No system is named.", f"Name some of {', '.join(STANDARD)}.")

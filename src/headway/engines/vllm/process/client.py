@@ -29,7 +29,7 @@ from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import MeasuredPace, measure
 from headway.engines.vllm.process.pulse import until_lost
-from headway.engines.vllm.process.view import EngineView
+from headway.engines.vllm.process.view import EngineView, Leaving
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
 from headway.types import Instance
@@ -94,8 +94,15 @@ class VllmEngine(EngineView):
         self.connect()
         self._task = asyncio.create_task(self._supervise())
 
+    def leave(self, why: Leaving) -> None:
+        """Take no new work from now on; what is inside goes on. It is not started again, whatever happens to it."""
+        self.leaving, self._announced = why, None
+        self._end_side_tasks()
+        self._on_event(InstanceDown(self.id))
+
     async def stop(self) -> None:
         """End the supervision, and the children with all their processes."""
+        self.up.clear()
         self._end_side_tasks()
         work = [task for task in (self._task, *self._side_tasks) if task is not None]
         for task in work:
@@ -104,6 +111,7 @@ class VllmEngine(EngineView):
         await asyncio.to_thread(self._held.close)
         await asyncio.to_thread(self._children.stop)
         await self.disconnect()
+        self.stopped = True
 
     async def _supervise(self) -> None:
         while True:
@@ -123,6 +131,8 @@ class VllmEngine(EngineView):
             self.loading = None
             self._wake.clear()
             self._down()
+            if self.leaving is not None:
+                return
             self.tries += 1
             await asyncio.sleep(_BACKOFF[min(self.tries, len(_BACKOFF)) - 1])
             self.restarts += 1
@@ -157,6 +167,8 @@ class VllmEngine(EngineView):
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
         self.failure, self.tries, self.loading = None, 0, None
+        if self.leaving is not None:  # it was ordered meanwhile
+            return
         self.up.set()
         self._served = True
         self._announced = self.models.announce(instance)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headway.config import Engine
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import instance_of
 from headway.errors import EngineError
+
+Leaving = Literal["drain", "remove", "roll"]
 
 
 class Models(Protocol):
@@ -39,6 +41,7 @@ class EngineView(EngineConnection, ABC):
     ahead: seconds by which the clock of its machine is ahead of this one's.
     restarts: how often it was started again. failure: why it is down, None = it is up or starting.
     tries: failures since it last came up. given_up: it is not started again.
+    leaving: why it takes no new work, None = it does when it is up. stopped: it has ended, and is not started again.
     """
 
     models: Models
@@ -57,10 +60,24 @@ class EngineView(EngineConnection, ABC):
         self.restarts = 0
         self.failure: EngineError | None = None
         self.tries, self.given_up = 0, False
+        self.leaving: Leaving | None = None
+        self.stopped = False
+
+    @property
+    def state(self) -> str:
+        """Return its state in a word; a `failed` one is started again unless it is given up."""
+        if self.leaving is not None:
+            return "drained" if self.stopped else "draining"
+        return "up" if self.up.is_set() else "starting" if self.failure is None else "failed"
+
+    @property
+    def serves(self) -> bool:
+        """Return whether it is up and takes new work."""
+        return self.up.is_set() and self.leaving is None
 
     def takes(self, model: str) -> bool:
         """Return whether a request for this model may be sent now; not from the order of a swap to its end."""
-        return self.loading is None and model == self.models.current
+        return self.loading is None and self.leaving is None and model == self.models.current
 
     @abstractmethod
     def lost(self) -> None:

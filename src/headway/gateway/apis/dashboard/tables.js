@@ -52,7 +52,7 @@ function lines(all, classes) {
 
 function engines(all) {
   fill("engines", Object.entries(all).map(([id, one]) => {
-    const state = one.loading ? `loads ${one.loading}` : one.up ? "up" : one.failed ? "failed" : one.restarts ? "down" : "starting";
+    const state = one.loading ? `loads ${one.loading}` : one.state;
     const countCell = count => cell(count === null ? "-" : whole(count), "n");
     const batch = `${one.computing ?? "?"} of ${one.batch}${one.assumed.includes("max_running") ? " (assumed)" : ""}`;
     return [

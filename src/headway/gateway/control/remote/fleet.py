@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ class RemoteFleet:
     lease_s: seconds of silence of its agent after which an engine is down.
     """
 
-    def __init__(self, control: RemoteControl, engines: Sequence[Engine], lease_s: float) -> None:
-        self.engines = {f"e{i}": RemoteEngine(f"e{i}", engine, self._lost) for i, engine in enumerate(engines)}
+    def __init__(self, control: RemoteControl, engines: Mapping[str, Engine], lease_s: float) -> None:
+        self.engines = {id: RemoteEngine(id, engine, self._lost) for id, engine in engines.items()}
         self._control, self._lease_s = control, lease_s
         self._reports: dict[str, _Report] = {}
         self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged

@@ -32,7 +32,7 @@ class RemoteGateway:
     def of(cls, config: Config, controller: Controller, metrics: Metrics, link: WireLink) -> RemoteGateway:
         """Connect requests in flight with the wire. controller: plans nothing, and admits requests."""
         control = RemoteControl(controller, link)
-        fleet = RemoteFleet(control, config.engines, config.wire.lease_seconds)
+        fleet = RemoteFleet(control, config.named, config.wire.lease_seconds)
         runs = RunAccount(config.apps.run_timeout_s)
         dispatcher = Dispatcher(control, fleet.engines, runs, metrics)
         control.execute, fleet.dispatcher = dispatcher.execute, dispatcher
