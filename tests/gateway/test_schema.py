@@ -23,7 +23,9 @@ from tests.gateway.gateway import Gateway
 def described() -> dict[str, Any]:
     """Return the gateway's schema."""
     app = new_app()
-    gateway = Mock(config=Config(), paces=Paces())  # the schema needs none behind it
+    gateway = Mock(
+        config=Config(), paces=Paces(), fleet=None, dispatcher=Mock(engines={}), counters={}
+    )  # the schema needs none behind it
     add_endpoints(app, AppState(gateway))
     return steered(app.openapi())
 

@@ -68,7 +68,7 @@ def test_metrics_of_both_sides(serve: Serve, fake: Fake) -> None:
             name
             for name in found
             if name.startswith("headway_engine_")
-            and name.removeprefix("headway_engine_") not in ("up", "scraped", "model", "requests")
+            and name.removeprefix("headway_engine_") not in ("up", "scraped", "state", "model", "requests")
         }
         assert counted == {
             f"headway_engine_{name}" for name in ("steps", "step_seconds", "pauses", "evictions", "restarts", "kv")

@@ -107,12 +107,11 @@ async def serving(
         opened(config.backends, config.tenant_share) as backends,
         opened_batches(config) as batches,
     ):
-        if link is not None:
-            planned = controller_of(config, NoPlanner(), lengths.lengths)
-            wired: LocalGateway | RemoteGateway = RemoteGateway.of(config, planned, metrics, link)
-        else:
-            wired = _local(config, lengths.lengths, metrics, log_dir, paces, watch.journal)
-        fleet = Fleet(config, wired, preflight, counters, paces) if isinstance(wired, LocalGateway) else None
+        wired = _wire(config, lengths.lengths, metrics, log_dir, link, paces)
+        fleet = None
+        if isinstance(wired, LocalGateway):
+            wired.agents.beside = (partial(watch.journal.follow, config.recipe),)
+            fleet = Fleet(config, wired, preflight, counters, paces)
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
@@ -123,8 +122,7 @@ async def serving(
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
         try:
             graphs = keep_graphs(knowledge, config.apps_dir)
-            changes = nullcontext() if fleet is None else fleet.running()
-            async with graphs, wired.running(), changes, background.running():
+            async with graphs, wired.running(), fleet or nullcontext(), background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
@@ -162,14 +160,15 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
     return {name: await TokenCounter.load(model) for name, model in models.items()}
 
 
-def _local(
-    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, paces: Paces, journal: JournalKeeper
-) -> LocalGateway:
-    """Connect all parts in this process."""
+def _wire(
+    config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: WireLink | None, paces: Paces
+) -> LocalGateway | RemoteGateway:
+    if link is not None:
+        return RemoteGateway.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
     controller = controller_of(config, find(config.recipe).planner(), lengths)
-    add, follow = paces.add if measures(config) else None, partial(journal.follow, config.recipe)
+    add = paces.add if measures(config) else None
     return LocalGateway.of(
-        config, controller, metrics, lambda listener: engine_maker(config, log_dir, listener, metrics, add), [follow]
+        config, controller, metrics, lambda listener: engine_maker(config, log_dir, listener, metrics, add)
     )
 
 

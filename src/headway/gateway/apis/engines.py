@@ -48,6 +48,10 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
         added = await _fleet(state).change(parse({"engines": [body]}, "the body").engines)
         return _listed(state, added)
 
+    _add_orders(app, state)
+
+
+def _add_orders(app: FastAPI, state: AppState) -> None:
     @app.post(
         f"{PATH}/roll",
         status_code=202,

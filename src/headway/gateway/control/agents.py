@@ -34,7 +34,7 @@ class Agents:
     notify: receives what they learn. progressed: receives their answers to `inquire`.
     follows: tells whether what they learn of their latency is reported; with several engines it always is.
     apart: there may be engines of other processes; what is cached matters only where there are several.
-    beside: also run for each engine, as long as it does. failed: as in `tasks.running`.
+    beside: also run for each engine, as long as it does; to be set before they start.
     """
 
     def __init__(
@@ -45,16 +45,17 @@ class Agents:
         *,
         follows: Callable[[], bool] = lambda: True,
         apart: bool = False,
-        beside: Sequence[Callable[[VllmEngine], Coroutine[Any, Any, None]]] = (),
-        failed: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.engines, self._notify, self._progressed = engines, notify, progressed
-        self._follows, self._apart, self._beside, self._failed = follows, apart, beside, failed
+        self._follows, self._apart = follows, apart
+        self.beside: tuple[Callable[[VllmEngine], Coroutine[Any, Any, None]], ...] = ()
+        self._failed: Callable[[str], None] = lambda name: None
         self._running: dict[str, _Running] = {}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Start the engines, and stop all when the block ends."""
+    async def running(self, failed: Callable[[str], None] = lambda name: None) -> AsyncIterator[None]:
+        """Start the engines, and stop all when the block ends. failed: as in `tasks.running`."""
+        self._failed = failed
         try:
             for engine in tuple(self.engines.values()):
                 await self.start(engine)
@@ -69,7 +70,7 @@ class Agents:
         self.engines[engine.id] = engine
         ranks, inquiry = RankUpdates(engine), _Inquiry(engine)
         loops: list[tasks.Loop] = [ranks.run, partial(self._ask, inquiry), partial(self._follow_cache, engine)]
-        loops += (partial(one, engine) for one in self._beside)
+        loops += (partial(one, engine) for one in self.beside)
         self._running[engine.id] = _Running(ranks, inquiry, tasks.Group(*loops, failed=self._failed), asyncio.Lock())
 
     async def stop(self, id: str) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,13 +65,11 @@ class Fleet:
         """Return the settings of the engines that stay, by id, as they are to be."""
         return {id: self._rolls.get(id, one.config) for id, one in self.engines.items() if one.leaving != "remove"}
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """End all changes under way when the block ends."""
-        try:
-            yield
-        finally:
-            await tasks.cancel(*self._work)
+    async def __aenter__(self) -> None:
+        """Change engines until the block ends, and with it all changes under way."""
+
+    async def __aexit__(self, *error: object) -> None:
+        await tasks.cancel(*self._work)
 
     # ---- orders
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from headway.config import Config
-from headway.engines.vllm.process.client import VllmEngine
 from headway.events import Event
 from headway.gateway import tasks
 from headway.gateway.control.agents import Agents
@@ -19,8 +17,6 @@ from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.account import RunAccount
 from headway.policy.core.controller import Controller
 from headway.types import Command
-
-Beside = Callable[[VllmEngine], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +31,11 @@ class LocalGateway:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        controller: Controller,
-        metrics: Metrics,
-        maker: Callable[[Listener], Make],
-        beside: Sequence[Beside],
+        cls, config: Config, controller: Controller, metrics: Metrics, maker: Callable[[Listener], Make]
     ) -> LocalGateway:
         """Connect a controller with engines and requests in flight.
 
-        maker: returns what makes engines, given the listener for what happens to them. beside: as in `Agents`.
+        maker: returns what makes engines, given the listener for what happens to them.
         """
 
         def execute(commands: Sequence[Command]) -> None:
@@ -65,14 +56,7 @@ class LocalGateway:
         make = maker(notify)
         engines = engines_of(config, make)
         control = Control(controller, execute, inquire, drops=drops(config), swaps=swaps)
-        agents = Agents(
-            engines,
-            notify,
-            control.progressed,
-            follows=lambda: control.follows_latency,
-            beside=beside,
-            failed=metrics.loop_failed,
-        )
+        agents = Agents(engines, notify, control.progressed, follows=lambda: control.follows_latency)
         dispatcher = Dispatcher(control, engines, RunAccount(config.apps.run_timeout_s), metrics)
         return cls(control, agents, dispatcher, metrics, make)
 
@@ -81,7 +65,7 @@ class LocalGateway:
         """Run the engines and the planner until the block ends; the engines stop last."""
         await self.control.prepare()
         loops = [*self.control.loops(), self.dispatcher.expire_runs]
-        async with self.agents.running():
+        async with self.agents.running(self.metrics.loop_failed):
             try:
                 async with tasks.running(*loops, failed=self.metrics.loop_failed):
                     yield

@@ -1,0 +1,346 @@
+"""Engines that are added, drained, removed and replaced while a gateway serves, all of them FAKE."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config import Engine, parse, write
+from headway.gateway.apis.state import AppState
+from headway.gateway.reload import Reload, paired
+from tests.gateway.conftest import Serve
+from tests.gateway.gateway import DEAD, OPERATOR, WEB, Fake, Gateway, until
+from tests.gateway.test_request_ends import fakes
+
+PATH = "/v1/headway/engines"
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Fake]]:
+    """Two more fake engines."""
+    engines = [Fake(tmp_path_factory.mktemp("fake")).start() for _ in range(2)]
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+def order(gateway: Gateway, method: str, path: str = "", **more: Any) -> Any:
+    """Give an operator's order; return status and body."""
+    answer = WEB.request(method, f"{gateway.url}{PATH}{path}", headers=OPERATOR, **more)
+    return answer.status_code, answer.json()
+
+
+def states(gateway: Gateway) -> dict[str, str]:
+    status, body = order(gateway, "GET")
+    assert status == 200
+    return {one["id"]: one["state"] for one in body["data"]}
+
+
+def add(gateway: Gateway, **settings: Any) -> str:
+    """Add an engine and wait until it is up; return its id."""
+    status, body = order(gateway, "POST", json=settings)
+    assert status == 202, body
+    (one,) = body["data"]
+    until(lambda: states(gateway)[one["id"]] == "up")
+    return str(one["id"])
+
+
+def error_of(answer: tuple[int, Any]) -> tuple[int, str]:
+    status, body = answer
+    assert set(body) == {"error"}, body
+    return status, body["error"]["code"]
+
+
+def began(gateway: Gateway) -> int:
+    """Return the number of requests that have a token."""
+    return sum(one.first_token is not None for one in tuple(gateway.inner.dispatcher.in_flight.values()))
+
+
+def asked(engine: Fake) -> int:
+    return int(engine.last()["asked"])
+
+
+@dataclass
+class Load:
+    """Clients that ask for streams one after the other, until the block ends. broken: answers that were not whole."""
+
+    gateway: Gateway
+    done: int = 0
+    broken: list[str] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self) -> None:
+        extra = {"vllm_xargs": {"fake_delay": 0.01}}
+        while not self.stop.is_set():
+            answer = self.gateway.post(self.gateway.chat(stream=True, **extra))
+            whole = answer.text.count("fake ") == 8 and answer.text.endswith("data: [DONE]\n\n")
+            if answer.status_code != 200 or not whole:
+                self.broken.append(answer.text)
+            self.done += 1
+
+
+@contextmanager
+def load(gateway: Gateway, clients: int = 6) -> Iterator[Load]:
+    one = Load(gateway)
+    with ThreadPoolExecutor(clients) as pool:
+        for _ in range(clients):
+            pool.submit(one.ask)
+        try:
+            yield one
+        finally:
+            one.stop.set()
+    assert one.broken == []
+    assert one.done > 0
+
+
+# ---- add, drain, remove
+
+
+def test_engines_come_and_go_under_load(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url) as gateway, load(gateway) as clients:
+        before = [asked(one) for one in others]
+        ids = [add(gateway, url=one.url, max_running=4) for one in others]
+        assert ids == ["e1", "e2"]
+        until(lambda: all(asked(one) > number for one, number in zip(others, before, strict=True)))
+        assert order(gateway, "POST", "/e1/drain")[0] == 202
+        until(lambda: states(gateway) == {"e0": "up", "e1": "drained", "e2": "up"})
+        drained, done = asked(others[0]), clients.done
+        assert gateway.metric('headway_engine_state{instance="e1",state="drained"}') == 1
+        assert order(gateway, "DELETE", "/e2")[0] == order(gateway, "DELETE", "/e1")[0] == 202
+        until(lambda: states(gateway) == {"e0": "up"})
+        until(lambda: clients.done > done + 20)
+        assert asked(others[0]) == drained
+        page = gateway.get("/metrics", headers=OPERATOR).text
+        assert 'instance="e0"' in page
+        assert 'instance="e1"' not in page
+        assert 'instance="e2"' not in page
+        assert set(gateway.controller.cluster.instances) == {"e0"}
+        assert set(gateway.get("/ready", headers=OPERATOR).json()["engines"]) == {"e0"}
+        assert add(gateway, url=others[0].url) == "e3", "no id is used again"
+
+
+def test_open_streams_end_where_they_are(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    slow = {"stream": True, "vllm_xargs": {"fake_delay": 0.15}}
+    with serve(fake.url) as gateway, ThreadPoolExecutor(16) as pool:
+        aborted = fake.last()["aborted"]
+        streams = [pool.submit(gateway.post, gateway.chat(**slow)) for _ in range(10)]
+        whole = pool.submit(gateway.post, gateway.chat(vllm_xargs={"fake_delay": 0.15}))
+        until(lambda: fake.last()["open"] == 11)
+        until(lambda: began(gateway) == 10)
+        add(gateway, url=others[0].url)
+        assert order(gateway, "POST", "/e0/drain")[1]["data"][0]["state"] == "draining"
+        assert states(gateway)["e0"] == "draining"
+        number = asked(fake)
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert {one.result().text.count("fake ") for one in streams} == {8}
+        assert whole.result().json()["choices"][0]["message"]["content"].count("fake ") == 8
+        until(lambda: states(gateway)["e0"] == "drained")
+        assert (asked(fake), fake.last()["aborted"]) == (number, aborted), "a begun answer is not begun again"
+
+
+def test_what_has_not_begun_goes_to_another_engine(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        number = asked(others[1])
+        held = [
+            pool.submit(gateway.post, gateway.chat(stream=stream, **fakes(hold="leave"))) for stream in (True, False)
+        ]
+        until(lambda: fake.last()["open"] == 2)
+        requests = list(gateway.inner.dispatcher.in_flight.values())
+        add(gateway, url=others[1].url)
+        order(gateway, "POST", "/e0/drain")
+        until(lambda: states(gateway)["e0"] == "drained")
+        until(lambda: asked(others[1]) == number + 2)
+        others[1].release("leave")
+        assert [one.result().status_code for one in held] == [200, 200]
+        assert [one.attempts for one in requests] == [0, 0]
+        assert gateway.metric('headway_requeue_seconds_count{reason="engine_leaves"}') == 2
+
+
+def test_an_engine_that_is_removed_at_once(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        stream = pool.submit(gateway.post, gateway.chat(stream=True, **fakes(delay=0.7)))
+        held = pool.submit(gateway.post, gateway.chat(**fakes(hold="now")))
+        until(lambda: fake.last()["open"] == 2 and began(gateway) == 1)
+        assert error_of(order(gateway, "DELETE", "/e0?now=true")) == (409, "work_waiting")
+        add(gateway, url=others[1].url)
+        others[1].release("now")
+        assert order(gateway, "DELETE", "/e0")[1]["data"][0]["state"] == "draining"
+        assert states(gateway)["e0"] == "draining"
+        assert order(gateway, "DELETE", "/e0?now=true")[0] == 202
+        until(lambda: states(gateway) == {"e1": "up"}, 2)
+        assert held.result().status_code == 200
+        assert stream.result().status_code == 200  # its end is that of a stream whose engine has died
+
+
+def test_a_drained_engine_comes_back(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        order(gateway, "POST", "/e0/drain")
+        until(lambda: states(gateway) == {"e0": "drained"})
+        assert gateway.get("/ready").status_code == 503
+        waiting = pool.submit(gateway.post, gateway.chat())
+        until(lambda: gateway.controller.queued == 1)
+        assert order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"max_running": 3}})[0] == 202
+        assert waiting.result().status_code == 200
+        assert gateway.controller.cluster.instances["e0"].max_running == 3
+
+
+# ---- what is refused
+
+
+def test_the_last_engine_of_a_model_with_work(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        order(gateway, "POST", "/e0/drain")
+        until(lambda: states(gateway) == {"e0": "drained"})
+        waiting = pool.submit(gateway.post, gateway.chat())
+        until(lambda: gateway.controller.queued == 1)
+        assert error_of(order(gateway, "DELETE", "/e0")) == (409, "work_waiting")
+        assert error_of(order(gateway, "POST", "/e0/drain")) == (409, "work_waiting")
+        assert states(gateway) == {"e0": "drained"}
+        assert order(gateway, "DELETE", "/e0?force=true")[0] == 202
+        refused = waiting.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+        until(lambda: states(gateway) == {})
+        assert gateway.post(gateway.chat()).json()["error"]["code"] == "model_not_found"
+        assert gateway.get("/v1/models").json()["data"] == []
+        assert gateway.get("/ready").status_code == 503
+        add(gateway, url=fake.url, model="smollm2")
+        assert gateway.post(gateway.chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_running": 0}, "engines.0.max_running"),
+        ({"max_runing": 4}, "max_running"),
+        ({"kv_gib": 100_000}, "There is not enough memory for e1 (memory: "),
+        ({"cores": "999"}, "core 999"),
+        ({"url": DEAD, "model": "org/other", "served_name": "smollm2"}, "Engines of the same name differ"),
+        ({"tool_parser": "nonsense"}, "tool parser"),
+    ],
+)
+def test_settings_that_cannot_be_served(gateway: Gateway, settings: dict[str, Any], said: str) -> None:
+    before = states(gateway)
+    status, body = order(gateway, "POST", json=settings)
+    assert status == 400
+    assert said in body["error"]["message"]
+    assert states(gateway) == before
+
+
+def test_orders_that_are_refused(gateway: Gateway, fake: Fake) -> None:
+    assert error_of(order(gateway, "POST", json={"url": fake.url, "id": "e0"})) == (409, "engine_exists")
+    assert error_of(order(gateway, "DELETE", "/e7")) == (404, "engine_not_found")
+    assert error_of(order(gateway, "POST", "/e7/drain")) == (404, "engine_not_found")
+    assert error_of(order(gateway, "POST", "/roll", json={"engines": ["e0", "e7"]})) == (404, "engine_not_found")
+    assert order(gateway, "POST", "/roll", json={"set": {"count": 2}})[0] == 400
+    assert order(gateway, "POST", "/roll", json={"set": {"max_running": "many"}})[0] == 400
+    assert order(gateway, "DELETE", "/e0?now=perhaps")[0] == 400
+    for method, path in (("GET", ""), ("POST", ""), ("POST", "/roll"), ("POST", "/e0/drain"), ("DELETE", "/e0")):
+        assert WEB.request(method, f"{gateway.url}{PATH}{path}").status_code == 401
+    assert states(gateway) == {"e0": "up"}
+
+
+def test_an_engine_that_is_never_ready_fails_and_can_be_removed(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as gateway:
+        order(gateway, "POST", json={"url": DEAD, "start_timeout_s": 0.3, "id": "late.1"})
+        until(lambda: states(gateway) == {"e0": "up", "late.1": "failed"})
+        told = order(gateway, "GET")[1]["data"][1]
+        assert f"did not answer at {DEAD} within 0.3 s" in told["error"]
+        assert gateway.get("/ready").status_code == 200
+        assert gateway.post(gateway.chat()).status_code == 200
+        order(gateway, "DELETE", "/late.1")
+        until(lambda: states(gateway) == {"e0": "up"})
+
+
+# ---- roll
+
+
+def test_engines_are_replaced_one_after_the_other_under_load(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url, *(one.url for one in others)) as gateway, load(gateway):
+        least, engines = Counter[int](), dict(gateway.inner.dispatcher.engines)
+        status, body = order(gateway, "POST", "/roll", json={"set": {"max_running": 5}})
+        assert (status, len(body["data"])) == (202, 3)
+
+        def replaced() -> bool:
+            least[len(gateway.controller.cluster.instances)] += 1
+            return [one.max_running for one in gateway.controller.cluster.instances.values()] == [5, 5, 5]
+
+        until(replaced, 20)
+        assert min(least) >= 2
+        assert states(gateway) == {"e0": "up", "e1": "up", "e2": "up"}
+        assert not {*map(id, engines.values())} & {*map(id, gateway.inner.dispatcher.engines.values())}
+
+
+def test_a_roll_ends_at_an_engine_that_does_not_come_up(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url, others[0].url) as gateway:
+        order(gateway, "POST", "/roll", json={"set": {"url": DEAD, "start_timeout_s": 0.3}})
+        until(lambda: states(gateway) == {"e0": "failed", "e1": "up"})
+        until(lambda: not any(one["to_roll"] for one in order(gateway, "GET")[1]["data"]))
+        assert gateway.post(gateway.chat()).status_code == 200
+        order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"url": fake.url}})
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up"})
+
+
+# ---- the file
+
+
+def test_a_file_that_is_read_again(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    first = [{"url": fake.url}, {"url": others[0].url, "id": "second"}, {"url": others[1].url}]
+
+    def written(engines: list[dict[str, Any]]) -> None:
+        file.write_text(write(parse({"engines": engines})))
+
+    written(first)
+    with serve(fake.url, others[0].url, others[1].url) as gateway:
+        engines = gateway.inner.dispatcher.engines
+
+        async def reload() -> Reload:
+            return Reload(file, AppState(gateway.inner))
+
+        again = gateway.do(reload())
+        again._engines = dict(zip(engines, again._engines.values(), strict=True))  # as if it was started with it
+        with load(gateway):
+            before = dict(engines)
+            written([{"url": others[1].url, "max_running": 7}, {"url": fake.url}, {"url": others[0].url, "id": "new"}])
+            gateway.do(again.run())
+            until(lambda: states(gateway) == {"e0": "up", "e2": "up", "new": "up"})
+            until(lambda: gateway.controller.cluster.instances["e2"].max_running == 7)
+        assert engines["e0"] is before["e0"]
+        assert engines["e2"] is not before["e2"]
+        written([{"url": fake.url, "max_model_len": 16}, {"url": fake.url, "max_model_len": 32}])
+        gateway.do(again.run())
+        assert states(gateway) == {"e0": "up", "e2": "up", "new": "up"}, "a file with errors changes nothing"
+
+
+def engine(model: str, **more: Any) -> Engine:
+    return Engine(model, **more)
+
+
+@pytest.mark.parametrize(
+    ("new", "ids"),
+    [
+        ([engine("a"), engine("b"), engine("c", id="x")], ["e0", "e1", "x"]),
+        ([engine("b"), engine("a")], ["e1", "e0"]),
+        ([engine("b", max_running=2), engine("a")], ["e1", "e0"]),
+        ([engine("d"), engine("b")], ["e0", "e1"]),
+        ([engine("a"), engine("c")], ["e0", "e1"]),
+        ([engine("a", id="x"), engine("a"), engine("b"), engine("b")], ["x", "e0", "e1", None]),
+        ([engine("c", id="y"), engine("b")], [None, "e1"]),
+    ],
+)
+def test_tables_are_known_again(new: list[Engine], ids: list[str | None]) -> None:
+    old = {"e0": engine("a"), "e1": engine("b"), "x": engine("c", id="x")}
+    assert paired(old, new) == ids
+
+
+def test_gpus_that_were_chosen_do_not_count_as_a_change() -> None:
+    old = {"e0": engine("a", gpus=1, cards="0"), "e1": engine("b", gpus=1, cards="1")}
+    assert paired(old, [engine("b", gpus=1, cards="0")]) == ["e1"]
