@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from typer.testing import CliRunner
 
-from headway.config import Engine, parse, write
+from headway.cli.main import app
+from headway.config import Engine, Tier, parse, write
+from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.reload import Reload, paired
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import DEAD, OPERATOR, WEB, Fake, Gateway, until
+from tests.gateway.gateway import DEAD, OPERATOR, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.swapping import make_model, use_fake_engines
 from tests.gateway.test_request_ends import fakes
 
 PATH = "/v1/headway/engines"
@@ -286,6 +294,158 @@ def test_a_roll_ends_at_an_engine_that_does_not_come_up(serve: Serve, fake: Fake
         assert gateway.post(gateway.chat()).status_code == 200
         order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"url": fake.url}})
         until(lambda: states(gateway) == {"e0": "up", "e1": "up"})
+
+
+# ---- processes of this machine
+
+
+def test_processes_start_and_end_with_their_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_engines(monkeypatch)
+    one, other = (str(make_model(tmp_path, name)) for name in "ab")
+    config = configuration(tmp_path, classes={"default": Tier()})
+    with serving(replace(config, engines=(Engine(one, max_running=4),))) as gateway:
+        engines = gateway.inner.dispatcher.engines
+        first = engines["e0"].child.process  # type: ignore[attr-defined]
+        assert add(gateway, model=other, id="more") == "more"
+        assert gateway.post(gateway.chat(model="b")).json()["model"] == "b"
+        assert [one["id"] for one in gateway.get("/v1/models").json()["data"]] == ["a", "b"]
+        second = engines["more"].child.process  # type: ignore[attr-defined]
+        order(gateway, "POST", "/roll", json={"set": {"max_running": 6}})
+        until(lambda: [one.max_running for one in gateway.controller.cluster.instances.values()] == [6, 6])
+        assert first.poll() is not None
+        assert second.poll() is not None
+        third = engines["more"].child.process  # type: ignore[attr-defined]
+        order(gateway, "DELETE", "/more")
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert third.poll() is not None
+        assert gateway.post(gateway.chat(model="b")).status_code == 404
+        assert gateway.post(gateway.chat(model="a")).json()["model"] == "a"
+        order(gateway, "POST", json={"model": str(make_model(tmp_path, "c", behaviour="refuse"))})
+        until(lambda: states(gateway)["e1"] == "failed", 20)
+        assert "exit code 2" in order(gateway, "GET")[1]["data"][1]["error"]
+        order(gateway, "DELETE", "/e1")
+        until(lambda: states(gateway) == {"e0": "up"})
+
+
+# ---- any orders in any sequence
+
+
+class Orders(RuleBasedStateMachine):
+    """Orders in any sequence; the gateway has the engines that were ordered, and answers whenever one is there."""
+
+    gateway: Gateway
+    url: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: dict[str, str] = {}
+        self.settle()
+        for id in states(self.gateway):
+            order(self.gateway, "DELETE", f"/{id}?now=true&force=true")
+        until(lambda: states(self.gateway) == {})
+
+    def settle(self) -> None:
+        until(lambda: not {"starting", "draining"} & {*states(self.gateway).values()} and not self.rolling())
+
+    def rolling(self) -> bool:
+        return any(one["to_roll"] or one["leaving"] == "roll" for one in order(self.gateway, "GET")[1]["data"])
+
+    @rule(count=st.integers(1, 2))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            status, body = order(self.gateway, "POST", json={"url": self.url, "max_running": 4})
+            assert status == 202
+            self.there[body["data"][0]["id"]] = "up"
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data(), wait=st.booleans())
+    def roll(self, data: st.DataObject, wait: bool) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.there)), min_size=1, unique=True))
+        body = {"engines": ids, "set": {"max_running": data.draw(st.integers(2, 5))}}
+        assert order(self.gateway, "POST", "/roll", json=body)[0] == 202
+        self.there |= dict.fromkeys(ids, "up")
+        if wait:
+            self.settle()
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.there)))
+        assert order(self.gateway, "POST", f"/{id}/drain")[0] == 202
+        self.there[id] = "drained"
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data(), now=st.booleans())
+    def remove(self, data: st.DataObject, now: bool) -> None:
+        id = data.draw(st.sampled_from(sorted(self.there)))
+        assert order(self.gateway, "DELETE", f"/{id}?now={str(now).lower()}")[0] == 202
+        del self.there[id]
+
+    @precondition(lambda self: "up" in self.there.values())
+    @rule()
+    def ask(self) -> None:
+        answer = self.gateway.post(self.gateway.chat(stream=True))
+        assert answer.text.count("fake ") == 8
+
+    @rule()
+    def look(self) -> None:
+        self.settle()
+        until(lambda: states(self.gateway) == self.there)
+        up = {id for id, state in self.there.items() if state == "up"}
+        controller = self.gateway.controller
+        assert set(controller.cluster.instances) == up
+        assert set(controller.cluster.placement._loads) == up
+        assert set(self.gateway.inner.dispatcher.engines) == set(self.there)
+        assert not controller.requests
+
+    def teardown(self) -> None:
+        self.look()
+
+
+def test_orders_in_any_sequence(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as running:
+
+        class OfThis(Orders):
+            gateway, url = running, fake.url
+
+        few = settings(max_examples=12, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck))
+        run_state_machine_as_test(OfThis, settings=few)  # type: ignore[no-untyped-call]
+
+
+# ---- the command line
+
+
+def test_the_command_line(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    with serve(fake.url) as gateway:
+        file.write_text(write(gateway.config))
+
+        def run(*words: str) -> str:
+            result = CliRunner().invoke(app, ["engine", *words, "-c", str(file)], env={"COLUMNS": "200"})
+            if result.exception is not None and not isinstance(result.exception, SystemExit):
+                raise result.exception
+            return f"{result.exit_code}: {' '.join(result.stdout.split())}"
+
+        assert "e0 │ up" in run("list")
+        assert "e1 │ up" in run("add", "--set", f"url={others[0].url}", "--set", "max_running=4", "--wait")
+        assert "e1 │ drained (drain)" in run("drain", "e1", "--wait")
+        rolled = run("roll", "e1", "--set", "max_running=3", "--wait")
+        assert "e1 │ up" in rolled
+        assert gateway.controller.cluster.instances["e1"].max_running == 3
+        assert "e1" not in run("remove", "e1", "--wait")
+        assert json.loads(run("list", "--json").partition(": ")[2])[0]["id"] == "e0"
+        failed = run("add", "--set", f"url={DEAD}", "--set", "start_timeout_s=0.2", "--wait")
+        assert failed.startswith("1: ")
+        assert "did not answer" in failed
+        with pytest.raises(HeadwayError, match="There is no engine 'e9'"):
+            run("drain", "e9")
+        with pytest.raises(ConfigError, match="--set url has no value"):
+            run("add", "--set", "url")
+        with pytest.raises(HeadwayError, match="does not answer"):
+            run("list", "--server", DEAD)
+        file.write_text("")
+        with pytest.raises(ConfigError, match="operator_key"):
+            run("list")
 
 
 # ---- the file
