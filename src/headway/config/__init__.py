@@ -49,8 +49,9 @@ _Name = Annotated[str, Field(min_length=1)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: key for /headway/control; unset, that route is off. operator_only: only operators see /metrics,
-        the dashboard and the details of /ready, also on controllers and agents; unset, true if there are keys.
+    operator_key: key for /headway/control and /v1/headway/engines; unset, these are off. operator_only: only operators
+        see /metrics, the dashboard and the details of /ready, also on controllers and agents; unset, true if there
+        are keys.
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine; background requests wait on disk.
     head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.

@@ -83,6 +83,7 @@ class Execution:
         self._state, self._store, self._batch = state, store, batch
         self._threads, self._slots = threads, slots
         self.stop = asyncio.Event()
+        self.tenant = batch.tenant
 
     async def run(self) -> None:
         """Run the batch to its end; after a failure it can be run again."""

@@ -90,7 +90,7 @@ class BatchRunner:
                 self._running[batch.id][0].stop.set()
 
     def _begin(self, batch: Batch, threads: ThreadPoolExecutor) -> None:
-        if batch.tenant not in self._slots:
+        if batch.tenant not in {execution.tenant for execution, _ in self._running.values()}:
             engines = self._state.gateway.dispatcher.engines.values()
             computed = sum(engine.instance.max_running for engine in engines)
             self._slots[batch.tenant] = Slots.of(batch.tenant, self._state.config, computed)
