@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 UNLIMITED = 1 << 31  # tokens: longer than any request
 Objective = Literal["interactive", "deadline", "best_effort"]
+Leaving = Literal["drain", "remove", "roll"]  # why an engine takes no new work
 OBJECTIVES: tuple[Objective, ...] = ("interactive", "deadline", "best_effort")  # most urgent first
 
 

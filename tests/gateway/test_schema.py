@@ -24,7 +24,7 @@ def described() -> dict[str, Any]:
     """Return the gateway's schema."""
     app = new_app()
     gateway = Mock(
-        config=Config(), paces=Paces(), fleet=None, dispatcher=Mock(engines={}), counters={}
+        config=Config(), paces=Paces(), dispatcher=Mock(engines={}), counters={}
     )  # the schema needs none behind it
     add_endpoints(app, AppState(gateway))
     return steered(app.openapi())

@@ -82,10 +82,16 @@ def list_engines(config: ConfigFile = None, server: Server = None, as_json: Json
 
 
 @engine_app.command()
-def add(settings: Settings = None, config: ConfigFile = None, server: Server = None, wait: Wait = False) -> None:
+def add(
+    settings: Settings = None,
+    config: ConfigFile = None,
+    server: Server = None,
+    agent: Annotated[str | None, typer.Option(help="Agent that starts it; required if there are several.")] = None,
+    wait: Wait = False,
+) -> None:
     """Add an engine with these settings, as in --set url=http://gpu-2:8000; with count, several."""
     gateway = _Gateway(config, server)
-    added = gateway.call("POST", json=_settings(settings))
+    added = gateway.call("POST", json=_settings(settings), params={"agent": agent} if agent else {})
     _end(gateway, added, wait, lambda one: one is None or one["state"] != "starting")
 
 

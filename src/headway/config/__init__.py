@@ -455,6 +455,16 @@ def write(config: Config) -> str:
     return tomli_w.dumps(_drop(asdict(config)))
 
 
+def write_engine(engine: Engine) -> str:
+    """Return an engine's settings as the JSON that `read_engine` reads."""
+    return json.dumps(_drop(asdict(engine)))
+
+
+def read_engine(text: str) -> Engine:
+    """Return the engine of `write_engine`; ConfigError for settings that are not valid."""
+    return parse({"engines": [json.loads(text)]}).engines[0]
+
+
 def show(config: Config) -> str:
     """Return the effective configuration as TOML for people; `load` cannot read its masked secrets."""
     data = asdict(config)

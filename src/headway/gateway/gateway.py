@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,15 @@ from headway.gateway import tasks
 from headway.gateway.budget import ByteBudget
 from headway.gateway.control.adapters import AdapterWarmer
 from headway.gateway.control.dispatcher import Dispatcher
-from headway.gateway.control.fleet import Fleet
+from headway.gateway.control.fleet import Fleet, GatewayWork
 from headway.gateway.control.graph_files import keep_graphs
 from headway.gateway.control.lengths.service import LengthService, open_lengths
+from headway.gateway.control.own_fleet import OwnFleet
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.control.prewarm import BackendWarmer
 from headway.gateway.control.remote.control import NoPlanner
 from headway.gateway.control.remote.gateway import RemoteGateway
+from headway.gateway.control.remote.orders import RemoteOrders
 from headway.gateway.control.setup import be_ready, controller_of, engine_maker
 from headway.gateway.control.targets import Paces, measures
 from headway.gateway.control.wiring import LocalGateway
@@ -59,7 +61,7 @@ class Gateway:
     paces: of its engines, as far as they were measured.
     late: the requests that missed their SLO by most.
     backends: those outside the LLM, by name.
-    fleet: changes the engines; None = agents elsewhere have them.
+    fleet: changes the engines.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
     """
 
@@ -77,7 +79,7 @@ class Gateway:
     batches: BatchStore | None
     paces: Paces
     late: LateRequests
-    fleet: Fleet | None
+    fleet: Fleet
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -108,10 +110,7 @@ async def serving(
         opened_batches(config) as batches,
     ):
         wired = _wire(config, lengths.lengths, metrics, log_dir, link, paces)
-        fleet = None
-        if isinstance(wired, LocalGateway):
-            wired.agents.beside = (partial(watch.journal.follow, config.recipe),)
-            fleet = Fleet(config, wired, preflight, counters, paces)
+        fleet = _fleet(config, wired, metrics, counters, paces, watch.journal)
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
@@ -122,7 +121,7 @@ async def serving(
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
         try:
             graphs = keep_graphs(knowledge, config.apps_dir)
-            async with graphs, wired.running(), fleet or nullcontext(), background.running():
+            async with graphs, wired.running(), fleet, background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
@@ -170,6 +169,22 @@ def _wire(
     return LocalGateway.of(
         config, controller, metrics, lambda listener: engine_maker(config, log_dir, listener, metrics, add)
     )
+
+
+def _fleet(
+    config: Config,
+    wired: LocalGateway | RemoteGateway,
+    metrics: Metrics,
+    counters: dict[str, TokenCounter],
+    paces: Paces,
+    journal: JournalKeeper,
+) -> Fleet:
+    """Return what changes the engines, of this process or of agents; the journal follows those of this process."""
+    work = GatewayWork(wired.dispatcher)
+    if isinstance(wired, RemoteGateway):
+        return RemoteOrders(config, wired.fleet, wired.link, work, preflight, metrics, counters)
+    wired.agents.beside = (partial(journal.follow, config.recipe),)
+    return OwnFleet(config, wired.agents, wired.make, work, preflight, metrics, counters=counters, paces=paces)
 
 
 def _bodies(config: Config) -> ByteBudget:

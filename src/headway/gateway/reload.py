@@ -12,6 +12,7 @@ from headway.config import Config, Engine, load
 from headway.config.keys import revealed
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
+from headway.gateway.control.own_fleet import OwnFleet
 
 log = logging.getLogger("headway.gateway")
 
@@ -26,7 +27,9 @@ class Reload:
         self._path, self._state = path, state
         self._known = load(path, checked=False)  # without the command line's options, which may resolve contradictions
         self._engines = self._known.named  # of the file as it was read last; what operators changed is not in it
-        self._reloaded = {"classes", "keys"} | ({"engines"} if state.gateway.fleet is not None else set())
+        fleet = state.gateway.fleet
+        self._fleet = fleet if isinstance(fleet, OwnFleet) else None  # agents read a file of their own
+        self._reloaded = {"classes", "keys"} | ({"engines"} if self._fleet is not None else set())
         self._lock = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -76,7 +79,7 @@ class Reload:
 
     async def _change_engines(self, new: Sequence[Engine]) -> None:
         """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`."""
-        if (fleet := self._state.gateway.fleet) is None:
+        if (fleet := self._fleet) is None:
             return
         ids, now = paired(self._engines, new), fleet.settings
         add = [i for i, id in enumerate(ids) if id is None or (id not in now and _differ(self._engines[id], new[i]))]

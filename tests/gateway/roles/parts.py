@@ -15,10 +15,9 @@ from typing import Any
 from headway.cluster.roles.agent import Agent
 from headway.cluster.roles.controllers import ControllerProcess
 from headway.config import Config
-from headway.engines.vllm.process.client import VllmEngine
 from headway.gateway import tasks
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import Listener, drops, engine_maker, engines_of
+from headway.gateway.control.setup import engine_maker
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
 from tests.gateway import gateway as base
@@ -58,18 +57,14 @@ class Parts:
 
         async def run() -> None:
             metrics, link = Metrics(), self.exchange.link(name)
-
-            def make(tell: Listener) -> dict[str, VllmEngine]:
-                one = engine_maker(self.config, self.folder, tell, metrics)
-                return engines_of(self.config, one, frozenset(engines))
-
-            agent = self.agents[name] = Agent(link, make, drops=drops(self.config))
+            maker = lambda tell: engine_maker(self.config, self.folder, tell, metrics)  # noqa: E731
+            agent = self.agents[name] = Agent(link, self.config, maker, metrics, frozenset(engines))
 
             async def listen() -> None:
                 async for message in link.messages():
                     agent.receive(message)
 
-            async with agent.agents.running(), tasks.running(agent.report, listen):
+            async with agent.running(), tasks.running(listen):
                 await asyncio.Event().wait()
 
         self.begin(name, run)

@@ -17,6 +17,7 @@ from typing import cast, get_args
 
 from headway import clock
 from headway.cluster.wire.messages import (
+    AgentEngines,
     Alive,
     Asked,
     EngineState,
@@ -143,6 +144,8 @@ class Leader:
                     self._receive_alive(self._gateways.setdefault(name, _Gateway(now)), name, waiting, count)
                 case EngineState():
                     self._receive_engine(name, item)
+                case AgentEngines(ids) if name in self._agents:
+                    self._forget_removed(name, ids)
                 case Progressed(instance, progress, asked):
                     self.control.progressed(instance, progress, asked + apart)
                 case Gone():
@@ -267,7 +270,7 @@ class Leader:
         """Take note of an engine that is new or was doubted; all other changes come as events."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         new = state.id not in agent.engines
-        if new and (why := self._refusal(name, state.id)) is not None:
+        if new and (why := self._refusal(name, state)) is not None:
             if state.id not in agent.refused:
                 log.warning("%s has an engine %s, which gets no work: %s", name, state.id, why)
             agent.refused.add(state.id)
@@ -281,11 +284,17 @@ class Leader:
             self._doubted.discard(state.id)
             self._admit(InstanceUp(state.instance))
 
-    def _refusal(self, name: str, engine: str) -> str | None:
+    def _forget_removed(self, name: str, ids: Collection[str]) -> None:
+        """Forget the engines of an agent that were removed; they are down already."""
+        for id in self._agents[name].engines - {*ids}:
+            self._agents[name].engines.discard(id)
+            self._agent_of.pop(id, None)
+
+    def _refusal(self, name: str, state: EngineState) -> str | None:
         """Return why an agent's engine gets no work, and how to fix that; None = it gets work."""
-        if engine not in self._configured:
+        if state.id not in self._configured and state.settings is None:
             return UNKNOWN
-        owner = self._agent_of.get(engine, name)
+        owner = self._agent_of.get(state.id, name)
         return None if owner == name else f"{owner} runs it, too. Start each engine with one agent (--engine)."
 
     def _note_swap(self, agent: _Agent, state: EngineState, model: str) -> None:

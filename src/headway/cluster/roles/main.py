@@ -27,7 +27,7 @@ from headway.errors import ConfigError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import drops, engine_maker, engines_of
+from headway.gateway.control.setup import engine_maker
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import bind
 from headway.gateway.main import serve
@@ -100,16 +100,14 @@ def agent(
     async def work() -> None:
         metrics = Metrics()
         async with RabbitLink.opened(address, name or f"agent-{socket.gethostname()[:60]}", "agent") as link:
-            engines = lambda tell: engines_of(config, engine_maker(config, log_dir, tell, metrics), only)  # noqa: E731
-            one = Agent(link, engines, drops=drops(config))
+            one = Agent(link, config, lambda tell: engine_maker(config, log_dir, tell, metrics), metrics, only)
 
             async def listen() -> None:
                 async for message in link.messages():
                     one.receive(message)
 
             state = partial(_state_of, one, link)
-            loops: list[tasks.Loop] = [one.report, listen]
-            async with _probed(port, config, state, metrics), one.agents.running(), tasks.running(*loops):
+            async with _probed(port, config, state, metrics), one.running(), tasks.running(listen):
                 try:
                     await _stop_signal()
                 finally:

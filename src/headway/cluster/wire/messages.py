@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.events import Event
-from headway.types import Command, Instance, Progress, Request
+from headway.types import Command, Instance, Leaving, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class EngineState:
     url, key: its address and API key. instance: None = it is down.
     current: the model that it serves, or is to serve. given_up: models that it cannot load, and why.
     failure: why it is down, None = it is up or starting. prefix_caching, continues, fatal: as in `EngineView`.
+    leaving, stopped: as in `EngineView`. settings: as JSON, None = as in the configuration.
     """
 
     id: str
@@ -59,6 +60,42 @@ class EngineState:
     restarts: int
     failure: str | None
     fatal: tuple[str, ...]
+    leaving: Leaving | None = None
+    stopped: bool = False
+    settings: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEngines:
+    """Ids of all engines of an agent, with each report of them; one that is missing has been removed."""
+
+    ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """An operator's order, from a gateway to the agent that carries it out. number: of the order at that gateway.
+
+    add: settings as JSON, with ids. roll: settings as JSON by id. now: those that are removed stop at once.
+    """
+
+    number: int
+    add: tuple[str, ...] = ()
+    roll: Mapping[str, str] = field(default_factory=dict)
+    remove: tuple[str, ...] = ()
+    drain: tuple[str, ...] = ()
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAnswer:
+    """An agent's answer to an `EngineOrder`. status: of the error that refused it, 0 = it has begun."""
+
+    number: int
+    status: int = 0
+    message: str = ""
+    hint: str = ""
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,5 +148,6 @@ class Standing:
     waiting: Mapping[str, tuple[Waiting, ...]]
 
 
-Report = Present | EngineState | Gone | Alive | Progressed | Asked | Standing
+Orders = AgentEngines | EngineOrder | OrderAnswer
+Report = Present | EngineState | Gone | Alive | Progressed | Asked | Standing | Orders
 Item = Event | Command | Report

@@ -14,12 +14,11 @@ from headway.config import Engine, parse
 from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
-from headway.gateway.control.fleet import Fleet, describe
 from headway.gateway.parsing.fields import parse_as
 
 PATH = "/v1/headway/engines"
 _ONCE = ("id", "count")  # settings that belong to an engine's place, and cannot change while it is replaced
-_REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 501)
+_REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 504)
 
 
 class RollBody(BaseModel):
@@ -42,10 +41,14 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.post(PATH, status_code=202, responses=_REFUSALS, openapi_extra=body_docs(TypeAdapter(Engine).json_schema()))
     async def add(request: Request) -> Response:
-        """Add an engine, given the settings of its table in `[[engines]]`; with `count`, several."""
+        """Add an engine, given the settings of its table in `[[engines]]`; with `count`, several.
+
+        agent: that starts it, where agents have the engines and there are several.
+        """
         state.check_operator(request)
         body = await state.json(request)
-        added = await _fleet(state).change(parse({"engines": [body]}, "the body").engines)
+        engines = parse({"engines": [body]}, "the body").engines
+        added = await state.gateway.fleet.change(engines, agent=request.query_params.get("agent"))
         return _listed(state, added)
 
     _add_orders(app, state)
@@ -64,7 +67,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         force=true: also if requests wait for a model that no engine has afterwards; these end with 503.
         """
         state.check_operator(request)
-        body, fleet = parse_as(RollBody, await state.json(request, b"{}")), _fleet(state)
+        body, fleet = parse_as(RollBody, await state.json(request, b"{}")), state.gateway.fleet
         ids = fleet.settings if body.engines is None else body.engines
         settings = {id: changed(one, body.set) for id, one in fleet.settings.items() if id in ids}
         fleet.check_known(ids, stays=True)
@@ -78,7 +81,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         force=true: also if requests wait for a model that no other engine has; these go on waiting.
         """
         state.check_operator(request)
-        await _fleet(state).drain(id, force=_flag(request, "force"))
+        await state.gateway.fleet.drain(id, force=_flag(request, "force"))
         return _listed(state, [id])
 
     @app.delete(f"{PATH}/{{id}}", status_code=202, responses=_REFUSALS)
@@ -89,7 +92,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         that no other engine has; these end with 503.
         """
         state.check_operator(request)
-        await _fleet(state).change(remove=[id], now=_flag(request, "now"), force=_flag(request, "force"))
+        await state.gateway.fleet.change(remove=[id], now=_flag(request, "now"), force=_flag(request, "force"))
         return _listed(state, [id])
 
 
@@ -103,24 +106,9 @@ def changed(engine: Engine, settings: dict[str, Any]) -> Engine:
     return parse({"engines": [own | settings]}, "the body").engines[0]
 
 
-def _fleet(state: AppState) -> Fleet:
-    """Return what changes the engines; 501 where agents have them."""
-    if (fleet := state.gateway.fleet) is None:
-        raise RequestError(
-            "The engines of this gateway belong to agents, which alone can change them.",
-            "Change [[engines]] in the configuration of all parts, and restart them (docs/parts.md).",
-            status=501,
-            code="engines_elsewhere",
-        )
-    return fleet
-
-
 def _listed(state: AppState, ids: Collection[str] | None = None) -> Response:
     """Return the state of engines; 202 for some of them, which an order concerned."""
-    fleet = state.gateway.fleet
-    engines = state.gateway.dispatcher.engines.values()
-    every = [describe(one) for one in engines] if fleet is None else fleet.listed()
-    data = [one for one in every if ids is None or one["id"] in ids]
+    data = [one for one in state.gateway.fleet.listed() if ids is None or one["id"] in ids]
     return JSONResponse({"object": "list", "data": data}, 200 if ids is None else 202)
 
 

@@ -45,8 +45,7 @@ class AppState(Access):
         self._classes: Mapping[str, Tier] = {}  # as configured
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
-        if gateway.fleet is not None:
-            gateway.fleet.changed = self._follow_fleet
+        gateway.fleet.changed = self._follow_fleet
 
     @property
     def models(self) -> ServedModels:
@@ -61,10 +60,10 @@ class AppState(Access):
 
     def _follow_fleet(self) -> None:
         """Serve the models of the engines that stay."""
-        if (fleet := self.gateway.fleet) is not None:
-            self.config = replace(self.config, engines=tuple(replace(one, id=id) for id, one in fleet.settings.items()))
-            self.parser.models = self._served()
-            self._fit()
+        engines = tuple(replace(one, id=id) for id, one in self.gateway.fleet.settings.items())
+        self.config = replace(self.config, engines=engines)
+        self.parser.models = self._served()
+        self._fit()
 
     def _served(self) -> ServedModels:
         stay = [one for one in self.gateway.dispatcher.engines.values() if one.leaving != "remove"]

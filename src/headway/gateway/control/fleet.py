@@ -1,8 +1,11 @@
-"""The engines of `headway serve` come and go while it serves: they are added, drained, removed and replaced.
+"""Engines come and go while Headway serves: they are added, drained, removed and replaced.
 
 An engine that leaves gets no new work. What it has not begun to answer goes back to the queue if another engine of
 the model takes work; all else ends where it is. Then the engine stops. Of engines to be replaced one leaves at a time,
 and only while all others are at work.
+
+`Fleet` has what operators order and what is checked; `OwnFleet` (`own_fleet.py`) carries it out on engines of this
+process, `RemoteFleetOrders` (`remote/orders.py`) has agents carry it out.
 """
 
 from __future__ import annotations
@@ -10,66 +13,131 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from headway.config import Config, Engine
 from headway.config.copies import expanded
-from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.memory import check_memory
-from headway.engines.vllm.process.view import EngineView, Leaving
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, RequestError
 from headway.gateway import tasks
-from headway.gateway.control.targets import Paces
-from headway.gateway.control.wiring import LocalGateway
+from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.in_flight import RequestState
 from headway.gateway.parsing.tokens import TokenCounter
+from headway.types import Leaving
 
-_POLL_S = 0.1
+POLL_S = 0.1
 log = logging.getLogger("headway.gateway")
 
 
-class Fleet:
-    """Changes the engines of this process.
+class Work(Protocol):
+    """The requests that are queued for engines or inside them."""
+
+    def needing(self, models: Collection[str], *, now: bool) -> int:
+        """Return the number of requests queued for models; now: those inside engines, too."""
+        ...
+
+    def inside(self, engine: str) -> int:
+        """Return the number of requests inside an engine, as far as they are known here."""
+        ...
+
+    async def is_empty(self, engine: EngineView) -> bool:
+        """Return whether nothing is inside an engine that takes no new work."""
+        ...
+
+    async def take_back(self, engine: EngineView, others: Iterable[EngineView]) -> None:
+        """Take back from an engine the requests without a token that others can take."""
+        ...
+
+    def cut(self, engine: EngineView) -> None:
+        """Take back from an engine all requests without an answer."""
+        ...
+
+    def refuse_unavailable(self) -> None:
+        """End queued requests for models that no engine has any more."""
+        ...
+
+
+class GatewayWork:
+    """The requests of a gateway (`Work`)."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.refuse_unavailable = dispatcher.refuse_unavailable
+
+    def needing(self, models: Collection[str], *, now: bool) -> int:
+        states = {RequestState.QUEUED, RequestState.SENT, RequestState.ANSWERING} if now else {RequestState.QUEUED}
+        requests = self._dispatcher.in_flight.values()
+        return sum(one.request.model in models and one.state in states for one in requests)
+
+    def inside(self, engine: str) -> int:
+        return len(self._dispatcher.control.controller.cluster.inside(engine))
+
+    async def is_empty(self, engine: EngineView) -> bool:
+        return not self.inside(engine.id) and engine.idle.is_set()
+
+    async def take_back(self, engine: EngineView, others: Iterable[EngineView]) -> None:
+        """Take back the requests without a token that others can take.
+
+        An engine without Headway's scheduler does not say whether an answer that is not streamed has begun: it ends.
+        """
+        takes, unanswered = [one for one in others if one.serves], self._dispatcher.unanswered(engine.id)
+        sent = [one for one in unanswered if any(other.takes(one.request.model) for other in takes)]
+        try:
+            progress = await engine.progress([one.id for one in sent]) if sent else {}
+        except EngineError:
+            sent, progress = [one for one in sent if one.streams], {}
+        begun = {id for id, done in progress.items() if done.output_tokens}
+        self._dispatcher.take_back(one for one in sent if one.id not in begun)
+
+    def cut(self, engine: EngineView) -> None:
+        self._dispatcher.take_back(self._dispatcher.unanswered(engine.id))
+
+
+class Fleet(ABC):
+    """What may be ordered of engines, by id, and what is refused.
 
     check: raises ConfigError for a configuration that cannot be served; it may block.
-    counters, paces: of the models and engines that are there.
+    counters: of the models that are served, kept current; None = nothing is counted here.
     changed: called when engines came, began to leave, or left.
     """
 
     def __init__(
         self,
         config: Config,
-        wired: LocalGateway,
+        engines: Mapping[str, EngineView],
+        work: Work,
         check: Callable[[Config], None],
-        counters: dict[str, TokenCounter],
-        paces: Paces,
+        counters: dict[str, TokenCounter] | None,
     ) -> None:
-        self._config, self._wired, self._check = config, wired, check
-        self._counters, self._paces = counters, paces
+        self._config, self.engines, self._work, self._check, self._counters = config, engines, work, check, counters
         self.changed: Callable[[], None] = lambda: None
-        self._numbers = itertools.count(len(config.engines))  # for ids; none is used again
+        self._used = {*config.named}  # ids; none is given again
         self._lock = asyncio.Lock()
         self._rolls: dict[str, Engine] = {}  # engines to be replaced, with their new settings
-        self._cut: set[str] = set()  # engines that leave at once
-        self._work: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._roller: asyncio.Task[None] | None = None
 
-    @property
-    def engines(self) -> dict[str, VllmEngine]:
-        return self._wired.agents.engines
+    async def __aenter__(self) -> Fleet:
+        """Change engines until the block ends, and with it all changes under way."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await tasks.cancel(*self._tasks)
 
     @property
     def settings(self) -> dict[str, Engine]:
         """Return the settings of the engines that stay, by id, as they are to be."""
         return {id: self._rolls.get(id, one.config) for id, one in self.engines.items() if one.leaving != "remove"}
 
-    async def __aenter__(self) -> None:
-        """Change engines until the block ends, and with it all changes under way."""
-
-    async def __aexit__(self, *error: object) -> None:
-        await tasks.cancel(*self._work)
+    def listed(self) -> list[dict[str, Any]]:
+        """Return what operators are told of the engines."""
+        return [
+            describe(one) | {"url": one.config.url, "inside": self._work.inside(id), "to_roll": id in self._rolls}
+            for id, one in self.engines.items()
+        ]
 
     # ---- orders
 
@@ -81,11 +149,13 @@ class Fleet:
         *,
         now: bool = False,
         force: bool = False,
+        agent: str | None = None,
     ) -> list[str]:
         """Begin to add, replace and remove engines, all or none of them; return the ids of those added.
 
         roll: their settings from now on, by id. now: those that are removed stop at once, whatever is inside them.
         force: also where requests wait for a model that no engine will have; these end.
+        agent: that gets those added, None = the only one.
         ConfigError for settings that cannot be served here, RequestError for an id that is unknown (404) or taken, and
         for work that would be lost (409).
         """
@@ -99,11 +169,13 @@ class Fleet:
             able = {id: one for id, one in stay.items() if id in new or self.engines[id].leaving is None}
             self._check_work([*roll, *remove], able, "they end with status 503", now=now, force=force)
             if new:
-                await self._prepare(stay, new, added)
+                await self._prepare(stay, {id: new[id] for id in added})
             for id in added:
-                await self._wired.agents.start(self._wired.make(id, new[id]))
+                await self._start(id, new[id], agent)
+                self._used.add(id)
             for id in remove:
-                self._leave(id, "remove", now=now)
+                self._rolls.pop(id, None)
+                await self._leave(id, "remove", now=now)
             self._rolls |= {id: new[id] for id in roll}
             self._update()
             if self._rolls and (self._roller is None or self._roller.done()):
@@ -120,16 +192,21 @@ class Fleet:
             others = {name: one for name, one in self.settings.items() if name != id}
             able = {name: one for name, one in others.items() if self.engines[name].leaving is None}
             self._check_work([id], able, "they wait until an engine has it", now=False, force=force)
-            self._leave(id, "drain", now=False)
+            self._rolls.pop(id, None)
+            await self._leave(id, "drain", now=False)
             self._update()
 
-    def listed(self) -> list[dict[str, Any]]:
-        """Return what is to be told of the engines."""
-        cluster = self._wired.control.controller.cluster
-        return [
-            describe(one) | {"url": one.config.url, "inside": len(cluster.inside(id)), "to_roll": id in self._rolls}
-            for id, one in self.engines.items()
-        ]
+    @abstractmethod
+    async def _start(self, id: str, settings: Engine, agent: str | None) -> None:
+        """Start an engine that was checked."""
+
+    @abstractmethod
+    async def _leave(self, id: str, why: Leaving, *, now: bool) -> None:
+        """Let an engine leave; one that is leaving already does so for this reason, and at once if so said."""
+
+    @abstractmethod
+    async def _replace(self, id: str, settings: Engine) -> bool:
+        """Replace an engine; return whether the new one is up, or the old one was removed meanwhile."""
 
     # ---- checks
 
@@ -144,17 +221,13 @@ class Fleet:
     def _check_work(
         self, ids: Collection[str], able: Mapping[str, Engine], otherwise: str, *, now: bool, force: bool
     ) -> None:
-        """Refuse to let engines go that the only ones have a model for which requests wait; 409 unless forced.
+        """Refuse to let engines go that are the only ones of a model for which requests wait; 409 unless forced.
 
-        able: settings of those that have work afterwards.
+        able: settings of those that take work afterwards.
         """
         lost = {name for id in ids for name in self.engines[id].models.names}
         lost -= {name for one in able.values() for name in one.served}
-        states = {RequestState.QUEUED, RequestState.SENT, RequestState.ANSWERING} if now else {RequestState.QUEUED}
-        count = sum(
-            one.request.model in lost and one.state in states for one in self._wired.dispatcher.in_flight.values()
-        )
-        if count and not force:
+        if (count := self._work.needing(lost, now=now)) and not force:
             raise RequestError(
                 f"Requests ({count}) need {', '.join(sorted(lost))}, which no other engine has.",
                 f"Add an engine for it first, or repeat this with force=true: {otherwise}.",
@@ -168,13 +241,12 @@ class Fleet:
         kept += [one.config for id, one in self.engines.items() if id not in self.settings or id in remove]
         changed = [self._with_old_cards(id, one) for id, one in roll.items()]
         new = expanded([*changed, *(replace(one, cards=None) if one.gpus else one for one in add)], kept)
-        ids = [*roll, *(one.id or self._free_id() for one in new[len(changed) :])]
+        free = (id for number in itertools.count() if (id := f"e{number}") not in self._used | {*self.engines})
+        ids = [*roll, *(one.id or next(free) for one in new[len(changed) :])]
         for id in ids[len(changed) :]:
             if id in self.engines or ids.count(id) > 1:
-                fix = "Choose another id, or leave it out."
-                raise RequestError(
-                    f"There is an engine {id} already.", fix, status=409, code="engine_exists", param="id"
-                )
+                problem, fix = f"There is an engine {id} already.", "Choose another id, or leave it out."
+                raise RequestError(problem, fix, status=409, code="engine_exists", param="id")
         return dict(zip(ids, new, strict=True))
 
     def _with_old_cards(self, id: str, engine: Engine) -> Engine:
@@ -184,84 +256,20 @@ class Fleet:
         old = self.engines[id].config
         return replace(engine, cards=old.cards if old.gpus == engine.gpus else None)
 
-    def _free_id(self) -> str:
-        return next(id for number in self._numbers if (id := f"e{number}") not in self.engines)
-
-    async def _prepare(self, stay: Mapping[str, Engine], new: Mapping[str, Engine], added: Collection[str]) -> None:
+    async def _prepare(self, stay: Mapping[str, Engine], added: Mapping[str, Engine]) -> None:
         """Check the fleet as it is to be, and load the tokenizers of new models."""
         served = {name for one in stay.values() for name in (*one.served, *one.adapters)}
         aliases = {alias: model for alias, model in self._config.aliases.items() if model in served}
         named = tuple(replace(one, id=id) for id, one in stay.items())
         await asyncio.to_thread(self._check, replace(self._config, engines=named, aliases=aliases))
-        await asyncio.to_thread(check_memory, {id: new[id] for id in added})
-        for engine in new.values():
-            for name, model in engine.served.items():
-                if name not in self._counters:
-                    self._counters[name] = await TokenCounter.load(model)
+        await self.count_tokens(stay.values())
 
-    # ---- engines that leave
-
-    def _leave(self, id: str, why: Leaving, *, now: bool) -> None:
-        """Let an engine leave; one that is leaving already does so for this reason, and at once if so said."""
-        engine = self.engines[id]
-        self._rolls.pop(id, None)
-        if now:
-            self._cut.add(id)
-        if engine.leaving is None or engine.stopped:
-            engine.leave(why)
-            self._begin(self._end(engine))
-        elif engine.leaving != "remove":
-            engine.leaving = why
-
-    async def _end(self, engine: VllmEngine) -> None:
-        """Stop an engine that leaves when nothing is inside it, and forget one that is removed."""
-        await self._empty(engine)
-        if engine.leaving != "roll":
-            await self._stop(engine)
-
-    async def _stop(self, engine: VllmEngine) -> None:
-        await self._wired.agents.stop(engine.id)
-        log.info("engine %s has stopped (%s)", engine.id, engine.leaving)
-        if engine.leaving != "remove" or self.engines.get(engine.id) is not engine:
-            return
-        del self.engines[engine.id]
-        self._cut.discard(engine.id)
-        self._paces.remove(engine.id)
-        self._wired.metrics.forget_engine(engine.id)
-        for name in {*self._counters} - {name for one in self.engines.values() for name in one.models.names}:
-            del self._counters[name]
-        self._update()
-
-    async def _empty(self, engine: VllmEngine) -> None:
-        """Take back what an engine has not begun to answer, and wait until the rest has ended."""
-        inside = self._wired.control.controller.cluster.inside(engine.id)
-        if engine.id not in self._cut:
-            await self._take_back(engine)
-        while len(inside) or not engine.idle.is_set():
-            if engine.id in self._cut:
-                break
-            await asyncio.sleep(_POLL_S)
-        if engine.id in self._cut:
-            self._wired.dispatcher.take_back(self._wired.dispatcher.unanswered(engine.id))
-            engine.sever()
-
-    async def _take_back(self, engine: VllmEngine) -> None:
-        """Take back the requests without a token that another engine can take.
-
-        An engine without Headway's scheduler does not say whether an answer that is not streamed has begun: it ends.
-        """
-        takes = [one for one in self.engines.values() if one.serves]
-        sent = [
-            one
-            for one in self._wired.dispatcher.unanswered(engine.id)
-            if any(other.takes(one.request.model) for other in takes)
-        ]
-        try:
-            progress = await engine.progress([one.id for one in sent]) if sent else {}
-        except EngineError:
-            sent, progress = [one for one in sent if one.streams], {}
-        begun = {id for id, done in progress.items() if done.output_tokens}
-        self._wired.dispatcher.take_back(one for one in sent if one.id not in begun)
+    async def count_tokens(self, engines: Iterable[Engine]) -> None:
+        """Load the tokenizers of models that are new."""
+        models = {name: model for engine in engines for name, model in engine.served.items()}
+        if self._counters is not None:
+            for name in models.keys() - self._counters.keys():
+                self._counters[name] = await TokenCounter.load(models[name])
 
     # ---- engines that are replaced
 
@@ -269,8 +277,8 @@ class Fleet:
         """Replace engines, one after the other; those that are left stay as they are when one does not come up."""
         while self._rolls:
             if (id := self._next_roll()) is None:
-                await asyncio.sleep(_POLL_S)
-            elif not await self._replace(self.engines[id], self._rolls.pop(id)):
+                await asyncio.sleep(POLL_S)
+            elif not await self._replace(id, self._rolls.pop(id)):
                 log.error("engine %s does not come up; not replaced: %s", id, ", ".join(self._rolls) or "no other")
                 self._rolls.clear()
                 self._update()
@@ -282,38 +290,27 @@ class Fleet:
         ready = [id for id in self._rolls if all(one.serves for one in stays if one.id != id)]
         return next(iter(idle + ready), None)
 
-    async def _replace(self, old: VllmEngine, settings: Engine) -> bool:
-        """Let an engine leave and start another one in its place; return whether that is up, or removed meanwhile."""
-        old.leave("roll")
-        self._update()
-        await self._empty(old)
-        async with self._lock:
-            if old.leaving != "roll":  # it was drained or removed meanwhile
-                await self._stop(old)
-                return True
-            await self._wired.agents.stop(old.id)
-            new = self._wired.make(old.id, settings)
-            await self._wired.agents.start(new)
-            self._update()
-        while True:
-            if (state := new.state) != "starting":
-                return state != "failed"
-            await asyncio.sleep(_POLL_S)
-
     # ---- beside
+
+    def _left(self) -> None:
+        """Forget what belonged to engines that have left."""
+        if self._counters is not None:
+            for name in {*self._counters} - {name for one in self.engines.values() for name in one.models.names}:
+                del self._counters[name]
+        self._update()
 
     def _update(self) -> None:
         self.changed()
-        self._wired.dispatcher.refuse_unavailable()
+        self._work.refuse_unavailable()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._work.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._work.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a change of the engines failed", exc_info=task.exception())
 

@@ -29,10 +29,10 @@ from headway.engines.vllm.process.load_times import Way
 from headway.engines.vllm.process.models import EngineModels, SwapReport
 from headway.engines.vllm.process.pace import MeasuredPace, measure
 from headway.engines.vllm.process.pulse import until_lost
-from headway.engines.vllm.process.view import EngineView, Leaving
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
-from headway.types import Instance
+from headway.types import Instance, Leaving
 
 log = logging.getLogger("headway.engine")
 _LOG_EVERY = 10.0  # seconds between log messages while it waits

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol
+from typing import Protocol
 
 from headway.config import Engine
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import instance_of
 from headway.errors import EngineError
-
-Leaving = Literal["drain", "remove", "roll"]
+from headway.types import Leaving
 
 
 class Models(Protocol):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from headway import clock
-from headway.cluster.wire.messages import EngineState, Gone
+from headway.cluster.wire.messages import AgentEngines, EngineState, Gone, OrderAnswer
 from headway.cluster.wire.port import Message
-from headway.config import Engine
+from headway.config import Engine, read_engine
 from headway.engines.vllm.fatal_fields import known_fields
-from headway.engines.vllm.process.remote import RemoteEngine
+from headway.engines.vllm.process.remote import KnownModels, RemoteEngine
 from headway.errors import EngineError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.dispatcher import Dispatcher
@@ -32,6 +33,30 @@ class _Report:
     state: EngineState
 
 
+class Orders(Protocol):
+    """Takes note of what agents report of engines that come and go (`remote/orders.py`)."""
+
+    def found(self, id: str, settings: Engine) -> None:
+        """Take note of an engine that an agent has, and that is not known here."""
+        ...
+
+    def leaves(self, engine: RemoteEngine) -> None:
+        """Take note of an engine that takes no new work."""
+        ...
+
+    def altered(self, settings: Engine | None) -> None:
+        """Take note of an engine that leaves or stays, or has other settings; None = the same."""
+        ...
+
+    def lost(self, engine: RemoteEngine) -> None:
+        """Take note of an engine that was removed."""
+        ...
+
+    def answered(self, answer: OrderAnswer) -> None:
+        """Take an agent's answer to an order."""
+        ...
+
+
 class RemoteFleet:
     """Keeps the gateway's engines as their agents report them.
 
@@ -41,9 +66,13 @@ class RemoteFleet:
     def __init__(self, control: RemoteControl, engines: Mapping[str, Engine], lease_s: float) -> None:
         self.engines = {id: RemoteEngine(id, engine, self._lost) for id, engine in engines.items()}
         self._control, self._lease_s = control, lease_s
+        self._configured = engines
         self._reports: dict[str, _Report] = {}
+        self._agents: dict[str, float] = {}  # instants of their last reports
+        self._owner: dict[str, str] = {}  # engine -> the agent that reported it last
         self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged
         self.dispatcher: Dispatcher | None = None
+        self.orders: Orders | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -61,19 +90,63 @@ class RemoteFleet:
             match item:
                 case EngineState(id) if id in self.engines:
                     self._update(message, item)
+                case EngineState(id) if (settings := self._settings(item)) is not None and self.orders is not None:
+                    self.orders.found(id, settings)
+                case AgentEngines(ids):
+                    self._remove_missing(message.sender, ids)
+                case OrderAnswer() if self.orders is not None:
+                    self.orders.answered(item)
                 case EngineState(id) if (message.sender, id) not in self._unknown:
                     self._unknown.add((message.sender, id))
                     log.warning("%s has an engine %s, which gets no work: %s", message.sender, id, UNKNOWN)
                 case Gone():
+                    self._agents.pop(message.sender, None)
                     self._unknown = {(agent, id) for agent, id in self._unknown if agent != message.sender}
                     for id in [id for id, one in self._reports.items() if one.agent == message.sender]:
                         self._mark_silent(id)
                 case Learned() | Cached():
                     self._control.fleet_changed(item)
 
+    def agent_of(self, id: str) -> str | None:
+        """Return the agent that reports an engine, None = none does at the moment."""
+        return self._reports[id].agent if id in self._reports else None
+
+    @property
+    def agents(self) -> set[str]:
+        """Return the agents that are not silent."""
+        return {name for name, at in self._agents.items() if at >= clock.now() - self._lease_s}
+
+    def add(self, id: str, settings: Engine) -> None:
+        """Add an engine that an agent has, which reports it again within a second."""
+        engine = self.engines[id] = RemoteEngine(id, settings, self._lost)
+        engine.connect()
+
+    def _settings(self, state: EngineState) -> Engine | None:
+        """Return the settings of an engine, None = they are not known."""
+        return self._configured.get(state.id) if state.settings is None else read_engine(state.settings)
+
+    def _remove_missing(self, agent: str, ids: Collection[str]) -> None:
+        """Remove the engines that this agent had and has no more; one of the configuration only if that was ordered."""
+        self._agents[agent] = clock.now()
+        for id in [id for id, owner in self._owner.items() if owner == agent and id not in ids]:
+            if id in self._configured and self.engines[id].leaving != "remove":
+                continue
+            del self._owner[id]
+            self._reports.pop(id, None)
+            self._control.fleet_changed(InstanceDown(id))
+            if self.orders is not None:
+                self.orders.lost(self.engines.pop(id))
+
     def _update(self, message: Message, state: EngineState) -> None:
         engine, before = self.engines[state.id], self._reports.get(state.id)
         self._reports[state.id] = _Report(clock.now(), message.sender, state)
+        self._owner[state.id] = message.sender
+        settings = self._settings(state) if before is None or state.settings != before.state.settings else None
+        if settings is not None and settings != engine.config:
+            engine.config, engine.models = settings, KnownModels(tuple(settings.served), settings.name)
+        else:
+            settings = None
+        was, engine.leaving, engine.stopped = engine.leaving, state.leaving, state.stopped
         engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
         engine.prefix_caching, engine.continues, engine.restarts = state.prefix_caching, state.continues, state.restarts
@@ -85,6 +158,10 @@ class RemoteFleet:
         if state.instance is not None:
             engine.instance = state.instance
         self._update_admission(engine, state, None if before is None else before.state)
+        if self.orders is not None and (settings is not None or was != state.leaving):
+            self.orders.altered(settings)
+            if was is None and state.leaving is not None:
+                self.orders.leaves(engine)
 
     def _update_admission(self, engine: RemoteEngine, state: EngineState, before: EngineState | None) -> None:
         """Update admission with a state of an engine."""
