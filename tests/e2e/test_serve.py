@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from tests.e2e.server import ANSWER_S, Headway
+from tests.e2e.server import ANSWER_S, OPERATOR, Headway
 from tests.gateway.gateway import WEB
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -180,3 +181,18 @@ def test_why_a_request_was_late_is_told_from_the_journal(headway: Headway, clien
     assert {"outside", "prefill", "running"} <= set(seen)
     assert sum(seen.values()) == pytest.approx(story["latency"])
     assert max(seen, key=lambda state: seen[state]) in ("running", "prefill", "waiting")
+
+
+def test_an_engine_is_replaced_while_requests_come(headway: Headway, client: openai.OpenAI) -> None:
+    path, ask = f"{headway.url}/v1/headway/engines", {"model": "smollm2", "messages": QUESTION, "temperature": 0}
+    with ThreadPoolExecutor() as pool:
+        stream = client.chat.completions.create(**ask, max_tokens=100, stream=True, extra_body={"ignore_eos": True})
+        begun = next(stream)
+        rolled = WEB.post(f"{path}/roll", json={}, headers=OPERATOR)
+        assert (rolled.status_code, rolled.json()["data"][0]["id"]) == (202, "e0")
+        waiting = pool.submit(client.chat.completions.create, **ask, max_tokens=20)
+        chunks = [begun, *stream]
+        assert chunks[-1].choices[0].finish_reason == "length", "the stream ended where it began"
+        assert "Paris" in str(waiting.result(ANSWER_S).choices[0].message.content), "it waited for the new engine"
+    (engine,) = WEB.get(path, headers=OPERATOR).json()["data"]
+    assert (engine["state"], engine["restarts"], engine["error"]) == ("up", 1, None)

@@ -188,6 +188,34 @@ def test_an_engine_that_is_removed_at_once(serve: Serve, fake: Fake, others: lis
         assert stream.result().status_code == 200  # its end is that of a stream whose engine has died
 
 
+def test_the_last_engine_that_is_removed_at_once_takes_its_requests_with_it(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        held = pool.submit(gateway.post, gateway.chat(**fakes(hold="last")))
+        until(lambda: fake.last()["open"] == 1)
+        assert order(gateway, "DELETE", "/e0?now=true&force=true")[0] == 202
+        refused = held.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+        until(lambda: states(gateway) == {})
+        assert not gateway.controller.requests
+
+
+def test_a_client_that_leaves_while_its_request_is_taken_back(serve: Serve, fake: Fake) -> None:
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        held = pool.submit(gateway.post, gateway.chat(**fakes(hold="gone")))
+        until(lambda: fake.last()["open"] == 1)
+
+        async def both() -> None:
+            (one,) = gateway.inner.dispatcher.in_flight.values()
+            assert one.opening is not None
+            one.opening.get_loop().call_soon(one.opening.cancel)  # as a gateway that stops does
+            gateway.inner.dispatcher.take_back([one])
+
+        gateway.do(both())
+        assert held.result().json()["error"]["code"] == "gateway_stopped"
+        assert gateway.newest()[0] == "failed"
+        assert not gateway.controller.requests
+
+
 def test_a_drained_engine_comes_back(serve: Serve, fake: Fake) -> None:
     with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
         order(gateway, "POST", "/e0/drain")

@@ -129,7 +129,7 @@ def _chosen(config: Config, engines: Sequence[str]) -> frozenset[str]:
 
 def _state_of(one: Agent, link: RabbitLink) -> tuple[bool, dict[str, Any]]:
     """Return whether an agent is ready, and what /health shows of it."""
-    up = {id: engine.up.is_set() for id, engine in one.agents.engines.items()}
+    up = {id: engine.up.is_set() for id, engine in one.agents.engines.items() if engine.leaving is None}
     return all(up.values()) and link.connected, {"engines": up, "wire": link.connected}
 
 
