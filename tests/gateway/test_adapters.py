@@ -13,7 +13,7 @@ from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.launch import command
 from headway.errors import ConfigError, EngineError
 from headway.events import Event
-from headway.gateway.parsing.models import base_models
+from headway.gateway.parsing.models import check_adapters
 from headway.stages import Prewarm, Resource
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, until
@@ -108,4 +108,4 @@ def test_an_engine_is_started_with_its_adapters() -> None:
 )
 def test_adapters_that_a_request_could_miss(engines: tuple[Engine, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        base_models(engines)
+        check_adapters(engines)

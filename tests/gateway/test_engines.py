@@ -314,6 +314,16 @@ def test_engines_are_replaced_one_after_the_other_under_load(serve: Serve, fake:
         assert not {*map(id, engines.values())} & {*map(id, gateway.inner.dispatcher.engines.values())}
 
 
+def test_engines_get_an_adapter_one_after_the_other(serve: Serve, fake: Fake, others: list[Fake]) -> None:
+    with serve(fake.url, others[0].url) as gateway, load(gateway):
+        names = lambda: [one["id"] for one in gateway.get("/v1/models").json()["data"]]  # noqa: E731
+        status, body = order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"adapters": {"terse": "/a"}}})
+        assert (status, "Not all engines" in body["error"]["message"]) == (400, True)
+        assert order(gateway, "POST", "/roll", json={"set": {"adapters": {"terse": "/a"}}})[0] == 202
+        until(lambda: names() == ["smollm2", "terse"], 20)
+        assert gateway.post(gateway.chat(model="terse")).status_code == 200
+
+
 def test_a_roll_ends_at_an_engine_that_does_not_come_up(serve: Serve, fake: Fake, others: list[Fake]) -> None:
     with serve(fake.url, others[0].url) as gateway:
         order(gateway, "POST", "/roll", json={"set": {"url": DEAD, "start_timeout_s": 0.3}})
@@ -348,6 +358,11 @@ def test_processes_start_and_end_with_their_engines(tmp_path: Path, monkeypatch:
         assert third.poll() is not None
         assert gateway.post(gateway.chat(model="b")).status_code == 404
         assert gateway.post(gateway.chat(model="a")).json()["model"] == "a"
+        order(gateway, "POST", "/roll", json={"set": {"model": other}})
+        until(lambda: [one["id"] for one in gateway.get("/v1/models").json()["data"]] == ["b"])
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert gateway.post(gateway.chat(model="b")).json()["model"] == "b"
+        assert gateway.post(gateway.chat(model="a")).status_code == 404
         order(gateway, "POST", json={"model": str(make_model(tmp_path, "c", behaviour="refuse"))})
         until(lambda: states(gateway)["e1"] == "failed", 20)
         assert "exit code 2" in order(gateway, "GET")[1]["data"][1]["error"]

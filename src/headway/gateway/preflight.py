@@ -14,7 +14,7 @@ from headway.engines.vllm.process.settings import check_cores, check_settings
 from headway.engines.vllm.process.sizes import requested
 from headway.errors import ConfigError, check_all
 from headway.gateway.control.lengths.embedding import locate
-from headway.gateway.parsing.models import base_models, check_aliases
+from headway.gateway.parsing.models import check_adapters, check_aliases
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import check
 from headway.policy.recipes.registry import find
@@ -33,7 +33,7 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
         partial(_check_secrets, config),
-        partial(base_models, config.engines),
+        partial(check_adapters, config.engines),
         partial(_check_names, config),
         partial(check_aliases, config),
         *([check_installed] if starts else []),

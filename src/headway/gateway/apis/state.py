@@ -60,14 +60,13 @@ class AppState(Access):
 
     def _follow_fleet(self) -> None:
         """Serve the models of the engines that stay."""
-        engines = tuple(replace(one, id=id) for id, one in self.gateway.fleet.settings.items())
-        self.config = replace(self.config, engines=engines)
         self.parser.models = self._served()
         self._fit()
 
     def _served(self) -> ServedModels:
-        stay = [one for one in self.gateway.dispatcher.engines.values() if one.leaving != "remove"]
-        return ServedModels(self.config, stay, self.gateway.counters)
+        stay = {id: one for id, one in self.gateway.dispatcher.engines.items() if one.leaving != "remove"}
+        self.config = replace(self.config, engines=tuple(replace(one.config, id=id) for id, one in stay.items()))
+        return ServedModels(self.config, stay.values(), self.gateway.counters)
 
     def _fit(self) -> None:
         """Let measured classes promise what the engines can do."""

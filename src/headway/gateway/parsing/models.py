@@ -43,11 +43,8 @@ def resolve_alias(aliases: Mapping[str, str], served: Container[str], name: str)
     return aliases.get(name) or next(fits, name)
 
 
-def base_models(engines: Sequence[Engine]) -> dict[str, str]:
-    """Return the adapters by name, each with the model that it adapts.
-
-    ConfigError where a request could reach an engine that does not have its adapter.
-    """
+def check_adapters(engines: Sequence[Engine]) -> None:
+    """Raise ConfigError where a request could reach an engine that does not have its adapter."""
     bases: dict[str, str] = {}
     for engine in engines:
         for name in engine.adapters:
@@ -71,7 +68,16 @@ def base_models(engines: Sequence[Engine]) -> dict[str, str]:
                 "Give all engines of a model the same adapters.",
                 param="engines.adapters",
             )
-    return bases
+
+
+def shared_adapters(engines: Sequence[Engine]) -> dict[str, str]:
+    """Return the adapters that all engines of their model have, each with that model."""
+    return {
+        name: engine.name
+        for engine in engines
+        for name in engine.adapters
+        if all(name in other.adapters for other in engines if other.name == engine.name)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class ServedModels:
 
     def __init__(self, config: Config, engines: Iterable[EngineView], counters: Mapping[str, TokenCounter]) -> None:
         self._aliases, self._views, self._counters = config.aliases, tuple(engines), dict(counters)
-        self._adapters = base_models(config.engines)
+        self._adapters = shared_adapters(config.engines)
         self.engines = {name: engine for engine in config.engines for name in engine.served}
         self._served = {*self.engines, *self._adapters}
         self.names = (*self.engines, *self._adapters, *filter(_PATTERN.isdisjoint, config.aliases))
