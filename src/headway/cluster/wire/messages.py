@@ -60,9 +60,9 @@ class EngineState:
     restarts: int
     failure: str | None
     fatal: tuple[str, ...]
-    leaving: Leaving | None = None
-    stopped: bool = False
-    settings: str | None = None
+    leaving: Leaving | None
+    stopped: bool
+    settings: str | None
 
 
 @dataclass(frozen=True, slots=True)
