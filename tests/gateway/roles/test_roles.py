@@ -59,6 +59,16 @@ def test_a_stream_goes_through_and_the_controller_hears_of_its_first_token(headw
         until(lambda: not waiting(headway, "c1"))
 
 
+def test_a_stream_that_loses_its_engine_is_planned_again(headway: Parts, fake: Fake) -> None:
+    with headway.gateway("g1") as gateway:
+        answer = gateway.post(gateway.chat(stream=True, max_tokens=16, **fakes(tokens=16, cuts=[4, 9])))
+        assert answer.text.count("fake ") == 16
+        assert "[DONE]" in answer.text
+        assert "error" not in answer.text
+        assert len(fake.last()["body"]["vllm_xargs"]["headway_said"]) == 9
+        until(lambda: not waiting(headway, "c1"))
+
+
 @pytest.mark.parametrize("drop", [True, False])
 def test_gateways_know_what_is_cached_where_a_class_drops(tmp_path: Path, stock: Fake, drop: bool) -> None:
     config, keys = configuration(tmp_path, stock.url, classes={"strict": Tier(ttft_ms=300.0, drop=drop)}), np.arange(8)
