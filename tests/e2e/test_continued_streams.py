@@ -31,6 +31,7 @@ WEATHER = {
 _EVENTS = 12  # of all streams together, between two losses
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}}}
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
+CALL = r'\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{2,9}", "days": [123]\}\}'
 # What is asked, beside the model and 32 greedy tokens.
 ASKS: dict[str, dict[str, Any]] = {
     "chat": {},
@@ -45,6 +46,11 @@ ASKS: dict[str, dict[str, Any]] = {
     "usage with each token": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "a named tool": {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     "a required tool": {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60},
+    "a tool that the model calls": {
+        "tools": [WEATHER],
+        "max_tokens": 60,
+        "structured_outputs": {"regex": f"Let me see\\. <tool_call>\\n{CALL}\\n</tool_call>"},
+    },
     "JSON": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
         "max_tokens": 60,
@@ -136,6 +142,7 @@ def add(out: dict[str, Any], event: dict[str, Any]) -> None:
 def test_broken_streams_are_the_unbroken_ones(gateway: Gateway) -> None:
     whole = ask_all(gateway, 0)
     assert all((one["done"], len(one["ends"])) == (1, 1) for one in whole.values())
+    assert [len(one["calls"]) for name, one in whole.items() if "tool" in name] == [1, 1, 1]
     assert engine_losses(gateway) == 0
     broken = ask_all(gateway, 6)
     for name, one in broken.items():
