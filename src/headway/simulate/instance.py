@@ -6,6 +6,7 @@ keeps the models loaded before as far as they fit, the least recently used going
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,8 @@ class InstanceSpec:
         share cores.
     latency_error: factor of the seconds that the packer's latency model is taught, for studies of wrong ones.
     host_tokens: tokens of KV that host memory has room for; None = unlimited, and blocks are plain.
+    start_s: seconds from its start until it serves, where it is started in the run.
+    mtbf_s: mean seconds until it fails, at a random time; it starts again.
     prefix_caching: blocks that requests share by their `Prefix` are computed and held once (`loop.py` only).
     """
 
@@ -79,6 +82,8 @@ class InstanceSpec:
     host_tokens: int | None = None
     latency_error: float = 1.0
     prefix_caching: bool = False
+    start_s: float = 60.0
+    mtbf_s: float = math.inf
 
     @property
     def delays(self) -> bool:

@@ -51,7 +51,7 @@ class Loop:
 
     controller: the server's slow loop.
     instances: the simulated engines by id.
-    outcome: what became of the requests so far.
+    outcome: what became of the requests so far. now: the instant at which the run ended.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Loop:
         self._planning = PlanningTime(controller, plan_seconds, self._future, self._execute)
         self._inbox: deque[Event] = deque()  # events that the controller has not been told yet
         self._preempted: dict[str, Preempted] = {}
-        self._running = 0  # iterations in progress
+        self._running, self.now = 0, 0.0  # iterations in progress
         self._check_at = math.inf  # when the controller is asked next for what is overdue
         self._caches = len(self.instances) > 1 and any(one.spec.prefix_caching for one in instances)
         self._looked = -math.inf
@@ -88,8 +88,7 @@ class Loop:
 
     def run(self, progress: Callable[[int], None] | None, until: float) -> Outcome:
         """Run until every request has ended, at most to the instant `until`."""
-        for instance in self.instances.values():
-            self._notify(InstanceUp(instance.instance()), 0.0)
+        self.open()
         arrivals = self._arrivals
         i, size, now, idle = 0, len(arrivals), 0.0, 0
         while now < until and (i < size or self.controller.requests or self._more):
@@ -111,8 +110,13 @@ class Loop:
                     progress(i)
         if progress is not None:
             progress(size)
-        self.outcome.planning = self._planning.spent
+        self.outcome.planning, self.now = self._planning.spent, now
         return self.outcome
+
+    def open(self) -> None:
+        """Bring up the engines."""
+        for instance in self.instances.values():
+            self._notify(InstanceUp(instance.instance()), 0.0)
 
     @property
     def _more(self) -> bool:
@@ -279,7 +283,7 @@ class Loop:
         self._look_at_caches(now)
         keys = shared_keys(request.prefix).tobytes() if self._caches else b""
         if request.drop:
-            self._poll(now)
+            self.poll(now)
             reject = self.controller.infeasible(request, now, keys)
             if reject is not None:
                 self._execute([reject], now)
@@ -295,7 +299,7 @@ class Loop:
             if isinstance(engine := self.instances[name].engine, CachingEngine):
                 self.controller.note(Cached(name, engine.report()), now)
 
-    def _poll(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Tell the controller what the engines have learned, at most once in a while."""
         if now < self._polled + _POLL:
             return
@@ -316,7 +320,7 @@ class Loop:
     def _check(self, now: float) -> None:
         """Refuse what cannot be on time any more: inside engines, when their iterations end."""
         self._check_at = math.inf
-        self._poll(now)
+        self.poll(now)
         overdue = self.controller.overdue(now)
         self._execute(overdue.rejects, now)
         refused = bool(overdue.rejects)

@@ -42,6 +42,7 @@ class Outcome:
     failed: requests that were too long for the instance they were sent to.
     swaps: models loaded in place of others. restarts: those of them that were not loaded in a running engine.
     planning: virtual seconds that the planner took.
+    engine_s: seconds that engines ran, each from its start until it has stopped. failures: at random times.
     queried, hits: tokens that requests looked up in a prefix cache when they were admitted for the first
         time, and those that it had, as vLLM's `prefix_cache_queries` and `prefix_cache_hits` count them.
     """
@@ -63,6 +64,8 @@ class Outcome:
     restarts: int = 0
     queried: int = 0
     hits: int = 0
+    engine_s: float = 0.0
+    failures: int = 0
 
     @property
     def hit_pct(self) -> float:

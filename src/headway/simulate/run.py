@@ -8,7 +8,7 @@ outcome.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,15 +18,19 @@ from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
+from headway.policy.scale.scaler import Limits
+from headway.policy.scale.scaling import Scaling
 from headway.ports import Lengths, Planner
 from headway.simulate import compiled_loop, compiled_state
+from headway.simulate.elastic import Decide, ElasticLoop, by_promises, expanded
 from headway.simulate.fleet import check_fleet
 from headway.simulate.forecasts import Oracle
 from headway.simulate.instance import InstanceSpec, Load, SimulatedInstance, check
-from headway.simulate.loop import CHUNK, Loop
+from headway.simulate.loop import CHUNK
 from headway.simulate.observer import Observer
 from headway.simulate.outcome import Failure, Outcome
 from headway.simulate.workload.traffic import Workload
+from headway.types import Floats
 
 __all__ = ["Failure", "InstanceSpec", "Load", "Outcome", "Simulation", "no_time"]
 
@@ -51,6 +55,9 @@ class Simulation:
     failures: of instances; a failed instance has lost its work, so its requests run again from the start.
     tick: seconds after which the planner runs again while requests wait and no iteration is in progress.
     until: instant at which the run ends; requests without an end by then have NaN.
+    scale: models whose engines come and go; the fleet is the one at the start. decide: how many there should be.
+    history: arrivals before the run by model, in negative seconds, that the forecast has seen.
+    seed: of failures at random times.
     fast: run as one compiled loop where every part of the run can be; the outcome is the same.
     """
 
@@ -64,6 +71,10 @@ class Simulation:
     tick: float = 1.0
     until: float = math.inf
     fast: bool = True
+    scale: Mapping[str, Limits] = field(default_factory=dict)
+    decide: Decide = by_promises
+    history: Mapping[str, Floats] = field(default_factory=dict)
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.recipe.lengths == "padded":
@@ -81,6 +92,8 @@ class Simulation:
         when requests wait that the planner sends nowhere.
         """
         planner = self.recipe.planner()
+        running = [spec.instance.id for spec in self.instances]
+        self.instances = expanded(self.instances, self.scale)
         check(self.instances)
         check_fleet(self.instances, self.workload, swaps=planner.swaps)
         self._check_failures()
@@ -89,8 +102,12 @@ class Simulation:
         if self._several_tenants:
             planner.take_turns()
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
-        controller = Controller(planner, self.lengths, self.max_queued)
-        loop = Loop(
+        scaling = Scaling(self.scale) if self.scale else None
+        for model, times in self.history.items() if scaling else ():
+            for at in times.tolist():
+                scaling.scalers[model].came(at)
+        controller = Controller(planner, self.lengths, self.max_queued, scaling=scaling)
+        loop = ElasticLoop(
             self.workload,
             controller,
             instances,
@@ -98,6 +115,10 @@ class Simulation:
             tick=self.tick,
             failures=self.failures,
             observer=observer,
+            scale=self.scale,
+            running=running,
+            decide=self.decide,
+            rng=np.random.default_rng(self.seed),
         )
         return loop.run(progress, self.until)
 
@@ -113,6 +134,7 @@ class Simulation:
         one = self.instances[0]
         plain = plain and planner.pull and not one.others and not one.delays
         plain = plain and not self.workload.drop.any() and not one.prefix_caching
+        plain = plain and not self.scale and math.isinf(one.mtbf_s)
         if not plain:
             return None
         state = compiled_state.initial_state(self.recipe, self.instances[0], self.workload, self.lengths)
@@ -123,7 +145,9 @@ class Simulation:
             compiled_loop.advance(state, min(stop, size), self.until)
             if progress is not None:
                 progress(min(stop, size))
-        return compiled_state.outcome(state)
+        outcome = compiled_state.outcome(state)
+        outcome.engine_s = min(float(np.nanmax(outcome.end, initial=0.0)), self.until)
+        return outcome
 
     def _check_failures(self) -> None:
         known = {spec.instance.id for spec in self.instances}

@@ -32,6 +32,7 @@ from headway.policy.core.old_plans import still_holding
 from headway.policy.core.ranks import SOFT
 from headway.policy.core.shares import Group, QueueShares, Waiting
 from headway.policy.plan.dispatch import swaps, warms
+from headway.policy.scale.scaling import Scaling
 from headway.ports import Lengths, Planner
 from headway.stages import Prewarm
 from headway.types import OBJECTIVES, Command, Instance, Plan, Progress, Reject, Request, Rerank, Send, Swap
@@ -57,12 +58,14 @@ class Controller:
     max_queued bounds the requests that wait, outside or inside engines, by their places; once they have so
     many, `admit` refuses.
     shares: what one tenant may take of them, None = all.
+    scaling: how many engines models need, of those with [scale].
     """
 
     planner: Planner
     lengths: Lengths
     max_queued: int = 1000
     shares: QueueShares | None = None
+    scaling: Scaling | None = None
     cluster: Cluster = field(default_factory=Cluster)
     requests: dict[str, Request] = field(default_factory=dict)
     _places: int = 0  # of all requests, and of those not inside an engine
@@ -246,6 +249,8 @@ class Controller:
             case InstanceDown(id):
                 self._forget(id)
         self.planner.on(event, self.cluster, now)
+        if self.scaling is not None:
+            self.scaling.note(event, self.cluster, self.requests, now)
         match event:
             case Finished(id, output_tokens):
                 self._end(id, output_tokens, now)

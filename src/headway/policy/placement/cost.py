@@ -306,6 +306,11 @@ class Placement:
             return one.found
         return min(self.index.tokens(name, np.frombuffer(keys or self.keys(id), np.int64)), prompt - 1)
 
+    def computed(self, id: str, request: Request) -> int:
+        """Return the prompt tokens of a request inside an engine that its cache did not hold."""
+        one = self._inside.get(id)
+        return request.prompt_tokens - (one.found if one is not None else 0)
+
     def moved(self, id: str, name: str) -> bool:
         """Return `Send.moved` for a request that was planned for an engine; False for others."""
         planned = self._planned.get(id)

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
+from headway.policy.scale.search import fewest
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload
@@ -140,13 +141,7 @@ def _needed(case: Case, load: float, recipe: str, found: Advice) -> int | None:
             tried[count] = attained(_simulated(case, fleet_of(case.kinds, count), load, recipe))
         return tried[count]
 
-    low, high = 0, min(len(case.kinds), case.most)  # `low` instances are too few
-    while at(high) < case.target and high < case.most:
-        low, high = high, min(2 * high, case.most)
-    best = high if at(high) >= case.target else None
-    while best is not None and best - low > 1:
-        middle = (low + best) // 2
-        low, best = (low, middle) if at(middle) >= case.target else (middle, best)
+    best = fewest(at, case.target, len(case.kinds), case.most)
     now, setting = len(case.kinds), f"{load:g}x"
     found.rows.append(Row("advise.instances", recipe, setting, best, "instances"))
     if now <= case.most:

@@ -1,0 +1,177 @@
+"""A forecast of arrivals, learned from counts while they come: level, trend, time of day, and how wrong it was.
+
+Several simple forecasts run side by side: exponential means of the counts with memories from seconds to hours, the
+same with a trend, and the mean of earlier days at this time. They are mixed by how likely they made each count since,
+with Herbster and Warmuth's fixed share (1998), so that a slow one is left within seconds of a jump and comes back after
+it. What the mixture missed at a horizon is kept as ratios, the forecast's distribution.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.types import Floats
+
+STEP_S = 5.0  # seconds that arrivals are counted over
+_DAY_S, _SLOT_S = 86_400.0, 300.0  # a day, and the parts of it that are told apart
+_MEMORIES = STEP_S * 2.0 ** np.arange(1, 10)  # seconds, 10 to 2560
+_KEPT = 4096  # errors: of some hours
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The arrivals per second over a stretch of time to come.
+
+    rate: as expected, per second. ratios: equally likely multiples of it.
+    known: they were learned from errors at this horizon; otherwise the rate is taken as certain.
+    """
+
+    rate: float
+    ratios: Floats
+    known: bool
+
+
+class _Levels:
+    """Exponential means of counts per second and of their slope, one of each memory, without the zeros before them."""
+
+    def __init__(self) -> None:
+        self._keep = np.exp(-STEP_S / _MEMORIES)
+        self._mass = np.zeros(_MEMORIES.size)
+        self._sums = np.zeros((4, _MEMORIES.size))  # weighted sums of count, age x count, age, and age squared
+
+    def add(self, rate: float) -> None:
+        """Take in the rate of one more step."""
+        count, lag, age, square = self._sums
+        # All that is there becomes one step older: (a + 1)^2 = a^2 + 2a + 1.
+        square = self._keep * (square + 2 * age + self._mass)
+        age, lag = self._keep * (age + self._mass), self._keep * (lag + count)
+        self._mass = self._keep * self._mass + 1
+        self._sums = np.array([self._keep * count + rate, lag, age, square])
+
+    def at(self, ahead: float) -> Floats:
+        """Return the forecast rates `ahead` steps from now: levels, then trends; none is below 0.
+
+        A trend goes on for no longer than it was learned over.
+        """
+        count, lag, age, square = self._sums / np.maximum(self._mass, 1e-9)
+        spread = np.maximum(square - age * age, 1e-9)
+        slope = np.where(self._mass > 3, (age * count - lag) / spread, 0.0)
+        steps = np.minimum(ahead, _MEMORIES / STEP_S)
+        return np.maximum(np.concatenate([count, count + slope * (age + steps)]), 0.0)
+
+
+class _Days:
+    """The mean rate of each part of the day, the newest day counting as much as all before it."""
+
+    def __init__(self) -> None:
+        self._mean = np.full(round(_DAY_S / _SLOT_S), np.nan)
+        self._slot, self._sum, self._steps = -1, 0.0, 0
+
+    def add(self, rate: float, now: float) -> None:
+        """Take in the rate of the step that ends now."""
+        slot = self._of(now - STEP_S / 2)
+        if slot != self._slot:
+            if self._steps:
+                new, old = self._sum / self._steps, self._mean[self._slot]
+                self._mean[self._slot] = new if np.isnan(old) else (new + old) / 2
+            self._slot, self._sum, self._steps = slot, 0.0, 0
+        self._sum, self._steps = self._sum + rate, self._steps + 1
+
+    def at(self, when: float) -> float:
+        """Return the rate at an instant, NaN = that time of day was never seen."""
+        return float(self._mean[self._of(when)])
+
+    def _of(self, when: float) -> int:
+        return int(when % _DAY_S / _SLOT_S)
+
+
+@dataclass(slots=True)
+class Rates:
+    """Arrivals of one model. Its time only goes forward.
+
+    began: when counting began; None = nothing has come yet.
+    """
+
+    began: float | None = None
+    _count: int = 0
+    _steps: int = 0
+    _levels: _Levels = field(default_factory=_Levels)
+    _days: _Days = field(default_factory=_Days)
+    _weights: Floats = field(default_factory=lambda: np.full(2 * _MEMORIES.size + 1, 1 / (2 * _MEMORIES.size + 1)))
+    _excess: float = 1.0  # the variance of counts over what Poisson's process has
+    _past: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _made: dict[tuple[int, int], deque[tuple[int, float]]] = field(default_factory=dict)
+    _ratios: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+
+    def arrived(self, now: float) -> None:
+        """Count an arrival."""
+        self.advance(now)
+        self._count += 1
+
+    def advance(self, now: float) -> None:
+        """Close the steps that have ended by now."""
+        if self.began is None:
+            self.began = now
+        while self.began + (self._steps + 1) * STEP_S <= now:
+            self._close()
+
+    def begun(self, now: float) -> float:
+        """Return when counting began, at the latest now."""
+        self.advance(now)
+        return now if self.began is None else self.began
+
+    def expect(self, ahead_s: float, seconds: float) -> Arrivals:
+        """Return the arrivals expected in a stretch of `seconds` that begins `ahead_s` from now."""
+        ahead, length = max(round(ahead_s / STEP_S), 0), max(round(seconds / STEP_S), 1)
+        key = ahead, length
+        rate = self._mean(ahead + length / 2)
+        made = self._made.setdefault(key, deque())
+        if not made or made[-1][0] < self._steps:
+            made.append((self._steps, rate))
+        ratios = self._ratios.get(key)
+        return Arrivals(rate, self._told(np.array(ratios), length), True) if ratios else Arrivals(rate, np.ones(1), False)
+
+    def _mean(self, ahead: float) -> float:
+        return float(self._weights @ self._each(ahead))
+
+    def _each(self, ahead: float) -> Floats:
+        now = (self.began or 0.0) + self._steps * STEP_S
+        rates = self._levels.at(ahead)
+        today = self._days.at(now + ahead * STEP_S)
+        return np.append(rates, rates[0] if np.isnan(today) else today)
+
+    def _close(self) -> None:
+        count, self._count = self._count, 0
+        rates = np.maximum(self._each(0.5), 0.1 / STEP_S / max(self._steps, 1)) * STEP_S
+        if self._steps:
+            expected = float(self._weights @ rates)
+            self._excess += ((count - expected) ** 2 / expected - self._excess) / min(self._steps, _KEPT)
+            likely = (count * np.log(rates) - rates) / max(self._excess, 1.0)
+            weights = self._weights * np.exp(likely - likely.max())
+            weights /= weights.sum()
+            share = 1 / (self._steps + 1)
+            self._weights = (1 - share) * weights + share / weights.size
+        self._steps += 1
+        self._levels.add(count / STEP_S)
+        self._days.add(count / STEP_S, (self.began or 0.0) + self._steps * STEP_S)
+        self._past.append(count)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Keep the ratios of what came to what was expected, of the stretches that have ended now."""
+        for key, made in self._made.items():
+            ahead, length = key
+            while made and made[0][0] + ahead + length <= self._steps:
+                _, rate = made.popleft()
+                came = sum(list(self._past)[-length:])
+                self._ratios.setdefault(key, deque(maxlen=_KEPT)).append((came + 0.5) / (rate * length * STEP_S + 0.5))
+
+    def _told(self, ratios: Floats, length: int) -> Floats:
+        """Return the ratios without the noise of counting, which whoever replays requests has in them anyway."""
+        counted = max(float(np.mean(list(self._past)[-length:])) * length, 1.0)
+        spread = float(ratios.var())
+        shrink = np.sqrt(max(1 - 1 / counted / spread, 0.0)) if spread > 0 else 0.0
+        return np.asarray(1 + (ratios - 1) * shrink)

@@ -1,0 +1,186 @@
+"""The number of engines that one model needs, from moment to moment.
+
+An engine that is started now serves from one start (`start_s` seconds) on. So the arrivals of the stretch after that
+say whether another must start, and those until then, too, whether one may stop: a start costs its seconds, and
+stopping pays only if the engine stays away for longer than that, which is until after the second of the two stretches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.policy.scale.outlook import EngineSize, Traffic, kept
+from headway.policy.scale.rates import Arrivals, Rates
+from headway.policy.scale.search import fewest
+from headway.types import Floats, Request
+
+_KEPT = 512  # requests that are replayed
+_STARTS = 8  # starts from which the next one's seconds are taken
+_FINE = 1.1  # loads that are replayed: a factor between two of them
+_ALL = 1 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a model's engines.
+
+    least, most: engines; with 0 the last one stops while nothing comes. share: of the promises to keep.
+    start_s: seconds of an engine's start, until one has been seen.
+    """
+
+    least: int
+    most: int
+    share: float
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Requests that wait outside engines, and those inside.
+
+    tokens, due: (n,), of the waiting: tokens of prompt and expected answer, and the instant, inf = no promise.
+    inside: how many are in engines.
+    """
+
+    tokens: Floats
+    due: Floats
+    inside: int = 0
+
+
+@dataclass(slots=True)
+class Scaler:
+    """One model's arrivals, what its requests and its engines were like, and the number of engines that follows."""
+
+    limits: Limits
+    rates: Rates = field(default_factory=Rates)
+    _last: float | None = None  # arrival
+    _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _starts: deque[float] = field(default_factory=lambda: deque(maxlen=_STARTS))
+    _curves: _Curves | None = None
+    _new: int = 0  # requests ended since the curves were made
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a start takes: the longest of the last few."""
+        return max(self._starts, default=self.limits.start_s)
+
+    def came(self, now: float) -> None:
+        """Take note of an arrival."""
+        self.rates.arrived(now)
+        if self._last is not None:
+            self._silences.append(now - self._last)
+        self._last = now
+
+    def ended(self, request: Request, computed: int, output_tokens: int) -> None:
+        """Take note of a request that was answered. computed: tokens of its prompt that no cache had."""
+        slo = request.slo
+        promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.tpot, slo.e2e))
+        answer = max(request.per_answer(output_tokens), 1)
+        self._ended.append((request.arrival, float(max(computed, 1)), float(answer), *promises))
+        self._new += 1
+
+    def started(self, seconds: float) -> None:
+        """Take note of the seconds that a start took."""
+        self._starts.append(seconds)
+
+    def wanted(self, now: float, have: int, engine: EngineSize | None, queue: Queue) -> int:
+        """Return the number of engines that should be up or starting.
+
+        have: those that are. engine: what one is like; None = not known yet, so that nothing changes.
+        """
+        self.rates.advance(now)
+        limits, start = self.limits, self.start_s
+        soon, later = self.rates.expect(0.0, start), self.rates.expect(start, start)
+        busy = bool(queue.tokens.size) or queue.inside > 0
+        if not limits.least and not busy and self._quiet(now):
+            return 0
+        bounded = min(max(have, limits.least, 1), limits.most)
+        if engine is None or len(self._ended) < 2 or not have:
+            return bounded
+        if self._curves is None or 2 * self._new >= len(self._ended):
+            self._curves, self._new = _Curves.of(self._ended, engine), 0
+        waiting = _rate(queue, now, start) / self._curves.tokens
+        up = self._needed(later, waiting, have)
+        if up > have or not (soon.known and later.known):
+            return min(max(up, bounded), limits.most)
+        return min(max(up, self._needed(soon, waiting, have), limits.least, 1), bounded)
+
+    def _needed(self, arrivals: Arrivals, waiting: float, have: int) -> int:
+        """Return the fewest engines that keep the share, on average over the forecast's distribution."""
+        assert self._curves is not None
+        rates, weights = arrivals.rate * arrivals.ratios + waiting, arrivals.ratios
+        curves = self._curves
+
+        def attained(engines: int) -> float:
+            shares = curves.at(engines, rates)
+            return float(shares @ weights / weights.sum()) if weights.sum() else 1.0
+
+        return fewest(attained, self.limits.share, have, self.limits.most) or self.limits.most
+
+    def _quiet(self, now: float) -> bool:
+        """Tell whether nothing came for so long that stopping the last engine pays and keeps the share.
+
+        Each silence that long costs its first request the start; so no more of them may be that long than promises
+        may be lost.
+        """
+        if self._last is None:
+            return now - (self.rates.begun(now)) >= self.start_s
+        longest = float(np.quantile(self._silences, self.limits.share)) if self._silences else 0.0
+        return now - self._last >= max(self.start_s, longest)
+
+
+@dataclass(slots=True)
+class _Curves:
+    """The shares of promises kept, by number of engines and rate: of one sample of requests, computed when asked.
+
+    rate: of the sample, per second. tokens: a request's, on average.
+    """
+
+    traffic: Traffic
+    engine: EngineSize
+    rate: float
+    tokens: float
+    _found: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ended: deque[tuple[float, ...]], engine: EngineSize) -> _Curves:
+        """Return the curves of the requests that ended lately."""
+        table = np.array(sorted(ended))
+        gaps = np.diff(table[:, 0])
+        gaps = np.maximum(np.concatenate([[gaps.mean()], gaps]), 1e-6)
+        requests = np.ascontiguousarray(table[:, 1:])
+        return cls(Traffic(gaps, requests), engine, 1 / float(gaps.mean()), float(requests[:, :2].sum(1).mean()))
+
+    def at(self, engines: int, rates: Floats) -> Floats:
+        """Return the shares kept at these rates; a higher rate never has a larger one."""
+        places = np.log(np.maximum(rates / self.rate, 1e-3)) / math.log(_FINE)
+        low, high = math.floor(places.min()), math.ceil(places.max())
+        shares = [1.0]
+        for place in range(high, low - 1, -1):
+            shares.append(self._share(engines, place))
+            if shares[-1] > _ALL:  # and so it is at any lower one
+                low = place
+                break
+        running = np.minimum.accumulate(np.array(shares[:0:-1]))
+        return np.interp(places, np.arange(low, low + running.size), running)
+
+    def _share(self, engines: int, place: int) -> float:
+        key = engines, place
+        if key not in self._found:
+            self._found[key] = kept(self.traffic, self.engine, engines, _FINE**place)
+        return self._found[key]
+
+
+def _rate(queue: Queue, now: float, start_s: float) -> float:
+    """Return the tokens per second that the waiting requests need, each by its due or, where that is sooner, one start.
+
+    By each instant, all that are due until then.
+    """
+    order = np.argsort(queue.due)
+    seconds = np.maximum(queue.due[order] - now, start_s)
+    return float((np.cumsum(queue.tokens[order]) / seconds).max(initial=0.0))
