@@ -302,6 +302,21 @@ def placement(
     )
 
 
+@command()
+def elastic(
+    ask: Ask,
+    systems: Annotated[str | None, typer.Option(help="Comma-separated systems (docs/scale.md); unset, all.")] = None,
+    grounds: Annotated[
+        str | None, typer.Option(help="Comma-separated grounds (docs/scale.md); unset, all whose traces are there.")
+    ] = None,
+    starts: Annotated[str | None, typer.Option(help="Seconds of an engine's start; unset, 60,300.")] = None,
+) -> None:
+    """Let the number of engines follow changing loads by Headway's rule and by other autoscalers (SIMULATED)."""
+    from benchmarks.elastic.simulated import main
+
+    main(ask, listed(systems or ""), listed(grounds or ""), numbers(starts) if starts else ())
+
+
 @command(quick=FleetQuick)
 def fleet(
     ask: Ask,

@@ -7,6 +7,7 @@ those of [[instances]].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -43,6 +44,8 @@ class Spec:
     host_gb: host memory in which weights stay warm, in 1e9 bytes.
     host_kv_gib: host memory for KV, of recipes that copy it there, in GiB; 0 = none.
     prefix_caching: as vLLM's `--enable-prefix-caching`; of use to requests that have a `Prefix`.
+    start_s: seconds from an engine's start until it serves. mtbf_s: mean seconds until it fails, at a random time, and
+        starts again; None = never.
     """
 
     profile: str
@@ -56,6 +59,8 @@ class Spec:
     host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
     prefix_caching: bool = False
+    start_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    mtbf_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def instances(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
@@ -96,6 +101,8 @@ class Spec:
             file.interruption_s or 0.0,
             int(self.host_kv_gib * 2**30) // file.kv_bytes_per_token,
             prefix_caching=self.prefix_caching,
+            start_s=self.start_s,
+            mtbf_s=self.mtbf_s or math.inf,
         )
 
     def _blocks(self, file: LatencyProfile, kv_tokens: int | None) -> int:

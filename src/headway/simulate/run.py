@@ -18,6 +18,7 @@ from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
+from headway.policy.scale.rates import DAY_S
 from headway.policy.scale.scaler import Limits
 from headway.policy.scale.scaling import Scaling
 from headway.ports import Lengths, Planner
@@ -57,6 +58,7 @@ class Simulation:
     until: instant at which the run ends; requests without an end by then have NaN.
     scale: models whose engines come and go; the fleet is the one at the start. decide: how many there should be.
     history: arrivals before the run by model, in negative seconds, that the forecast has seen.
+    day_s: seconds of a day of the traffic.
     seed: of failures at random times.
     fast: run as one compiled loop where every part of the run can be; the outcome is the same.
     """
@@ -74,6 +76,7 @@ class Simulation:
     scale: Mapping[str, Limits] = field(default_factory=dict)
     decide: Decide = by_promises
     history: Mapping[str, Floats] = field(default_factory=dict)
+    day_s: float = DAY_S
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -102,10 +105,7 @@ class Simulation:
         if self._several_tenants:
             planner.take_turns()
         instances = [SimulatedInstance(spec, self.recipe) for spec in self.instances]
-        scaling = Scaling(self.scale) if self.scale else None
-        for model, times in self.history.items() if scaling else ():
-            for at in times.tolist():
-                scaling.scalers[model].came(at)
+        scaling = self._scaling() if self.scale else None
         controller = Controller(planner, self.lengths, self.max_queued, scaling=scaling)
         loop = ElasticLoop(
             self.workload,
@@ -121,6 +121,14 @@ class Simulation:
             rng=np.random.default_rng(self.seed),
         )
         return loop.run(progress, self.until)
+
+    def _scaling(self) -> Scaling:
+        """Return the scaling, which knows the history."""
+        scaling = Scaling(self.scale, self.day_s)
+        for model, times in self.history.items():
+            for at in times.tolist():
+                scaling.scalers[model].came(at)
+        return scaling
 
     @property
     def _several_tenants(self) -> bool:

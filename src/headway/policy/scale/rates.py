@@ -16,7 +16,8 @@ import numpy as np
 from headway.types import Floats
 
 STEP_S = 5.0  # seconds that arrivals are counted over
-_DAY_S, _SLOT_S = 86_400.0, 300.0  # a day, and the parts of it that are told apart
+DAY_S = 86_400.0
+_SLOTS = 288  # parts of a day that are told apart: of 5 minutes
 _MEMORIES = STEP_S * 2.0 ** np.arange(1, 10)  # seconds, 10 to 2560
 _KEPT = 4096  # errors: of some hours
 
@@ -66,13 +67,14 @@ class _Levels:
 class _Days:
     """The mean rate of each part of the day, the newest day counting as much as all before it."""
 
-    def __init__(self) -> None:
-        self._mean = np.full(round(_DAY_S / _SLOT_S), np.nan)
+    def __init__(self, day_s: float) -> None:
+        self._day_s = day_s
+        self._mean = np.full(_SLOTS, np.nan)
         self._slot, self._sum, self._steps = -1, 0.0, 0
 
     def add(self, rate: float, now: float) -> None:
         """Take in the rate of the step that ends now."""
-        slot = self._of(now - STEP_S / 2)
+        slot = int(self._place(now - STEP_S / 2))
         if slot != self._slot:
             if self._steps:
                 new, old = self._sum / self._steps, self._mean[self._slot]
@@ -80,31 +82,36 @@ class _Days:
             self._slot, self._sum, self._steps = slot, 0.0, 0
         self._sum, self._steps = self._sum + rate, self._steps + 1
 
-    def at(self, when: float) -> float:
-        """Return the rate at an instant, NaN = that time of day was never seen."""
-        return float(self._mean[self._of(when)])
+    def at(self, when: float, seconds: float) -> float:
+        """Return the mean rate of a stretch that begins at an instant, NaN = that time of day was never seen."""
+        first = self._place(when)
+        return float(self._mean[np.arange(int(first), int(first + seconds / self._day_s * _SLOTS) + 1) % _SLOTS].mean())
 
-    def _of(self, when: float) -> int:
-        return int(when % _DAY_S / _SLOT_S)
+    def _place(self, when: float) -> float:
+        return when % self._day_s / self._day_s * _SLOTS
 
 
 @dataclass(slots=True)
 class Rates:
     """Arrivals of one model. Its time only goes forward.
 
-    began: when counting began; None = nothing has come yet.
+    day_s: seconds after which the traffic's day begins again. began: when counting began; None = nothing has come yet.
     """
 
+    day_s: float = DAY_S
     began: float | None = None
     _count: int = 0
     _steps: int = 0
     _levels: _Levels = field(default_factory=_Levels)
-    _days: _Days = field(default_factory=_Days)
+    _days: _Days = field(init=False)
     _weights: Floats = field(default_factory=lambda: np.full(2 * _MEMORIES.size + 1, 1 / (2 * _MEMORIES.size + 1)))
     _excess: float = 1.0  # the variance of counts over what Poisson's process has
     _past: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _made: dict[tuple[int, int], deque[tuple[int, float]]] = field(default_factory=dict)
     _ratios: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._days = _Days(self.day_s)
 
     def arrived(self, now: float) -> None:
         """Count an arrival."""
@@ -127,25 +134,24 @@ class Rates:
         """Return the arrivals expected in a stretch of `seconds` that begins `ahead_s` from now."""
         ahead, length = max(round(ahead_s / STEP_S), 0), max(round(seconds / STEP_S), 1)
         key = ahead, length
-        rate = self._mean(ahead + length / 2)
+        rate = float(self._weights @ self._each(ahead, length))
         made = self._made.setdefault(key, deque())
-        if not made or made[-1][0] < self._steps:
+        # What was expected before a stretch as long had been seen says nothing about later forecasts.
+        if self._steps >= length and (not made or made[-1][0] < self._steps):
             made.append((self._steps, rate))
         ratios = self._ratios.get(key)
         return Arrivals(rate, self._told(np.array(ratios), length), True) if ratios else Arrivals(rate, np.ones(1), False)
 
-    def _mean(self, ahead: float) -> float:
-        return float(self._weights @ self._each(ahead))
-
-    def _each(self, ahead: float) -> Floats:
+    def _each(self, ahead: int, length: int) -> Floats:
+        """Return each forecast's mean rate of the steps from `ahead` on."""
         now = (self.began or 0.0) + self._steps * STEP_S
-        rates = self._levels.at(ahead)
-        today = self._days.at(now + ahead * STEP_S)
+        rates = self._levels.at(ahead + length / 2)
+        today = self._days.at(now + ahead * STEP_S, length * STEP_S)
         return np.append(rates, rates[0] if np.isnan(today) else today)
 
     def _close(self) -> None:
         count, self._count = self._count, 0
-        rates = np.maximum(self._each(0.5), 0.1 / STEP_S / max(self._steps, 1)) * STEP_S
+        rates = np.maximum(self._each(0, 1), 0.1 / STEP_S / max(self._steps, 1)) * STEP_S
         if self._steps:
             expected = float(self._weights @ rates)
             self._excess += ((count - expected) ** 2 / expected - self._excess) / min(self._steps, _KEPT)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
-from headway.policy.scale.rates import Arrivals, Rates
+from headway.policy.scale.rates import STEP_S, Arrivals, Rates
 from headway.policy.scale.search import fewest
 from headway.types import Floats, Request
 
@@ -61,6 +61,7 @@ class Scaler:
     _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=_STARTS))
+    _spells: _Spells = field(default_factory=lambda: _Spells())
     _curves: _Curves | None = None
     _new: int = 0  # requests ended since the curves were made
 
@@ -106,9 +107,12 @@ class Scaler:
             self._curves, self._new = _Curves.of(self._ended, engine), 0
         waiting = _rate(queue, now, start) / self._curves.tokens
         up = self._needed(later, waiting, have)
-        if up > have or not (soon.known and later.known):
+        if not (soon.known and later.known):
             return min(max(up, bounded), limits.most)
-        return min(max(up, self._needed(soon, waiting, have), limits.least, 1), bounded)
+        needed = min(max(up, self._needed(soon, waiting, have), limits.least, 1), limits.most)
+        self._spells.note(needed, limits.most, now)
+        # A number that only the stretch until a start has ended needs would come too late.
+        return max(up, self._spells.kept(needed, bounded, start, now))
 
     def _needed(self, arrivals: Arrivals, waiting: float, have: int) -> int:
         """Return the fewest engines that keep the share, on average over the forecast's distribution."""
@@ -132,6 +136,40 @@ class Scaler:
             return now - (self.rates.begun(now)) >= self.start_s
         longest = float(np.quantile(self._silences, self.limits.share)) if self._silences else 0.0
         return now - self._last >= max(self.start_s, longest)
+
+
+@dataclass(slots=True)
+class _Spells:
+    """How long numbers of engines were not needed for: what an engine waits before it stops (ski rental).
+
+    Waiting costs an engine its seconds, and stopping costs those of the next start. The wait is the one that would have
+    cost the least over the spells seen, at most a start: that alone costs no more than twice the least.
+    """
+
+    _since: dict[int, float] = field(default_factory=dict)  # number of engines -> when it was needed last
+    _ended: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def note(self, needed: int, most: int, now: float) -> None:
+        """Take note of how many engines are needed."""
+        for count in range(1, most + 1):
+            if count > needed:
+                self._since.setdefault(count, now)
+            elif count in self._since:
+                self._ended.append(now - self._since.pop(count))
+
+    def kept(self, needed: int, have: int, start_s: float, now: float) -> int:
+        """Return how many of the engines stay: those needed, and those that have not waited long enough."""
+        wait = self._wait(start_s)
+        return next((count for count in range(have, needed, -1) if now - self._since[count] < wait), min(needed, have))
+
+    def _wait(self, start_s: float) -> float:
+        spells = np.array(self._ended)
+        if not spells.size:
+            return start_s
+        waits = np.append(spells[spells < start_s], 0.0)
+        costs = np.where(spells <= waits[:, None], spells, waits[:, None] + start_s).mean(1)
+        # A wait is over after the spell that it covers.
+        return float(waits[costs.argmin()]) + STEP_S
 
 
 @dataclass(slots=True)

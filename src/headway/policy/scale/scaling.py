@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from headway.events import Arrived, Event, Finished, Learned
 from headway.policy.core.cluster import Cluster
 from headway.policy.scale.outlook import EngineSize
+from headway.policy.scale.rates import DAY_S, Rates
 from headway.policy.scale.scaler import Limits, Queue, Scaler
 from headway.types import Floats, Instance, Request
 
@@ -16,11 +17,11 @@ _BUDGET = 2048  # tokens per iteration: engines do not tell, and chunks are as s
 class Scaling:
     """How many engines each model needs.
 
-    scalers: by model.
+    scalers: by model. day_s: as in `Rates`.
     """
 
-    def __init__(self, limits: Mapping[str, Limits]) -> None:
-        self.scalers = {model: Scaler(one) for model, one in limits.items()}
+    def __init__(self, limits: Mapping[str, Limits], day_s: float = DAY_S) -> None:
+        self.scalers = {model: Scaler(one, Rates(day_s)) for model, one in limits.items()}
         self._engines: dict[str, Instance] = {}  # the newest of each model
         self._thetas: dict[str, Floats] = {}
 
