@@ -88,5 +88,5 @@ GROUNDS = {
     "mooncake": Ground(_mooncake, recorded="mooncake_conversation", longest=49_152),
     "diurnal": Ground(_diurnal),
     "bursty": Ground(_bursty),
-    "step": Ground(_step, seconds=2700.0),
+    "step": Ground(_step, seconds=1800.0),
 }

@@ -332,7 +332,7 @@ def test_quick_is_small() -> None:
 def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
     (tmp_path / "fleet.toml").write_text(text.split("```toml")[1].split("```")[0])
-    specs, traffic = scenario.load(tmp_path / "fleet.toml")
+    specs, traffic, _ = scenario.load(tmp_path / "fleet.toml")
     mine = scenario.mixed(specs, traffic, 2.0, 10.0, "ttft:400", 0)
     workload, left_out = mine.workload()
     assert len(workload) > 10

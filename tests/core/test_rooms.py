@@ -17,7 +17,7 @@ ROOT = Path(headway.__file__).parent
 WORDS = {"types", "stages", "prefix", "events", "tables", "ports", "errors"}
 GROUND = WORDS | {"config", "compiled", "plugins", "private", "addresses", "policy.forecast", "policy.memory"}
 PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
-ROOMS = ("core", "apps", "recipes", "plan", "pack", "placement", "forecast", "memory")
+ROOMS = ("core", "apps", "recipes", "plan", "pack", "placement", "scale", "forecast", "memory")
 POLICY = WORDS | {f"policy.{name}" for name in ROOMS}
 SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
 STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
@@ -54,7 +54,8 @@ ALLOWED = {
     **{name: set[str]() for name in ("policy", "store", "cluster", "gateway")},
     **{name: BELOW_GATEWAY | set(GATEWAY[:index]) for index, name in enumerate(GATEWAY)},
     "ports": GROUND | {"policy.core", "policy.apps"},
-    "policy.core": GROUND | {"policy.plan", "policy.placement"},
+    "policy.core": GROUND | {"policy.plan", "policy.placement", "policy.scale"},
+    "policy.scale": GROUND,
     "policy.placement": GROUND,
     "policy.apps": PURE,
     "policy.plan": PURE | {"policy.apps", "policy.placement"},

@@ -11,6 +11,7 @@ from headway.cli.options import ConfigFile, Json, Out, Seed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.config import Scale
     from headway.simulate.fleet import Spec
     from headway.simulate.workload.traffic import TrafficClass
     from headway.whatif.journal.source import JournalSource
@@ -120,7 +121,7 @@ def advise(
     from headway.whatif.journal import advise as advice
     from headway.whatif.journal.times import seconds
 
-    specs, classes = fleet_of(instance, fleet, {})
+    specs, classes, _ = fleet_of(instance, fleet, {})
     source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
     case, about, notes = source.case(
         _names(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
@@ -152,13 +153,13 @@ def folder_of(journal: Path | None, config: Path | None) -> Path:
 
 def fleet_of(
     instance: list[str] | None, fleet: Path | None, sizes: dict[str, int]
-) -> tuple[list[Spec], list[TrafficClass]]:
-    """Return the specs of --instance and --fleet, and the file's traffic. sizes: defaults of the specs."""
+) -> tuple[list[Spec], list[TrafficClass], dict[str, Scale]]:
+    """Return the specs of --instance and --fleet, the file's traffic and scaling. sizes: defaults of the specs."""
     from headway.simulate.fleet import spec
     from headway.whatif.scenario import load
 
-    specs, traffic = load(fleet, **sizes) if fleet else ([], [])
-    return [*specs, *(spec(text, **sizes) for text in instance or ())], traffic
+    specs, traffic, scale = load(fleet, **sizes) if fleet else ([], [], {})
+    return [*specs, *(spec(text, **sizes) for text in instance or ())], traffic, scale
 
 
 def source_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ Specs = Annotated[
     ),
 ]
 FleetFile = Annotated[
-    Path | None, typer.Option(help="Instead of --profile: a TOML file with tables `instances` and `traffic`.")
+    Path | None, typer.Option(help="Instead of --profile: a TOML file with tables `instances`, `traffic` and `scale`.")
 ]
 Rate = Annotated[float, typer.Option(min=0.001, help="Request rate (requests/s).")]
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")]
@@ -90,7 +91,7 @@ def simulate(
     from headway.whatif.simulate import main
 
     sizes = _sizes(max_running=max_running, budget=budget, max_model_len=max_model_len, kv_tokens=kv_tokens)
-    specs, traffic = fleet_of(instance, fleet, sizes)
+    specs, traffic, scale = fleet_of(instance, fleet, sizes)
     if journal or config or since or trace:
         specs = specs or _equal(profile or _PROFILE if trace else profile, instances, sizes)
         real = source_of(journal, config, trace, since, None, specs, traffic, slo, seed)
@@ -100,6 +101,7 @@ def simulate(
     else:
         equal = Fleet(profile or _PROFILE, instances, max_running, budget, max_model_len, kv_tokens)
         scenario = uniform(equal, rate, duration, slo, seed, plan_us)
+    scenario = replace(scenario, fleet=replace(scenario.fleet, scale=scale))
     main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
 
 

@@ -31,6 +31,7 @@ from headway.config.tables import Grammars as Grammars
 from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log
 from headway.config.tables import Postgres as Postgres
+from headway.config.tables import Scale as Scale
 from headway.config.tables import Tracing as Tracing
 from headway.config.tables import Up as Up
 from headway.config.tables import Wire as Wire
@@ -238,6 +239,7 @@ class Config:
     grammars: Grammars = field(default_factory=Grammars)
     backends: dict[str, Backend] = field(default_factory=dict)
     classes: dict[str, Tier] = field(default_factory=_tiers)
+    scale: dict[_Name, Scale] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     aliases: dict[_Name, _Name] = field(default_factory=dict)
 
@@ -323,6 +325,7 @@ _TABLES: dict[str, Any] = {
     "tracing": Tracing,
     "backends": Backend,
     "classes": Tier,
+    "scale": Scale,
     "keys": Key,
 }
 
@@ -407,6 +410,10 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if engine.runner == "pooling" and (engine.models or engine.adapters):
             problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
             yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
+    for model, scale in config.scale.items():
+        if scale.min > scale.max:
+            problem = f"scale.{model} in {where} has a min of {scale.min} engines and a max of {scale.max}."
+            yield ConfigError(problem, "Lower min, or raise max.", param=f"scale.{model}.min")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
 

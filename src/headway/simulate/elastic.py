@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.events import InstanceDown, InstanceUp
 from headway.policy.scale.rates import STEP_S
-from headway.policy.scale.scaler import Limits
 from headway.simulate.event_queue import Timer
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.loop import Loop
@@ -43,7 +43,7 @@ def by_promises(loop: Loop, model: str, now: float, have: int) -> int:
     return scaling.wanted(model, loop.controller.cluster, now, have)
 
 
-def expanded(instances: Sequence[InstanceSpec], scale: Mapping[str, Limits]) -> list[InstanceSpec]:
+def expanded(instances: Sequence[InstanceSpec], scale: Mapping[str, Scale]) -> list[InstanceSpec]:
     """Return the instances and, of models that scale, copies of theirs in turn up to the most that they may have.
 
     ConfigError for a model that no instance serves, or of which more begin than it may have.
@@ -53,14 +53,14 @@ def expanded(instances: Sequence[InstanceSpec], scale: Mapping[str, Limits]) -> 
         kinds = [spec for spec in instances if spec.instance.model == model]
         if not kinds:
             raise ConfigError(f"[scale] has the model {model!r}, which no instance serves.", "Add an instance of it.")
-        if not limits.least <= len(kinds) <= limits.most:
+        if not limits.min <= len(kinds) <= limits.max:
             raise ConfigError(
                 f"{len(kinds)} instances of {model!r} are not between its min and max in [scale].",
-                f"Begin with {limits.least} to {limits.most}, or change min or max.",
+                f"Begin with {limits.min} to {limits.max}, or change min or max.",
             )
-        copies = [kinds[i % len(kinds)] for i in range(limits.most - len(kinds))]
+        copies = [kinds[i % len(kinds)] for i in range(limits.max - len(kinds))]
         taken = {spec.instance.id for spec in out}
-        names = (name for i in range(2 * limits.most + len(out)) if (name := f"e{i}") not in taken)
+        names = (name for i in range(2 * limits.max + len(out)) if (name := f"e{i}") not in taken)
         out += [replace(spec, instance=replace(spec.instance, id=next(names))) for spec in copies]
     return out
 
@@ -75,7 +75,7 @@ class ElasticLoop(Loop):
     def __init__(
         self,
         *args: Any,
-        scale: Mapping[str, Limits],
+        scale: Mapping[str, Scale],
         running: Sequence[str],
         decide: Decide,
         rng: np.random.Generator,
@@ -115,7 +115,7 @@ class ElasticLoop(Loop):
             mine = [name for name, one in self.instances.items() if one.spec.instance.model == model]
             there = [name for name in mine if self.states[name] in (State.UP, State.STARTING)]
             wanted = self._decide(self, model, now, len(there))
-            wanted = min(max(wanted, limits.least), limits.most)
+            wanted = min(max(wanted, limits.min), limits.max)
             if wanted != len(there):
                 self.wanted.append((now, model, wanted))
             self._more_engines(mine, wanted - len(there), now)
@@ -188,4 +188,3 @@ class ElasticLoop(Loop):
             self._stopped(name, now)
         else:
             self._start(name, now)
-

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.policy.scale.rates import DAY_S
-from headway.policy.scale.scaler import Limits
 from headway.policy.scale.scaling import Scaling
 from headway.ports import Lengths, Planner
 from headway.simulate import compiled_loop, compiled_state
@@ -73,7 +73,7 @@ class Simulation:
     tick: float = 1.0
     until: float = math.inf
     fast: bool = True
-    scale: Mapping[str, Limits] = field(default_factory=dict)
+    scale: Mapping[str, Scale] = field(default_factory=dict)
     decide: Decide = by_promises
     history: Mapping[str, Floats] = field(default_factory=dict)
     day_s: float = DAY_S

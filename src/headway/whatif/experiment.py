@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from rich.progress import Progress
 
+from headway.config import Scale
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency.online import OnlineLatency
@@ -35,6 +36,10 @@ _NO_GAPS = np.empty(0, np.float32)  # a simulated client sees no chunks
 
 class Machines(Protocol):
     """A fleet to simulate."""
+
+    @property
+    def scale(self) -> Mapping[str, Scale]:
+        """The models whose engines come and go."""
 
     def instances(self, model: str) -> list[InstanceSpec]:
         """Return the simulated instances. model: name of the model of instances that do not name one."""
@@ -56,6 +61,7 @@ class Fleet:
     budget: int = 2048
     max_model_len: int = 2048
     kv_tokens: int | None = None
+    scale: Mapping[str, Scale] = field(default_factory=dict)
 
     def instances(self, model: str) -> list[InstanceSpec]:
         """Return the simulated instances. ConfigError for an unknown profile or a fleet that cannot run."""
@@ -70,6 +76,7 @@ class Mixed:
     """Instances of several kinds, which may serve and load several models."""
 
     specs: tuple[fleets.Spec, ...]
+    scale: Mapping[str, Scale] = field(default_factory=dict)
 
     def instances(self, model: str = "") -> list[InstanceSpec]:
         """Return the simulated instances; each has the model that its spec names."""
@@ -81,6 +88,7 @@ class Given:
     """A fleet of given instances."""
 
     specs: tuple[InstanceSpec, ...]
+    scale: Mapping[str, Scale] = field(default_factory=dict)
 
     def instances(self, model: str = "") -> list[InstanceSpec]:
         """Return the instances; each has its own model."""
@@ -201,16 +209,17 @@ def _simulate(
     instances = fleet.instances(workload.models[0])
     recorder = Recorder(keep.megabytes) if keep else None
     began = time.perf_counter()
-    outcome = Simulation(find(name), instances, workload, plan_seconds=plan_seconds).run(advance, recorder)
+    run = Simulation(find(name), instances, workload, plan_seconds=plan_seconds, scale=fleet.scale)
+    outcome = run.run(advance, recorder)
     wall = time.perf_counter() - began
-    counters = {"preemptions": float(outcome.evictions.sum())}
+    counters = {"preemptions": float(outcome.evictions.sum()), "engine_hours": outcome.engine_s / 3600}
     counters |= {"prompt.hit_pct": outcome.hit_pct} if outcome.queried else {}
     found.records[name] = (records(workload, outcome), counters)
     end = float(np.nanmax(outcome.end, initial=0.0))
     found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
     found.events[name] = _events(outcome)
     if keep and recorder:
-        found.runs[name] = keep.run(name, instances, workload, outcome, recorder.recording())
+        found.runs[name] = keep.run(name, run.instances, workload, outcome, recorder.recording())
 
 
 def file_name(recipe: str) -> str:
@@ -243,6 +252,7 @@ def _events(outcome: Outcome) -> str:
         "requests shed": outcome.shed,
         "requests infeasible": outcome.infeasible,
         "requests failed": outcome.failed,
+        "engine failures": outcome.failures,
         "model swaps": outcome.swaps,
         "s of planning": round(outcome.planning, 3),
     }

@@ -2,7 +2,8 @@
 
 A TOML file has [[instances]] tables with the keys of `simulate/fleet.py` and, optionally, [[traffic]] tables
 with those of `TrafficClass` in `simulate/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"),
-lengths, priority, max_tokens, slo_scale, tenants and drop (refuse requests that can no longer be on time).
+lengths, priority, max_tokens, slo_scale, tenants and drop (refuse requests that can no longer be on time); and
+[scale.MODEL] tables as in a gateway's configuration, of models whose engines come and go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from headway.config import Scale
 from headway.errors import ConfigError
 from headway.simulate import fleet as fleets
 from headway.simulate.run import no_time
@@ -148,11 +150,12 @@ class _Traffic(TypedDict, total=False):
 
 
 _ADAPTER = TypeAdapter(_Traffic)
-_TABLES = ("instances", "traffic")
+_SCALE = TypeAdapter(dict[str, Scale])
+_TABLES = ("instances", "traffic", "scale")
 
 
-def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficClass]]:
-    """Return the fleet and the traffic of a file; no [[traffic]] gives an empty list.
+def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficClass], dict[str, Scale]]:
+    """Return the fleet, the traffic and the scaling models of a file; no [[traffic]] gives an empty list.
 
     defaults: default values of the instances' keys
     Raises ConfigError with a hint.
@@ -165,14 +168,16 @@ def load(path: Path, **defaults: Any) -> tuple[list[fleets.Spec], list[TrafficCl
         raise ConfigError(f"{path} is not TOML: {error}.", "See https://toml.io for the syntax.") from error
     for key in data:
         if key not in _TABLES:
-            raise ConfigError(f"{path} has an unknown table {key!r}.", "Use [[instances]] and [[traffic]].")
+            raise ConfigError(
+                f"{path} has an unknown table {key!r}.", "Use [[instances]], [[traffic]] and [scale.MODEL]."
+            )
     specs = [
         fleets.table({**defaults, **entry}, f"instance {i} of {path}")
         for i, entry in enumerate(_tables(data, "instances", path))
     ]
     if not specs:
         raise ConfigError(f"{path} names no instance.", "Add an [[instances]] table with a profile.")
-    return specs, [_traffic(entry, path) for entry in _tables(data, "traffic", path)]
+    return specs, [_traffic(entry, path) for entry in _tables(data, "traffic", path)], _scale(data, path)
 
 
 def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
@@ -180,6 +185,15 @@ def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
     if not (isinstance(found, list) and all(isinstance(entry, dict) for entry in found)):
         raise ConfigError(f"{key!r} in {path} is not a list of tables.", f"Write [[{key}]], with double brackets.")
     return found
+
+
+def _scale(data: dict[str, Any], path: Path) -> dict[str, Scale]:
+    try:
+        return _SCALE.validate_python(data.get("scale", {}))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, ("scale", *problem["loc"])))
+        raise ConfigError(f"{where} in {path}: {problem['msg']}.", "See docs/scale.md for its keys.") from None
 
 
 def _traffic(entry: dict[str, Any], path: Path) -> TrafficClass:

@@ -16,6 +16,7 @@ from headway.gateway import tasks
 from headway.gateway.control.planning import Execute, Planning
 from headway.policy.core.controller import Controller
 from headway.policy.core.shares import Group
+from headway.policy.scale.rates import STEP_S
 from headway.types import Progress
 
 Inquire = Callable[[str, Sequence[str]], None]
@@ -97,7 +98,7 @@ class Control(ControlView):
         """Return whether the controller wants to know what the engines learn."""
         planner = self.controller.planner
         plans_by_it = planner.thinks or (planner.swaps and self._swaps()) or planner.knowledge is not None
-        return self._drops or plans_by_it
+        return self._drops or plans_by_it or self.controller.scaling is not None
 
     async def prepare(self) -> None:
         """Compile the planner; await this before the first event."""
@@ -105,7 +106,9 @@ class Control(ControlView):
 
     def loops(self) -> list[tasks.Loop]:
         """Return what runs as long as events come."""
-        return [self._tick, self._planning.run, self._check_overdue]
+        return [self._tick, self._planning.run, self._check_overdue] + [self._scale] * (
+            self.controller.scaling is not None
+        )
 
     # ---- events
 
@@ -147,6 +150,18 @@ class Control(ControlView):
             await asyncio.sleep(_TICK)
             if self.controller.queued:
                 self.notify(Tick())
+
+    async def _scale(self) -> None:
+        """Keep the numbers of engines wanted up to date; what takes long runs in a thread."""
+        scaling, cluster = self.controller.scaling, self.controller.cluster
+        assert scaling is not None
+        while True:
+            await asyncio.sleep(STEP_S)
+            for model in scaling.scalers:
+                fleet = [*cluster.instances.values(), *(before for before, _ in cluster.loading.values())]
+                have = sum(instance.model == model for instance in fleet)
+                needs = await asyncio.to_thread(scaling.ask(model, cluster, clock.now(), have))
+                scaling.conclude(model, needs, have, clock.now())
 
     # ---- requests that may be late
 

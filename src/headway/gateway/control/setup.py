@@ -13,6 +13,7 @@ from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.core.controller import Controller
 from headway.policy.core.shares import QueueShares
+from headway.policy.scale.scaling import Scaling
 from headway.ports import Lengths, Planner
 
 Listener = Callable[[Event], None]
@@ -28,7 +29,8 @@ def controller_of(config: Config, planner: Planner, lengths: Lengths) -> Control
     elif config.keys:
         shares = QueueShares()  # for keys.max_queued
     be_ready(planner, config)
-    return Controller(planner, lengths, server.max_queued, shares)
+    scaling = Scaling(config.scale) if config.scale else None
+    return Controller(planner, lengths, server.max_queued, shares, scaling)
 
 
 def be_ready(planner: Planner, config: Config) -> None:

@@ -91,6 +91,8 @@ class Metrics(Observer):
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
+        help = "Engines that a model's promises need now, of models with [scale]."
+        self.wanted = Gauge("headway_wanted_engines", help, ["model"], registry=r)
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
         help = "1 when this page has the instance's own metrics: it was up and answered in time."
         self.scraped = Gauge("headway_engine_scraped", help, ["instance"], registry=r)

@@ -224,7 +224,9 @@ def _advance(
             continue
         ttft, e2e = first[row] - arrival[row], end - arrival[row]
         tpot = (e2e - ttft) / max(requests[row, OUTPUT] - 1, 1.0)
-        on_time[row] = not lost and ttft <= requests[row, TTFT] and tpot <= requests[row, TPOT] and e2e <= requests[row, E2E]
+        on_time[row] = (
+            not lost and ttft <= requests[row, TTFT] and tpot <= requests[row, TPOT] and e2e <= requests[row, E2E]
+        )
         held[e] -= requests[row, PROMPT] + requests[row, OUTPUT]
         inside[e] -= 1
         last, ended = inside[e], ended + 1

@@ -27,7 +27,7 @@ class Arrivals:
     """The arrivals per second over a stretch of time to come.
 
     rate: as expected, per second. ratios: equally likely multiples of it.
-    known: they were learned from errors at this horizon; otherwise the rate is taken as certain.
+    known: as long a stretch has been seen.
     """
 
     rate: float
@@ -40,11 +40,12 @@ class _Levels:
 
     def __init__(self) -> None:
         self._keep = np.exp(-STEP_S / _MEMORIES)
-        self._mass = np.zeros(_MEMORIES.size)
+        self._mass, self._steps = np.zeros(_MEMORIES.size), 0
         self._sums = np.zeros((4, _MEMORIES.size))  # weighted sums of count, age x count, age, and age squared
 
     def add(self, rate: float) -> None:
         """Take in the rate of one more step."""
+        self._steps += 1
         count, lag, age, square = self._sums
         # All that is there becomes one step older: (a + 1)^2 = a^2 + 2a + 1.
         square = self._keep * (square + 2 * age + self._mass)
@@ -60,7 +61,7 @@ class _Levels:
         count, lag, age, square = self._sums / np.maximum(self._mass, 1e-9)
         spread = np.maximum(square - age * age, 1e-9)
         slope = np.where(self._mass > 3, (age * count - lag) / spread, 0.0)
-        steps = np.minimum(ahead, _MEMORIES / STEP_S)
+        steps = np.minimum(ahead, np.minimum(_MEMORIES / STEP_S, self._steps))
         return np.maximum(np.concatenate([count, count + slope * (age + steps)]), 0.0)
 
 
@@ -140,7 +141,8 @@ class Rates:
         if self._steps >= length and (not made or made[-1][0] < self._steps):
             made.append((self._steps, rate))
         ratios = self._ratios.get(key)
-        return Arrivals(rate, self._told(np.array(ratios), length), True) if ratios else Arrivals(rate, np.ones(1), False)
+        told = self._told(np.array(ratios or [1.0]), ahead + length, length)
+        return Arrivals(rate, told, self._steps >= length)
 
     def _each(self, ahead: int, length: int) -> Floats:
         """Return each forecast's mean rate of the steps from `ahead` on."""
@@ -175,8 +177,13 @@ class Rates:
                 came = sum(list(self._past)[-length:])
                 self._ratios.setdefault(key, deque(maxlen=_KEPT)).append((came + 0.5) / (rate * length * STEP_S + 0.5))
 
-    def _told(self, ratios: Floats, length: int) -> Floats:
-        """Return the ratios without the noise of counting, which whoever replays requests has in them anyway."""
+    def _told(self, ratios: Floats, span: int, length: int) -> Floats:
+        """Return the ratios without the largest of them and the noise of counting.
+
+        A jump is in all the forecasts whose `span` of steps it lies in. One that was seen once has no frequency yet, so
+        as many ratios are left out. Whoever replays requests has the noise of counting in them anyway.
+        """
+        ratios = np.sort(ratios)[: max(ratios.size - span, 1)]
         counted = max(float(np.mean(list(self._past)[-length:])) * length, 1.0)
         spread = float(ratios.var())
         shrink = np.sqrt(max(1 - 1 / counted / spread, 0.0)) if spread > 0 else 0.0

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from headway.config.tables import Scale
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
 from headway.policy.scale.rates import STEP_S, Arrivals, Rates
 from headway.policy.scale.search import fewest
@@ -22,20 +25,6 @@ _KEPT = 512  # requests that are replayed
 _STARTS = 8  # starts from which the next one's seconds are taken
 _FINE = 1.1  # loads that are replayed: a factor between two of them
 _ALL = 1 - 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a model's engines.
-
-    least, most: engines; with 0 the last one stops while nothing comes. share: of the promises to keep.
-    start_s: seconds of an engine's start, until one has been seen.
-    """
-
-    least: int
-    most: int
-    share: float
-    start_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +40,18 @@ class Queue:
     inside: int = 0
 
 
+class Needs(NamedTuple):
+    """The engines needed until a start has ended, and in as long a time after that."""
+
+    soon: int
+    later: int
+
+
 @dataclass(slots=True)
 class Scaler:
     """One model's arrivals, what its requests and its engines were like, and the number of engines that follows."""
 
-    limits: Limits
+    limits: Scale
     rates: Rates = field(default_factory=Rates)
     _last: float | None = None  # arrival
     _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -94,37 +90,36 @@ class Scaler:
 
         have: those that are. engine: what one is like; None = not known yet, so that nothing changes.
         """
+        return self.conclude(self.ask(now, have, engine, queue)(), have, now)
+
+    def ask(self, now: float, have: int, engine: EngineSize | None, queue: Queue) -> Callable[[], Needs]:
+        """Return the computation that takes long, which another thread may do while the scaler takes note of events."""
         self.rates.advance(now)
         limits, start = self.limits, self.start_s
         soon, later = self.rates.expect(0.0, start), self.rates.expect(start, start)
         busy = bool(queue.tokens.size) or queue.inside > 0
-        if not limits.least and not busy and self._quiet(now):
-            return 0
-        bounded = min(max(have, limits.least, 1), limits.most)
+        if not limits.min and not busy and self._quiet(now):
+            return lambda: Needs(0, 0)
+        bounded = min(max(have, limits.min, 1), limits.max)
         if engine is None or len(self._ended) < 2 or not have:
-            return bounded
+            return lambda: Needs(bounded, bounded)
         if self._curves is None or 2 * self._new >= len(self._ended):
             self._curves, self._new = _Curves.of(self._ended, engine), 0
-        waiting = _rate(queue, now, start) / self._curves.tokens
-        up = self._needed(later, waiting, have)
+        curves, waiting = self._curves, _rate(queue, now, start)
         if not (soon.known and later.known):
-            return min(max(up, bounded), limits.most)
-        needed = min(max(up, self._needed(soon, waiting, have), limits.least, 1), limits.most)
-        self._spells.note(needed, limits.most, now)
+            return lambda: Needs(bounded, curves.needed(later, waiting, have, limits))
+        return lambda: Needs(*(curves.needed(one, waiting, have, limits) for one in (soon, later)))
+
+    def conclude(self, needs: Needs, have: int, now: float) -> int:
+        """Return the number of engines that follows from what `ask` computed."""
+        limits = self.limits
+        if not needs.soon:
+            return 0
+        needed = min(max(needs.soon, needs.later, limits.min, 1), limits.max)
+        self._spells.note(needed, limits.max, now)
         # A number that only the stretch until a start has ended needs would come too late.
-        return max(up, self._spells.kept(needed, bounded, start, now))
-
-    def _needed(self, arrivals: Arrivals, waiting: float, have: int) -> int:
-        """Return the fewest engines that keep the share, on average over the forecast's distribution."""
-        assert self._curves is not None
-        rates, weights = arrivals.rate * arrivals.ratios + waiting, arrivals.ratios
-        curves = self._curves
-
-        def attained(engines: int) -> float:
-            shares = curves.at(engines, rates)
-            return float(shares @ weights / weights.sum()) if weights.sum() else 1.0
-
-        return fewest(attained, self.limits.share, have, self.limits.most) or self.limits.most
+        have = min(max(have, limits.min, 1), limits.max)
+        return max(min(needs.later, limits.max), self._spells.kept(needed, have, self.start_s, now))
 
     def _quiet(self, now: float) -> bool:
         """Tell whether nothing came for so long that stopping the last engine pays and keeps the share.
@@ -193,6 +188,20 @@ class _Curves:
         gaps = np.maximum(np.concatenate([[gaps.mean()], gaps]), 1e-6)
         requests = np.ascontiguousarray(table[:, 1:])
         return cls(Traffic(gaps, requests), engine, 1 / float(gaps.mean()), float(requests[:, :2].sum(1).mean()))
+
+    def needed(self, arrivals: Arrivals, waiting: float, have: int, limits: Scale) -> int:
+        """Return the fewest engines that keep the share, on average over the forecast's distribution.
+
+        waiting: tokens per second of the queue.
+        """
+        rates, weights = arrivals.rate * arrivals.ratios + waiting / self.tokens, arrivals.ratios
+
+        def attained(engines: int) -> float:
+            return float(self.at(engines, rates) @ weights / weights.sum()) if weights.sum() else 1.0
+
+        # Where not even the most engines keep the share, those that keep as much as they do.
+        share = min(limits.share, attained(limits.max))
+        return fewest(attained, share, have, limits.max) or limits.max
 
     def at(self, engines: int, rates: Floats) -> Floats:
         """Return the shares kept at these rates; a higher rate never has a larger one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from headway.config.tables import Scale
 from headway.events import Arrived, Event, Finished, Learned
 from headway.policy.core.cluster import Cluster
 from headway.policy.scale.outlook import EngineSize
 from headway.policy.scale.rates import DAY_S, Rates
-from headway.policy.scale.scaler import Limits, Queue, Scaler
+from headway.policy.scale.scaler import Needs, Queue, Scaler
 from headway.types import Floats, Instance, Request
 
 _BUDGET = 2048  # tokens per iteration: engines do not tell, and chunks are as small as answers' pace wants them
@@ -17,11 +18,12 @@ _BUDGET = 2048  # tokens per iteration: engines do not tell, and chunks are as s
 class Scaling:
     """How many engines each model needs.
 
-    scalers: by model. day_s: as in `Rates`.
+    scalers: by model. current: the newest number wanted of each. day_s: as in `Rates`.
     """
 
-    def __init__(self, limits: Mapping[str, Limits], day_s: float = DAY_S) -> None:
+    def __init__(self, limits: Mapping[str, Scale], day_s: float = DAY_S) -> None:
         self.scalers = {model: Scaler(one, Rates(day_s)) for model, one in limits.items()}
+        self.current: dict[str, int] = {}
         self._engines: dict[str, Instance] = {}  # the newest of each model
         self._thetas: dict[str, Floats] = {}
 
@@ -39,12 +41,21 @@ class Scaling:
 
     def wanted(self, model: str, cluster: Cluster, now: float, have: int) -> int:
         """Return how many engines of a model should be up or starting. have: those that are."""
+        return self.conclude(model, self.ask(model, cluster, now, have)(), have, now)
+
+    def ask(self, model: str, cluster: Cluster, now: float, have: int) -> Callable[[], Needs]:
+        """Return the computation that takes long, for another thread; `conclude` takes its result."""
         backlog = cluster.backlog
         rows = backlog.rows()
         rows = rows[backlog.model[rows] == cluster.code(model)]
         waiting = rows[~backlog.sent[rows]]
         queue = Queue(backlog.tokens[waiting], backlog.due[waiting], rows.size - waiting.size)
-        return self.scalers[model].wanted(now, have, self._size(model), queue)
+        return self.scalers[model].ask(now, have, self._size(model), queue)
+
+    def conclude(self, model: str, needs: Needs, have: int, now: float) -> int:
+        """Return how many engines follow from what `ask` computed, and keep it in `current`."""
+        self.current[model] = self.scalers[model].conclude(needs, have, now)
+        return self.current[model]
 
     def _size(self, model: str) -> EngineSize | None:
         if model not in self._thetas:

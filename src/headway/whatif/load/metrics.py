@@ -33,8 +33,9 @@ def figures(results: Results) -> list[Row]:
     output), throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms, and gap.max, the
     longest silence of a stream in ms.
     Once per system: lateness.{mean,p50,p90,p99} (ms by which the generator sent late), preemptions, prompt.hit_pct
-    (share of the prompts' tokens that prefix caches had; of simulated engines that have one), be.tokens_per_s (prompt
-    and output of classes without an SLO, if any) and the figures of `memory`.
+    (share of the prompts' tokens that prefix caches had; of simulated engines that have one), engine_hours (of a
+    simulation: of all engines, each from its start until it has stopped), be.tokens_per_s (prompt and output of classes
+    without an SLO, if any) and the figures of `memory`.
     Percentiles are interpolated linearly, as in vLLM. No value is NaN or infinite.
     """
     rows: list[Row] = []
@@ -45,8 +46,9 @@ def figures(results: Results) -> list[Row]:
         late = _spread("lateness", lateness(records))
         rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in late]
         rows.append(Row("preemptions", system, ALL, counters.get("preemptions"), "count"))
-        if "prompt.hit_pct" in counters:
-            rows.append(Row("prompt.hit_pct", system, ALL, counters["prompt.hit_pct"], "%"))
+        for id, unit in (("prompt.hit_pct", "%"), ("engine_hours", "h")):
+            if id in counters:
+                rows.append(Row(id, system, ALL, counters[id], unit))
         once = [*_best_effort(records, span), *memory(counters, len(records))]
         rows += [Row(id, system, ALL, ours, unit) for id, ours, unit in once]
     return rows

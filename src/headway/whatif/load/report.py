@@ -35,6 +35,7 @@ _HEADLINES = (
     "be.tokens_per_s",
     "preemptions",
     "prompt.hit_pct",
+    "engine_hours",
     "recomputed_tokens",
     "kv.alloc_failures_pct",
     "kv.utilization",
