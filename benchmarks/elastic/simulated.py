@@ -101,8 +101,8 @@ def _autoscaler(cell: Cell) -> Decide:
         return ConcurrencyTarget(cell.target, cell.second)
     ground = GROUNDS[cell.ground]
     work, _ = ground.workload(cell.seconds, cell.seed)
-    slo = Slo(float(work.ttft[0]), float(work.tpot[0]))
-    return TtftTarget(profile(work, ground.longest, slo), cell.target * slo.ttft, slo.tpot, cell.second)
+    ttft, tpot = float(work.ttft[0]), float(work.tpot[0])
+    return TtftTarget(profile(work, ground.longest, Slo(ttft, tpot)), cell.target * ttft, tpot, cell.second)
 
 
 @experiment("elastic", "sim", f"Fleets that follow the load ({SIMULATED})")
@@ -258,7 +258,7 @@ def _pictures(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems
     places = list(dict.fromkeys((ground, start) for ground, start, _ in found))
     figure, grid = sheet(len(places), 2, 9.0, 2.6 * len(places))
     shades = colours(systems)
-    for (ground, start), (left, right) in zip(places, np.reshape(grid, (-1, 2)), strict=True):
+    for (ground, start), left, right in zip(places, grid[::2], grid[1::2], strict=True):
         for name in systems:
             one, _ = found[ground, start, name]
             left.plot(one.hours, one.kept, "o", color=shades[name])

@@ -175,7 +175,7 @@ priority = 10
 def test_a_scene_is_a_fleet_and_its_traffic(tmp_path: Path) -> None:
     path = tmp_path / "scene.toml"
     path.write_text(SCENE)
-    specs, traffic, scale = scenario.load(path, budget=512)
+    specs, traffic, _ = scenario.load(path, budget=512)
     assert [one.count for one in specs] == [2, 1]
     assert {one.budget for one in specs} == {512}
     assert [one.model for one in traffic] == ["opt-13b", "llama-2-7b-hf"]

@@ -8,6 +8,7 @@ lengths, priority, max_tokens, slo_scale, tenants and drop (refuse requests that
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -189,7 +190,7 @@ def _tables(data: dict[str, Any], key: str, path: Path) -> list[dict[str, Any]]:
 
 def _scale(data: dict[str, Any], path: Path) -> dict[str, Scale]:
     try:
-        return _SCALE.validate_python(data.get("scale", {}))
+        return _SCALE.validate_json(json.dumps(data.get("scale", {})), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, ("scale", *problem["loc"])))

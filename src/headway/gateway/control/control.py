@@ -106,9 +106,8 @@ class Control(ControlView):
 
     def loops(self) -> list[tasks.Loop]:
         """Return what runs as long as events come."""
-        return [self._tick, self._planning.run, self._check_overdue] + [self._scale] * (
-            self.controller.scaling is not None
-        )
+        scale = [self._scale] if self.controller.scaling is not None else []
+        return [self._tick, self._planning.run, self._check_overdue, *scale]
 
     # ---- events
 

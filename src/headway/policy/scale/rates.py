@@ -62,7 +62,7 @@ class _Levels:
         spread = np.maximum(square - age * age, 1e-9)
         slope = np.where(self._mass > 3, (age * count - lag) / spread, 0.0)
         steps = np.minimum(ahead, np.minimum(_MEMORIES / STEP_S, self._steps))
-        return np.maximum(np.concatenate([count, count + slope * (age + steps)]), 0.0)
+        return np.asarray(np.maximum(np.concatenate([count, count + slope * (age + steps)]), 0.0))
 
 
 class _Days:
@@ -141,7 +141,7 @@ class Rates:
         if self._steps >= length and (not made or made[-1][0] < self._steps):
             made.append((self._steps, rate))
         ratios = self._ratios.get(key)
-        told = self._told(np.array(ratios or [1.0]), ahead + length, length)
+        told = self._told(np.array(ratios), ahead + length, length) if ratios else np.ones(1)
         return Arrivals(rate, told, self._steps >= length)
 
     def _each(self, ahead: int, length: int) -> Floats:

@@ -214,7 +214,7 @@ class _Curves:
                 low = place
                 break
         running = np.minimum.accumulate(np.array(shares[:0:-1]))
-        return np.interp(places, np.arange(low, low + running.size), running)
+        return np.asarray(np.interp(places, np.arange(low, low + running.size), running))
 
     def _share(self, engines: int, place: int) -> float:
         key = engines, place

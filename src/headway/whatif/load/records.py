@@ -90,7 +90,8 @@ class Record:
 
 
 # Counters of an engine during a run, by name: preemptions; those of `scheduler_stats.py` and `hook.py` in
-# `engines/vllm/plugin`; of simulated engines engine_hours and, with prefix caches, prompt.hit_pct. A missing counter is unknown.
+# `engines/vllm/plugin`; of simulated engines engine_hours and, with prefix caches, prompt.hit_pct. A missing one is
+# unknown.
 Counters = Mapping[str, float]
 # {system: (its records, its counters)}; the first system is the baseline.
 Results = Mapping[str, tuple[Sequence[Record], Counters]]
