@@ -55,7 +55,7 @@ ALLOWED = {
     **{name: BELOW_GATEWAY | set(GATEWAY[:index]) for index, name in enumerate(GATEWAY)},
     "ports": GROUND | {"policy.core", "policy.apps"},
     "policy.core": GROUND | {"policy.plan", "policy.placement", "policy.scale"},
-    "policy.scale": GROUND,
+    "policy.scale": GROUND | {"policy.core"},
     "policy.placement": GROUND,
     "policy.apps": PURE,
     "policy.plan": PURE | {"policy.apps", "policy.placement"},

@@ -56,13 +56,13 @@ class _Levels:
     def at(self, ahead: float) -> Floats:
         """Return the forecast rates `ahead` steps from now: levels, then trends; none is below 0.
 
-        A trend goes on for no longer than it was learned over.
+        A trend says nothing about times farther away than it was learned over.
         """
         count, lag, age, square = self._sums / np.maximum(self._mass, 1e-9)
         spread = np.maximum(square - age * age, 1e-9)
-        slope = np.where(self._mass > 3, (age * count - lag) / spread, 0.0)
-        steps = np.minimum(ahead, np.minimum(_MEMORIES / STEP_S, self._steps))
-        return np.asarray(np.maximum(np.concatenate([count, count + slope * (age + steps)]), 0.0))
+        known = (self._mass > 3) & (_MEMORIES >= ahead * STEP_S) & (self._steps >= ahead)
+        slope = np.where(known, (age * count - lag) / spread, 0.0)
+        return np.asarray(np.maximum(np.concatenate([count, count + slope * (age + ahead)]), 0.0))
 
 
 class _Days:
