@@ -22,6 +22,7 @@ from headway.config import (
     Model,
     Postgres,
     Predictor,
+    Scale,
     Server,
     Sqlite,
     Tier,
@@ -162,6 +163,12 @@ days = 3.5
 level = "debug"
 format = "json"
 access = true
+
+[scale.some]
+min = 0
+max = 4
+share = 0.95
+start_s = 90.0
 
 [tracing]
 endpoint = "http://localhost:4318"
@@ -309,6 +316,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
     assert config.log == Log("debug", "json", True)
+    assert config.scale == {"some": Scale(4, 0, 0.95, 90.0)}
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
@@ -350,6 +358,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Apps: data["apps"],
         Journal: data["journal"],
         Log: data["log"],
+        Scale: data["scale"]["some"],
         Tracing: data["tracing"],
         Batches: data["batches"],
         Backend: data["backends"]["python"],
@@ -358,6 +367,11 @@ def test_the_example_above_names_every_field_there_is() -> None:
     }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
+
+
+def test_a_model_has_no_more_engines_at_least_than_at_most() -> None:
+    with pytest.raises(ConfigError, match=r"scale\.m in .* has a min of 3 engines and a max of 2"):
+        parse({"scale": {"m": {"min": 3, "max": 2}}})
 
 
 def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> None:

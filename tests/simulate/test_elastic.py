@@ -53,10 +53,15 @@ def run(work: Workload, begin: int, scale: Scale, **options: Any) -> tuple[Outco
 
 
 def test_a_golden_run() -> None:
-    outcome, decided = run(traffic((0, 200, 1.0), (200, 400, 4.5), (400, 700, 0.5)), 1, Scale(max=6, start_s=20.0))
-    assert np.isfinite(outcome.end).all()
-    assert decided == []
-    assert outcome.engine_s == pytest.approx(0.0)
+    """An engine, four and a half times the load from 200 s on, and half an engine's from 400 s on."""
+    work = traffic((0, 200, 1.0), (200, 400, 4.5), (400, 700, 0.5))
+    outcome, decided = run(work, 1, Scale(max=6, start_s=20.0))
+    tpot = (outcome.end - outcome.first) / np.maximum(work.output - 1, 1)
+    kept = (outcome.first - work.arrival <= work.ttft) & (tpot <= work.tpot)
+    assert [pair for _, *pair in decided] == [[1, 2], [2, 3], [3, 5], [5, 3], [3, 4], [4, 3], [3, 2], [2, 1]]
+    assert [at for at, *_ in decided] == [210, 245, 295, 345, 400, 410, 415, 435]
+    assert kept.mean() == pytest.approx(0.9664, abs=1e-4)
+    assert outcome.engine_s == pytest.approx(1235.9, abs=0.1)
 
 
 def test_engines_cost_from_their_start_until_they_have_stopped() -> None:
@@ -107,8 +112,7 @@ def test_a_fixed_fleet_costs_its_engines_until_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
-    [({"other": Scale(max=2)}, "no instance serves"), ({"m": Scale(max=3, min=2)}, "not between")],
+    ("scale", "said"), [({"other": Scale(max=2)}, "no instance serves"), ({"m": Scale(max=3, min=2)}, "not between")]
 )
 def test_what_cannot_scale_is_refused(scale: dict[str, Scale], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -60,7 +60,7 @@ class _Levels:
         """
         count, lag, age, square = self._sums / np.maximum(self._mass, 1e-9)
         spread = np.maximum(square - age * age, 1e-9)
-        known = (self._mass > 3) & (_MEMORIES >= ahead * STEP_S) & (self._steps >= ahead)
+        known = (self._mass > 3) & (ahead * STEP_S <= _MEMORIES) & (self._steps >= ahead)
         slope = np.where(known, (age * count - lag) / spread, 0.0)
         return np.asarray(np.maximum(np.concatenate([count, count + slope * (age + ahead)]), 0.0))
 
