@@ -152,7 +152,9 @@ def test_more_load_never_wants_fewer_engines() -> None:
 @pytest.mark.parametrize("rate", [0.7, 2.0, 4.5])
 def test_a_constant_load_does_not_make_it_flap(rate: float) -> None:
     wanted = load(Scaler(Scale(max=12)), poisson(rate, 2700.0))[180:]  # after a quarter of an hour
-    assert sum(a != b for a, b in pairwise(wanted)) <= 6, wanted
+    rises, falls = ([i for i, (a, b) in enumerate(pairwise(wanted)) if sign * (b - a) > 0] for sign in (1, -1))
+    assert len(rises) + len(falls) <= 10, wanted
+    assert all((fall - rise) * STEP_S >= 60 for rise in rises for fall in falls if fall > rise), "a start is paid for"
     assert max(wanted) - min(wanted) <= 1, wanted
 
 

@@ -3,6 +3,7 @@
 An engine that is started now serves from one start (`start_s` seconds) on. So the arrivals of the stretch after that
 say whether another must start, and those until then, too, whether one may stop: a start costs its seconds, and
 stopping pays only if the engine stays away for longer than that, which is until after the second of the two stretches.
+For the same reason an engine that is not needed waits as long as a start takes before it stops.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import numpy as np
 
 from headway.config.tables import Scale
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
-from headway.policy.scale.rates import STEP_S, Arrivals, Rates
+from headway.policy.scale.rates import Arrivals, Rates
 from headway.policy.scale.search import fewest
 from headway.types import Floats, Request
 
 _KEPT = 512  # requests that are replayed
+_LOCAL = 64  # requests among which gaps are compared
 _STARTS = 8  # starts from which the next one's seconds are taken
 _FINE = 1.1  # loads that are replayed: a factor between two of them
 _ALL = 1 - 1e-9
@@ -57,7 +59,7 @@ class Scaler:
     _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=_STARTS))
-    _spells: _Spells = field(default_factory=lambda: _Spells())
+    _idle: dict[int, float] = field(default_factory=dict)  # number of engines -> since when fewer are needed
     _curves: _Curves | None = None
     _new: int = 0  # requests ended since the curves were made
 
@@ -101,10 +103,10 @@ class Scaler:
         if not limits.min and not busy and self._quiet(now):
             return lambda: Needs(0, 0)
         bounded = min(max(have, limits.min, 1), limits.max)
-        if engine is None or len(self._ended) < 2 or not have:
+        if engine is None or not self._ended or not self._silences or not have:
             return lambda: Needs(bounded, bounded)
         if self._curves is None or 2 * self._new >= len(self._ended):
-            self._curves, self._new = _Curves.of(self._ended, engine), 0
+            self._curves, self._new = _Curves.of(self._silences, self._ended, engine), 0
         curves, waiting = self._curves, _rate(queue, now, start)
         if not (soon.known and later.known):
             return lambda: Needs(bounded, curves.needed(later, waiting, have, limits))
@@ -116,10 +118,15 @@ class Scaler:
         if not needs.soon:
             return 0
         needed = min(max(needs.soon, needs.later, limits.min, 1), limits.max)
-        self._spells.note(needed, limits.max, now)
-        # A number that only the stretch until a start has ended needs would come too late.
+        for count in range(1, limits.max + 1):
+            if count > needed:
+                self._idle.setdefault(count, now)
+            else:
+                self._idle.pop(count, None)
+        # An engine waits for as long as the next start would cost (ski rental: at most twice the least cost).
         have = min(max(have, limits.min, 1), limits.max)
-        return max(min(needs.later, limits.max), self._spells.kept(needed, have, self.start_s, now))
+        stay = next((n for n in range(have, needed, -1) if now - self._idle[n] < self.start_s), min(needed, have))
+        return max(min(needs.later, limits.max), stay)
 
     def _quiet(self, now: float) -> bool:
         """Tell whether nothing came for so long that stopping the last engine pays and keeps the share.
@@ -131,40 +138,6 @@ class Scaler:
             return now - (self.rates.begun(now)) >= self.start_s
         longest = float(np.quantile(self._silences, self.limits.share)) if self._silences else 0.0
         return now - self._last >= max(self.start_s, longest)
-
-
-@dataclass(slots=True)
-class _Spells:
-    """How long numbers of engines were not needed for: what an engine waits before it stops (ski rental).
-
-    Waiting costs an engine its seconds, and stopping costs those of the next start. The wait is the one that would have
-    cost the least over the spells seen, at most a start: that alone costs no more than twice the least.
-    """
-
-    _since: dict[int, float] = field(default_factory=dict)  # number of engines -> when it was needed last
-    _ended: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-    def note(self, needed: int, most: int, now: float) -> None:
-        """Take note of how many engines are needed."""
-        for count in range(1, most + 1):
-            if count > needed:
-                self._since.setdefault(count, now)
-            elif count in self._since:
-                self._ended.append(now - self._since.pop(count))
-
-    def kept(self, needed: int, have: int, start_s: float, now: float) -> int:
-        """Return how many of the engines stay: those needed, and those that have not waited long enough."""
-        wait = self._wait(start_s)
-        return next((count for count in range(have, needed, -1) if now - self._since[count] < wait), min(needed, have))
-
-    def _wait(self, start_s: float) -> float:
-        spells = np.array(self._ended)
-        if not spells.size:
-            return start_s
-        waits = np.append(spells[spells < start_s], 0.0)
-        costs = np.where(spells <= waits[:, None], spells, waits[:, None] + start_s).mean(1)
-        # A wait is over after the spell that it covers.
-        return float(waits[costs.argmin()]) + STEP_S
 
 
 @dataclass(slots=True)
@@ -181,12 +154,17 @@ class _Curves:
     _found: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ended: deque[tuple[float, ...]], engine: EngineSize) -> _Curves:
-        """Return the curves of the requests that ended lately."""
-        table = np.array(sorted(ended))
-        gaps = np.diff(table[:, 0])
-        gaps = np.maximum(np.concatenate([[gaps.mean()], gaps]), 1e-6)
-        requests = np.ascontiguousarray(table[:, 1:])
+    def of(cls, silences: deque[float], ended: deque[tuple[float, ...]], engine: EngineSize) -> _Curves:
+        """Return the curves of the requests that ended lately, as far apart as those that came lately.
+
+        How many came over longer times is left to the forecast: gaps are multiples of those around them.
+        (Among those that ended lately there are few of the newest, and of the older ones only long ones.)
+        """
+        size = min(len(silences), len(ended))
+        gaps = np.maximum(np.array(silences)[-size:], 1e-6)
+        window = np.ones(min(_LOCAL, size))
+        gaps = gaps / (np.convolve(gaps, window, "same") / np.convolve(np.ones(size), window, "same"))
+        requests = np.ascontiguousarray(np.array(sorted(ended))[-size:, 1:])
         return cls(Traffic(gaps, requests), engine, 1 / float(gaps.mean()), float(requests[:, :2].sum(1).mean()))
 
     def needed(self, arrivals: Arrivals, waiting: float, have: int, limits: Scale) -> int:
