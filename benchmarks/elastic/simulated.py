@@ -18,7 +18,7 @@ from headway.policy.recipes.registry import find
 from headway.simulate.elastic import Decide, by_promises
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traces import find as stored
-from headway.types import Floats, Slo
+from headway.types import Bools, Slo
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
@@ -29,9 +29,12 @@ SOURCES = ("elastic",)
 SHARE, WINDOW_S = 0.99, 60.0
 _MOST = 8  # engines of a fixed fleet that are tried
 _TARGETS = {CONCURRENCY: (8.0, 13.0, 20.0), TTFT: (0.15, 0.3, 0.6)}  # requests; shares of the first token's promise
-_AGAIN = {CONCURRENCY: 60.0, TTFT: 60.0}  # the other window or interval, tried with the best target
+_SECOND = {CONCURRENCY: (300.0, 60.0), TTFT: (180.0, 60.0)}  # seconds: the default, and another one to try
 _SLACK = (1.0, 0.6)  # points of promises that hindsight's plan may lose
 _UNITS = {"attainment.promised": "%", "engine_hours": "h", "engine_hours.of_hindsight": "x"}
+
+
+Key = tuple[str, float, str]  # ground, seconds of a start, system
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +120,18 @@ def main(
     _check(systems, grounds, starts)
     sources = () if ask.quick else SOURCES
     fixed = _fixed(ask, grounds, sources)
-    plans = {ground: _plan(runs) for ground, runs in fixed.items()}
-    found: dict[tuple[str, float, str], tuple[Found, str]] = {}
+    found: dict[Key, tuple[Found, str]] = {}
+    asked: dict[Key, dict[str, Cell]] = {}
     for ground, start in itertools.product(grounds, starts):
-        peak, mean = plans[ground]
         runs = fixed[ground]
+        peak, mean = _plan(runs, 2 if ask.quick else 5)
         for name, count in ((PEAK, peak), (MEAN, mean)):
             found[ground, start, name] = runs[count - 1], f"{count} engines"
         base = Cell(ground, _seconds(ask, ground), ask.seed, HEADWAY, mean, start, 2 * peak)
         for name in systems:
             if name not in (PEAK, MEAN):
-                found[ground, start, name] = _best(replace(base, system=name), runs[peak - 1].kept, runs, sources, ask)
+                asked[ground, start, name] = _settings(replace(base, system=name), runs, runs[peak - 1].kept, ask)
+    found |= _best(asked, {key[:2]: one.kept for key, (one, _) in found.items() if key[2] == PEAK}, sources, ask)
     rows, notes = _rows(found, systems), _notes(found, systems)
     workload = (
         f"{SIMULATED}: engines of {PROFILE}, Headway's scheduler in all; from fixed-at-mean's number on, at most twice "
@@ -150,61 +154,73 @@ def _seconds(ask: Ask, ground: str) -> float:
 
 
 def _fixed(ask: Ask, grounds: Sequence[str], sources: Sequence[str]) -> dict[str, list[Found]]:
-    """Return the runs of fixed fleets of 1, 2, ... engines by ground, to the number that suffices in every window."""
+    """Return the runs of fixed fleets of 1, 2, ... engines by ground, to a number that suffices in every stretch."""
     found: dict[str, list[Found]] = {ground: [] for ground in grounds}
-    for count in range(1, _MOST + 1):
+    for count in range(1, _MOST, 2):
         cells = [
-            Cell(ground, _seconds(ask, ground), ask.seed, FIXED, count)
+            Cell(ground, _seconds(ask, ground), ask.seed, FIXED, count + more)
             for ground, runs in found.items()
-            if not runs or _short(runs[-1]).any()
+            if not runs or _short(runs[-1], 2 if ask.quick else 5).any()
+            for more in (0, 1)
         ]
         for cell, one in computed(cells, run, sources=sources).items() if cells else ():
             found[cell.ground].append(one)
     return found
 
 
-def _short(one: Found, windows: int = 5) -> Floats:
-    """Tell in which stretches of five windows fewer promises were kept than the share."""
+def _short(one: Found, windows: int) -> Bools:
+    """Tell in which stretches of so many windows fewer promises were kept than the share."""
     good, made = (np.array(column, float) for column in (one.good, one.made))
     sums = [np.add.reduceat(column, np.arange(0, column.size, windows)) for column in (good, made)]
     return np.asarray(sums[0] < SHARE * sums[1])
 
 
-def _plan(runs: Sequence[Found]) -> tuple[int, int]:
+def _plan(runs: Sequence[Found], windows: int) -> tuple[int, int]:
     """Return the engines that suffice at the peak, and those that suffice on average over the stretches."""
-    short = np.array([_short(one) for one in runs])
+    short = np.array([_short(one, windows) for one in runs])
     needed = np.where(short.all(0), len(runs), short.argmin(0) + 1)
     return int(needed.max()), max(round(float(needed.mean())), 1)
 
 
-def _best(cell: Cell, peak: float, runs: Sequence[Found], sources: Sequence[str], ask: Ask) -> tuple[Found, str]:
-    """Return the run of a system's best setting: the fewest engine-hours within a point of fixed-at-peak's promises.
+def _settings(cell: Cell, runs: Sequence[Found], peak: float, ask: Ask) -> dict[str, Cell]:
+    """Return the settings of a system that are tried, by name. peak: promises that fixed-at-peak keeps, in %."""
+    if cell.system == HINDSIGHT:
+        plans = sorted({_planned(runs, peak - slack, cell.start_s) for slack in _SLACK})
+        return {f"plan {i}": replace(cell, begin=plan[0], schedule=plan) for i, plan in enumerate(plans)}
+    targets = _TARGETS.get(cell.system, (0.0,))[: 1 if ask.quick else None]
+    second = _SECOND.get(cell.system, (0.0, 0.0))[0]
+    return {_named(one): one for one in (replace(cell, target=target, second=second) for target in targets)}
 
-    If none is, the one that keeps the most.
+
+def _named(cell: Cell) -> str:
+    return f"target {cell.target:g}, {cell.second:g} s" if cell.target else ""
+
+
+def _best(
+    asked: Mapping[Key, dict[str, Cell]], peaks: Mapping[tuple[str, float], float], sources: Sequence[str], ask: Ask
+) -> dict[Key, tuple[Found, str]]:
+    """Return the run of each system's best setting: the fewest engine-hours within a point of fixed-at-peak's promises.
+
+    If none is, the one that keeps the most. The best target is tried with the other window or interval, too.
     """
-    cells = {"": cell}
-    if cell.system in _TARGETS:
-        second = {CONCURRENCY: 300.0, TTFT: 180.0}[cell.system]
-        targets = _TARGETS[cell.system][:2] if ask.quick else _TARGETS[cell.system]
-        cells = {f"target {target:g}, {second:g} s": replace(cell, target=target, second=second) for target in targets}
-    elif cell.system == HINDSIGHT:
-        plans = {_planned(runs, peak - slack, cell.start_s) for slack in _SLACK}
-        cells = {f"plan {i}": replace(cell, begin=plan[0], schedule=plan) for i, plan in enumerate(sorted(plans))}
-    found = computed(cells.values(), run, sources=sources)
+    runs = computed([cell for cells in asked.values() for cell in cells.values()], run, sources=sources)
 
-    def worth(name: str) -> tuple[bool, float]:
-        one = found[cells[name]]
-        good = one.kept >= peak - 1
-        return not good, one.hours if good else -one.kept
+    def best(key: Key, cells: Mapping[str, Cell]) -> str:
+        def worth(name: str) -> tuple[bool, float]:
+            one = runs[cells[name]]
+            good = one.kept >= peaks[key[:2]] - 1
+            return not good, one.hours if good else -one.kept
 
-    best = min(cells, key=worth)
-    if cell.system in _TARGETS and not ask.quick:
-        again = replace(cells[best], second=_AGAIN[cell.system])
-        name = f"target {again.target:g}, {again.second:g} s"
-        cells[name] = again
-        found |= computed([again], run, sources=sources)
-        best = min(best, name, key=worth)
-    return found[cells[best]], best
+        return min(cells, key=worth)
+
+    again = {}
+    for key, cells in asked.items():
+        if key[2] in _SECOND and not ask.quick:
+            again[key] = replace(cells[best(key, cells)], second=_SECOND[key[2]][1])
+    runs |= computed(again.values(), run, sources=sources) if again else {}
+    every = {key: cells | ({_named(again[key]): again[key]} if key in again else {}) for key, cells in asked.items()}
+    names = {key: best(key, cells) for key, cells in every.items()}
+    return {key: (runs[every[key][name]], name) for key, name in names.items()}
 
 
 def _planned(runs: Sequence[Found], target: float, start_s: float) -> tuple[int, ...]:
@@ -220,7 +236,7 @@ def _planned(runs: Sequence[Found], target: float, start_s: float) -> tuple[int,
     return best_schedule(kept, WINDOW_S, start_s, low)
 
 
-def _rows(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems: Sequence[str]) -> list[Row]:
+def _rows(found: Mapping[Key, tuple[Found, str]], systems: Sequence[str]) -> list[Row]:
     rows = []
     for (ground, start, system), (one, _) in found.items():
         if system not in systems:
@@ -233,7 +249,7 @@ def _rows(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems: Se
     return rows
 
 
-def _notes(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems: Sequence[str]) -> list[str]:
+def _notes(found: Mapping[Key, tuple[Found, str]], systems: Sequence[str]) -> list[str]:
     """Say which settings were best, and where headway misses the goal."""
     notes = [
         f"{ground}, starts {start:g} s: "
@@ -253,7 +269,7 @@ def _notes(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems: S
     return notes
 
 
-def _pictures(found: Mapping[tuple[str, float, str], tuple[Found, str]], systems: Sequence[str]) -> dict[str, Any]:
+def _pictures(found: Mapping[Key, tuple[Found, str]], systems: Sequence[str]) -> dict[str, Any]:
     """Draw promises against engine-hours, and the engines over time, per ground and start."""
     places = list(dict.fromkeys((ground, start) for ground, start, _ in found))
     figure, grid = sheet(len(places), 2, 9.0, 2.6 * len(places))
