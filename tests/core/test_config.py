@@ -169,6 +169,7 @@ min = 0
 max = 4
 share = 0.95
 start_s = 90.0
+starts_engines = true
 
 [tracing]
 endpoint = "http://localhost:4318"
@@ -316,7 +317,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
     assert config.log == Log("debug", "json", True)
-    assert config.scale == {"some": Scale(4, 0, 0.95, 90.0)}
+    assert config.scale == {"some": Scale(4, 0, 0.95, 90.0, True)}
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")

@@ -397,25 +397,29 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
             problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
             yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
     for i, engine in enumerate(config.engines):
-        if engine.api_key is not None and engine.url is None:
-            problem = f"engines.{i} in {where} has an api_key, but no url."
-            yield ConfigError(problem, "Leave it out: an engine that Headway starts gets a random key.")
-        if engine.device is not None and engine.url is None:
-            problem = f"engines.{i} in {where} has a device, but no url."
-            yield ConfigError(problem, "Leave it out: an engine that Headway starts reports its device.")
-        if engine.cards is not None and engine.url is not None:
-            problem = f"engines.{i} in {where} has GPUs and a url."
-            fix = "Leave out gpus and cards: a running vLLM has its own."
-            yield ConfigError(problem, fix, param=f"engines.{i}.gpus")
-        if engine.runner == "pooling" and (engine.models or engine.adapters):
-            problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
-            yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
+        yield from _engine_contradictions(i, engine, where)
     for model, scale in config.scale.items():
         if scale.min > scale.max:
             problem = f"scale.{model} in {where} has a min of {scale.min} engines and a max of {scale.max}."
             yield ConfigError(problem, "Lower min, or raise max.", param=f"scale.{model}.min")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
+
+
+def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[ConfigError]:
+    if engine.api_key is not None and engine.url is None:
+        problem = f"engines.{i} in {where} has an api_key, but no url."
+        yield ConfigError(problem, "Leave it out: an engine that Headway starts gets a random key.")
+    if engine.device is not None and engine.url is None:
+        problem = f"engines.{i} in {where} has a device, but no url."
+        yield ConfigError(problem, "Leave it out: an engine that Headway starts reports its device.")
+    if engine.cards is not None and engine.url is not None:
+        problem = f"engines.{i} in {where} has GPUs and a url."
+        fix = "Leave out gpus and cards: a running vLLM has its own."
+        yield ConfigError(problem, fix, param=f"engines.{i}.gpus")
+    if engine.runner == "pooling" and (engine.models or engine.adapters):
+        problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
+        yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
 
 
 def _backend_contradictions(name: str, backend: Backend, tenants: int, where: str) -> Iterator[ConfigError]:

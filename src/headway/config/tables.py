@@ -120,13 +120,15 @@ class Scale:
     """Bounds of the number of engines of one model, [scale.MODEL], that follows its promises (docs/scale.md).
 
     min, max: engines; with min = 0 the last one stops while nothing comes. share: share of the promises to keep.
-    start_s: time of an engine's start, until one has been seen.
+    start_s: time of an engine's start, until one has been seen. starts_engines: `headway serve` starts and stops the
+        engines of this machine by it, copies of the model's first one.
     """
 
     max: Count
     min: Annotated[int, Field(ge=0)] = 1
     share: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.99
     start_s: Positive = 60.0
+    starts_engines: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -18,6 +18,7 @@ from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.budget import ByteBudget
 from headway.gateway.control.adapters import AdapterWarmer
+from headway.gateway.control.autoscale import Autoscaler
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.fleet import Fleet, GatewayWork
 from headway.gateway.control.graph_files import keep_graphs
@@ -119,9 +120,9 @@ async def serving(
         recovery = Recovery(broker, path.closings, background, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
+        loops += _autoscalers(config, wired, fleet)
         try:
-            graphs = keep_graphs(knowledge, config.apps_dir)
-            async with graphs, wired.running(), fleet, background.running():
+            async with keep_graphs(knowledge, config.apps_dir), wired.running(), fleet, background.running():
                 await recovery.renew()
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
@@ -185,6 +186,17 @@ def _fleet(
         return RemoteOrders(config, wired.fleet, wired.link, work, preflight, metrics, counters)
     wired.agents.beside = (partial(journal.follow, config.recipe),)
     return OwnFleet(config, wired.agents, wired.make, work, preflight, metrics, counters=counters, paces=paces)
+
+
+def _autoscalers(config: Config, wired: LocalGateway | RemoteGateway, fleet: Fleet) -> list[tasks.Loop]:
+    models = [model for model, one in config.scale.items() if one.starts_engines]
+    if not models or isinstance(wired, RemoteGateway):
+        return []
+    scaling = wired.control.controller.scaling
+    assert scaling is not None, "there is one where a model has [scale]"
+    autoscaler = Autoscaler(fleet, scaling, models)
+    wired.control.have = autoscaler.have
+    return [autoscaler.run]
 
 
 def _bodies(config: Config) -> ByteBudget:

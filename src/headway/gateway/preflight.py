@@ -42,7 +42,22 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
         *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
         partial(_check_addresses, config),
+        partial(_check_scale, config, starts_engines),
     )
+
+
+def _check_scale(config: Config, starts_engines: bool) -> None:
+    """Raise ConfigError for engines that are to follow the promises and cannot."""
+    for model in (model for model, one in config.scale.items() if one.starts_engines):
+        if not starts_engines:
+            problem = f"scale.{model}.starts_engines is for headway serve; here agents run the engines."
+            hint = "Leave it out, and start engines by headway_wanted_engines (docs/scale.md)."
+        elif not any(one.url is None and one.name == model for one in config.engines):
+            problem = f"scale.{model}.starts_engines is set, but Headway starts no engine of that model."
+            hint = "Leave it out, or add [[engines]] of that model without url."
+        else:
+            continue
+        raise ConfigError(problem, hint, param=f"scale.{model}.starts_engines")
 
 
 def _check_recipe(config: Config) -> None:

@@ -89,6 +89,7 @@ class Control(ControlView):
         self.controller, self.execute, self._inquire = controller, execute, inquire
         self._planning = Planning(controller, execute)
         self._drops, self._swaps = drops, swaps
+        self.have: Callable[[str], int] = self._up  # engines of a model that are up or starting
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = math.inf
@@ -150,6 +151,11 @@ class Control(ControlView):
             if self.controller.queued:
                 self.notify(Tick())
 
+    def _up(self, model: str) -> int:
+        cluster = self.controller.cluster
+        fleet = [*cluster.instances.values(), *(before for before, _ in cluster.loading.values())]
+        return sum(instance.model == model for instance in fleet)
+
     async def _scale(self) -> None:
         """Keep the numbers of engines wanted up to date; what takes long runs in a thread."""
         scaling, cluster = self.controller.scaling, self.controller.cluster
@@ -157,8 +163,7 @@ class Control(ControlView):
         while True:
             await asyncio.sleep(STEP_S)
             for model in scaling.scalers:
-                fleet = [*cluster.instances.values(), *(before for before, _ in cluster.loading.values())]
-                have = sum(instance.model == model for instance in fleet)
+                have = self.have(model)
                 needs = await asyncio.to_thread(scaling.ask(model, cluster, clock.now(), have))
                 scaling.conclude(model, needs, have, clock.now())
 
