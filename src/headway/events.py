@@ -26,11 +26,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request was answered. cached_tokens: of its prompt, as its engine counted them; None = it did not say."""
+    """A request was answered.
+
+    cached_tokens, prompt_tokens: cached ones of its prompt, and all, as its engine counts them; None, 0 = not said.
+    """
 
     id: str
     output_tokens: int
     cached_tokens: int | None = None
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,12 @@ class Returned:
     """The engine gave up a request that can run again: it died before the first byte, or a swap took its KV.
 
     output_tokens: tokens of its answer that are out already and will not be generated again.
+    aside_s: seconds for which an overflow engine that refused it gets no requests.
     """
 
     id: str
     output_tokens: int = 0
+    aside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

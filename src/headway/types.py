@@ -89,6 +89,7 @@ class Request:
     stage: the application run that it serves, if any.
     prefix: the tokens that it shares with other requests, as far as a simulation knows them.
     drop: refuse it as soon as it cannot be on time any more; otherwise it is served late.
+    vllm_only: its body has fields that only vLLM reads, so no other server's answer would be the one asked for.
     """
 
     id: str
@@ -107,6 +108,7 @@ class Request:
     prefix: Prefix | None = None
     longest_prompt: int = 0
     places: int = 1
+    vllm_only: bool = False
 
     @property
     def context(self) -> int:
@@ -274,6 +276,28 @@ class Loadable:
 
 
 @dataclass(frozen=True, slots=True)
+class OverflowTerms:
+    """What requests cost on an overflow engine, and which it may get. Amounts are in units of any currency.
+
+    tiers, tenants: classes and tenants whose requests may go there; no tenants = all.
+    price_prompt, price_answer: units for a million tokens.
+    budget: units for any hour, inf = no limit.
+    vllm: it is a vLLM, so that `Request.vllm_only` does not count.
+    """
+
+    tiers: tuple[str, ...]
+    tenants: tuple[str, ...] = ()
+    price_prompt: float = 0.0
+    price_answer: float = 0.0
+    budget: float = math.inf
+    vllm: bool = False
+
+    def units(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Return the price of so many tokens."""
+        return (prompt_tokens * self.price_prompt + output_tokens * self.price_answer) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
     """One engine: the model that it serves, and its capacity.
 
@@ -285,6 +309,7 @@ class Instance:
     assumed: fields above that it does not tell, so that they are as configured.
     prefix_caching: it has a prefix cache.
     own_order: it computes prompts in vLLM's own order: as they come, or by `Send.rank`.
+    overflow: it gets only requests whose promises would be lost elsewhere, on these terms; None = any requests.
     """
 
     id: str
@@ -302,6 +327,7 @@ class Instance:
     assumed: tuple[str, ...] = ()
     prefix_caching: bool = True
     own_order: bool = False
+    overflow: OverflowTerms | None = None
 
     @property
     def window(self) -> int:
@@ -331,6 +357,18 @@ class Batch:
 # ---- commands: everything the core wants done
 
 
+class Overflowed(NamedTuple):
+    """Why a request went to an overflow engine, and what it may cost there.
+
+    late: seconds by which its promise would have been missed elsewhere, inf = no other engine was up.
+    reserved: units that were set aside for it, for its prompt and its longest answer.
+    """
+
+    late: float
+    reserved: float
+    terms: OverflowTerms
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Hand a queued request to an engine.
@@ -338,6 +376,7 @@ class Send:
     rank: its `Jobs.urgency` there, lower first; 0 = the packer's order.
     soft: its `Jobs.soft` there, None = as its `Slo` says.
     found: tokens of its prompt that the engine is known to hold. moved: another one that it could go to holds more.
+    overflow: why it goes to an overflow engine, None = it goes to another one.
     """
 
     id: str
@@ -346,6 +385,15 @@ class Send:
     soft: float | None = None
     found: int = 0
     moved: bool = False
+    overflow: Overflowed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Take a request that has no token yet back from an engine; it comes back as `Returned`."""
+
+    id: str
+    instance: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +458,7 @@ class Reject:
     limit: QueueLimit | None = None
 
 
-Command = Send | Rerank | Swap | Warm | Prewarm | Reject
+Command = Send | Recall | Rerank | Swap | Warm | Prewarm | Reject
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from headway.policy.forecast.latency import profiles
 from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.simulate.instance import InstanceSpec, Load
 from headway.simulate.workload.traffic import Workload
-from headway.types import Bools, Instance
+from headway.types import Bools, Instance, OverflowTerms
 
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(ge=1)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_LISTS = ("loads", "overflow_classes")  # keys whose values are joined by +
 _FORM = "Write profile[:count][,key=value...], such as opt-13b-a100:2,kv_tokens=40000."
 
 
@@ -46,6 +48,8 @@ class Spec:
     prefix_caching: as vLLM's `--enable-prefix-caching`; of use to requests that have a `Prefix`.
     start_s: seconds from an engine's start until it serves. mtbf_s: mean seconds until it fails, at a random time, and
         starts again; None = never.
+    overflow_classes: classes whose requests go there when their promises would be lost elsewhere, for price_prompt and
+        price_answer units per million tokens, as far as `hourly_budget` units go; empty = an ordinary instance.
     """
 
     profile: str
@@ -56,11 +60,22 @@ class Spec:
     max_model_len: _Count = 2048
     kv_tokens: _Count | None = None
     loads: tuple[str, ...] = ()
-    host_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
-    host_kv_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 128.0
+    host_gb: _Amount = 128.0
+    host_kv_gib: _Amount = 128.0
     prefix_caching: bool = False
-    start_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    start_s: _Amount = 60.0
     mtbf_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    overflow_classes: tuple[str, ...] = ()
+    price_prompt: _Amount = 0.0
+    price_answer: _Amount = 0.0
+    hourly_budget: _Amount | None = None
+
+    @property
+    def terms(self) -> OverflowTerms | None:
+        """Return on what terms these instances are overflow engines, None = they are not."""
+        budget = math.inf if self.hourly_budget is None else self.hourly_budget
+        prices = self.price_prompt, self.price_answer, budget
+        return OverflowTerms(self.overflow_classes, (), *prices) if self.overflow_classes else None
 
     def instances(self, first: int = 0) -> list[InstanceSpec]:
         """Return the instances e{first}, e{first+1}, ... ConfigError for files or figures that cannot run."""
@@ -86,7 +101,7 @@ class Spec:
         self, id: str, file: LatencyProfile, model: str, kv_tokens: int | None, others: tuple[InstanceSpec, ...]
     ) -> InstanceSpec:
         limits = self.max_running, self._blocks(file, kv_tokens), file.block_size, self.max_model_len
-        instance = Instance(id, model, *limits, prefix_caching=self.prefix_caching)
+        instance = Instance(id, model, *limits, prefix_caching=self.prefix_caching, overflow=self.terms)
         return InstanceSpec(
             instance,
             file.latency(),
@@ -160,7 +175,7 @@ def spec(text: str, **defaults: Any) -> Spec:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"{pair!r} in {text!r} is no key=value.", _FORM)
-        data[key.strip()] = value.split("+") if key.strip() == "loads" else value.strip()
+        data[key.strip()] = value.split("+") if key.strip() in _LISTS else value.strip()
     return table(data, repr(text))
 
 
@@ -215,7 +230,7 @@ def check_fleet(instances: Sequence[InstanceSpec], workload: Workload, *, swaps:
 
     swaps: the planner swaps models; otherwise what an instance could load and does not serve is of no use.
     """
-    longest = workload.prompt + workload.output
+    longest, instances = workload.prompt + workload.output, [one for one in instances if one.instance.overflow is None]
     for code in np.unique(workload.model).tolist():
         name, rows = workload.models[code], np.flatnonzero(workload.model == code)
         able = [spec for spec in instances if swaps or spec.instance.model == name]

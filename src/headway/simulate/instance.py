@@ -177,6 +177,7 @@ class SimulatedInstance:
     submissions: requests that were sent and not admitted yet.
     interruption_s: seconds that interruptions have added to the iteration in progress.
     asked: requests of which the controller wants to know how far they are when this iteration ends.
+    recalled: requests that the controller takes back then, unless they have a token.
     leaving: the model that it will load as soon as this iteration ends.
     timers: the loop's, for the ends of an iteration, a load and a warm-up.
     """
@@ -207,6 +208,7 @@ class SimulatedInstance:
         self.running: Ran | None = None
         self.interruption_s = 0.0
         self.asked: list[str] = []
+        self.recalled: list[str] = []
 
     def takes(self, model: str) -> bool:
         """Tell whether a request of this model may be submitted now."""

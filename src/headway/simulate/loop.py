@@ -38,7 +38,7 @@ from headway.simulate.outcome import Failure, Outcome
 from headway.simulate.planning_time import PlanningTime
 from headway.simulate.workload.traffic import Workload
 from headway.stages import Prewarm
-from headway.types import Command, Reject, Request, Rerank, Send, Swap, Warm
+from headway.types import Command, Recall, Reject, Request, Rerank, Send, Swap, Warm
 
 CHUNK = 2048  # arrivals between two reports of progress
 _LOOK = 0.5  # seconds between two looks at the engines' prefix caches, as in the gateway
@@ -141,6 +141,10 @@ class Loop:
             match command:
                 case Send(id, name):
                     self._send(command, self.instances[name], now)
+                case Recall(id, name):
+                    self.instances[name].recalled.append(id)
+                    if self.instances[name].running is None:
+                        self._take_back(self.instances[name], now)
                 case Rerank(name, ranks):
                     # It takes the way of a request, so it never overtakes one that was sent before it.
                     delay = self.instances[name].spec.request_overhead
@@ -250,6 +254,7 @@ class Loop:
         instance.running = None
         self._running -= 1
         refused = self._answer(instance, now)
+        self._take_back(instance, now)
         # An engine does not wait for the gateway: what takes the freed room comes one iteration later.
         if instance.busy and not instance.leaving:
             self._begin(instance, now)
@@ -329,7 +334,7 @@ class Loop:
             instance.asked += ids
             if instance.running is None:
                 refused |= self._answer(instance, now)
-        if refused or self.controller.planner.wake_at <= now:
+        if refused or min(self.controller.planner.wake_at, self.controller.overflow.next_check) <= now:
             self._planning.decide(now)
         self._set_check()
 
@@ -345,6 +350,16 @@ class Loop:
                 self.observer.returned(self.workload.row_of(reject.id), now)
         self._execute(rejects, now)
         return bool(rejects)
+
+    def _take_back(self, instance: SimulatedInstance, now: float) -> None:
+        """Take back what the controller recalled and has no token yet."""
+        ids, instance.recalled = instance.recalled, []
+        waiting = [id for id, done in instance.progress(ids).items() if not done.output_tokens]
+        for id in waiting:
+            instance.drop(id)
+            if self.observer is not None:
+                self.observer.returned(self.workload.row_of(id), now)
+        self._inbox.extend(map(Returned, waiting))
 
     # ---- models and failures
 

@@ -217,7 +217,7 @@ def _simulate(
     found.records[name] = (records(workload, outcome), counters)
     end = float(np.nanmax(outcome.end, initial=0.0))
     found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
-    found.events[name] = _events(outcome)
+    found.events[name] = _events(outcome) + _overflowed(instances, workload, outcome)
     if keep and recorder:
         found.runs[name] = keep.run(name, run.instances, workload, outcome, recorder.recording())
 
@@ -257,6 +257,17 @@ def _events(outcome: Outcome) -> str:
         "s of planning": round(outcome.planning, 3),
     }
     return "".join(f", {count:g} {what}" for what, count in parts.items() if count)
+
+
+def _overflowed(instances: Sequence[InstanceSpec], workload: Workload, outcome: Outcome) -> str:
+    """Say how many requests went to overflow engines, and for how much."""
+    parts = list[str]()
+    for number, spec in enumerate(instances):
+        if (terms := spec.instance.overflow) is not None:
+            there = np.isfinite(outcome.end) & (outcome.instance == number)
+            units = terms.units(int(workload.prompt[there].sum()), int(workload.output[there].sum()))
+            parts.append(f", {there.sum()} requests to {spec.instance.id} for {units:.4g} units")
+    return "".join(parts)
 
 
 def records(workload: Workload, outcome: Outcome) -> list[Record]:

@@ -49,7 +49,7 @@ from headway.gateway.control.planning import Execute
 from headway.gateway.control.remote.fleet import UNKNOWN
 from headway.gateway.tasks import Loop
 from headway.stages import Prewarm
-from headway.types import Command, Plan, Reject, Request, Rerank, Send, Swap, Warm
+from headway.types import Command, Plan, Recall, Reject, Request, Rerank, Send, Swap, Warm
 
 EVERY_S = 0.5  # between two `Standing` messages
 DOUBT_S = 2.0  # between two reports asked for because of a wrong count
@@ -372,7 +372,7 @@ class Leader:
     def _addressed(self, command: Command) -> Iterator[tuple[str, Command]]:
         """Yield each receiver's name and its command; a request that has ended has no receiver."""
         match command:
-            case Send(id) | Reject(id):
+            case Send(id) | Recall(id) | Reject(id):
                 yield from ((name, command) for name in filter(None, [self._owner.get(id)]))
             case Rerank(instance, ranks):
                 yield from self._to_agent(instance, command)

@@ -29,6 +29,7 @@ from headway.events import (
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.drops import Drops, Needs
 from headway.policy.core.old_plans import still_holding
+from headway.policy.core.overflow import Overflow
 from headway.policy.core.ranks import SOFT
 from headway.policy.core.shares import Group, QueueShares, Waiting
 from headway.policy.plan.dispatch import swaps, warms
@@ -59,6 +60,7 @@ class Controller:
     many, `admit` refuses.
     shares: what one tenant may take of them, None = all.
     scaling: how many engines models need, of those with [scale].
+    overflow: the engines that cost money, which no planner sees.
     """
 
     planner: Planner
@@ -67,6 +69,7 @@ class Controller:
     shares: QueueShares | None = None
     scaling: Scaling | None = None
     cluster: Cluster = field(default_factory=Cluster)
+    overflow: Overflow = field(default_factory=Overflow)
     requests: dict[str, Request] = field(default_factory=dict)
     _places: int = 0  # of all requests, and of those not inside an engine
     _queued: int = 0
@@ -83,7 +86,7 @@ class Controller:
     def _waiting(self) -> int:
         """Places of what waits, also inside engines whose packers choose among more than fit."""
         inside = sum(instance.window for instance in self.cluster.instances.values())
-        return max(self._queued, self._places - inside)
+        return max(self._queued, self._places - self.overflow.places - inside)
 
     def admit(
         self,
@@ -143,7 +146,7 @@ class Controller:
         It changes with events and plans.
         """
         wake_at = self.planner.wake_at if self.cluster.instances else math.inf
-        return min(self._drops.next_check, wake_at)
+        return min(self._drops.next_check, self.overflow.next_check, wake_at)
 
     def overdue(self, now: float) -> Overdue:
         """Refuse the queued requests that cannot be on time any more, and name those inside engines.
@@ -225,6 +228,9 @@ class Controller:
         A host in which planning takes time notes what happens meanwhile and asks `decide` when it is free.
         """
         self.cluster.version += 1
+        if self.overflow.note(event, self.requests, now):
+            self.cluster.placement.forecasts = bool(self.overflow.instances)
+            return True
         match event:
             case Arrived(request, keys):
                 self.cluster.placement.came(request, keys)
@@ -264,11 +270,13 @@ class Controller:
         assert not self.cluster.backlog.sent[row], f"{id} is inside an engine"
         self.cluster.send(row, instance)
         self.cluster.placement.sent(self.cluster.backlog, row, instance, now)
+        if instance in self.overflow.instances:
+            self.overflow.sent(self.requests[id], instance, now)
         self._queued -= self.requests[id].places
 
     def decide(self, now: float) -> list[Command]:
         """Plan until nothing is left to do: one send can change what belongs inside another instance."""
-        out: list[Command] = []
+        out = self._overflowing(now)
         planner, due = self.planner, self.planner.wake_at <= now
         while (self._queued or planner.reranks or due) and self.cluster.instances:
             plan = self.planner.plan(self.cluster, now)
@@ -277,6 +285,17 @@ class Controller:
             due = False
             if plan.final or all(isinstance(command, Rerank | Prewarm) for command in commands):
                 break
+        return out
+
+    def _overflowing(self, now: float) -> list[Command]:
+        """Send what would be late to overflow engines, or take it back from other ones first."""
+        out = list[Command]()
+        for id in self.overflow.take(now):
+            command = self.overflow.look(self.requests[id], self.cluster, now) if id in self.requests else None
+            if isinstance(command, Send):
+                self.place(id, command.instance, now)
+            if command is not None:
+                out.append(command)
         return out
 
     def deliberate(self, now: float) -> Callable[[], object] | None:
@@ -304,10 +323,14 @@ class Controller:
         warming = [warm for warm in warming if warm.instance in self.cluster.instances]
         for warm in warming:
             self.cluster.warming[warm.instance] = warm.model
-        sending = [self._with_found(send) for send in plan.send if send.instance in self.cluster.instances]
+        sending = [self._with_found(send) for send in plan.send if self.knows(send.instance)]
         for send in sending:
             self.place(send.id, send.instance, now)
         return [*rejects, *swapping, *warming, *sending, *plan.rerank, *plan.prewarm]
+
+    def knows(self, instance: str) -> bool:
+        """Tell whether requests can be sent to an instance."""
+        return instance in self.cluster.instances or instance in self.overflow.instances
 
     def _with_found(self, send: Send) -> Send:
         placement, id, name = self.cluster.placement, send.id, send.instance
@@ -367,6 +390,7 @@ class Controller:
         request = self.requests.pop(id, None)
         if request is not None:
             self._drops.discard(id)
+            self.overflow.ended(id)
             if self.shares is not None:
                 self.shares.left(request.tenant, request.tier, request.places)
             self._places -= request.places

@@ -15,6 +15,7 @@ request goes there, and both hold it. One more cached token never makes an engin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
-from headway.types import Backlog, Batch, Bools, Floats, Instance, Request
+from headway.types import Backlog, Batch, Bools, Floats, Instance, Ints, Request, Slo
 
 BUSY_DELAY, ANSWER = 0.05, 0.05
 _CHUNK = 2048  # prompt tokens of an iteration
@@ -91,7 +92,7 @@ class _Load:
         """
         if self._pace is None:
             alone = self.latency(Batch(self.answers, int(self.context), 0)) if self.answers else 0.0
-            slower = 1 + alone / self.latency(Batch(0, 0, _CHUNK, _CHUNK * _CHUNK // 2))
+            slower = 1 + alone / self.chunk_seconds()
             if self.answers:
                 taken = min(alone * self.rate / self.answers, _MOST_ANSWERS)
                 slower = max(slower, 1 / (1 - taken))
@@ -103,13 +104,24 @@ class _Load:
         """Share of its time that the engine could give to prompts and does not."""
         return 0.0 if self.waiting else 1 / self.pace()[1]
 
-    def room_seconds(self, tokens: float) -> float:
-        """Return the seconds until there is a slot, and KV, for a request of so many expected tokens."""
+    def chunk_seconds(self) -> float:
+        """Return what it takes to compute a chunk of prompts without a cache."""
+        return self.prompt_seconds(_CHUNK, 0)
+
+    def token_seconds(self, tokens: float) -> float:
+        """Return the seconds per token of the answers, with one more of so many tokens and its prompt."""
+        return self.latency(Batch(self.answers + 1, int(self.context + tokens), 0))
+
+    def room_seconds(self, tokens: float, places: int = 1) -> float:
+        """Return the seconds until there is a slot, and KV, for a request of so many expected tokens.
+
+        places: 0 = it is counted inside already, and so are its tokens.
+        """
         requests, one = len(self.waiting) + self.answers, self.instance
         if not requests:
             return 0.0
         kv = (self.kv + tokens - one.blocks_total * one.block_size) / max(self.kv, 1.0)
-        slots = (self.places + 1 - one.max_running) / self.places
+        slots = (self.places + places - one.max_running) / self.places
         ends = max(kv, slots, 0.0)  # share of what is inside that must end first
         return ends * self.output / requests * self.pace()[0]
 
@@ -180,10 +192,11 @@ class _Inside:
 class Placement:
     """The engines' caches and loads, and the cost of a request on each; the controller keeps it current.
 
-    index: of prefix caches.
+    index: of prefix caches. forecasts: `lateness` is asked for, of a single engine, too.
     """
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
+    forecasts: bool = False
     _loads: dict[str, _Load] = field(default_factory=dict)
     _keys: dict[str, bytes] = field(default_factory=dict)  # of prompts, by id
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
@@ -237,7 +250,7 @@ class Placement:
         id, prompt, load = str(backlog.keys[row]), backlog.prompt.item(row), self._loads.get(name)
         found, work = self.found(id, name, prompt), 0.0
         self._planned.pop(id, None)
-        if load is not None and len(self._loads) > 1:  # else nothing asks for it
+        if load is not None and (self.forecasts or len(self._loads) > 1):  # else nothing asks for it
             work = load.prompt_seconds(prompt, found)
         backlog.work[row], backlog.pending[row] = work, True
         tokens, places, rate = backlog.tokens.item(row), backlog.places.item(row), self._rates.get(id, 0.0)
@@ -329,13 +342,44 @@ class Placement:
         for (instance, code, sent), load in zip(engines, loads, strict=True):
             found, (pace, slower) = self.found(id, instance.id, prompt), load.pace()
             own = load.prompt_seconds(prompt, found)
-            waits = float(ahead[code]) if code < ahead.size else 0.0
-            waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
-            first = waits + (sent + own) * slower + load.room_seconds(tokens - found)
+            waits, passed = float(ahead[code]) if code < ahead.size else 0.0, max(now - load.since, 0.0)
+            if id in load.waiting:
+                first = max((waits + own) * slower - passed, 0.0) + load.room_seconds(0.0, 0)
+            else:
+                first = max(waits * slower - passed, 0.0) + (sent + own) * slower + load.room_seconds(tokens - found)
             work = own if load is fastest else fastest.prompt_seconds(prompt, found)
             seconds = work + delay * first + ANSWER * pace * (tokens - prompt)
             out.append(Cost(seconds, load.places / instance.window, found, own, first))
         return out
+
+    def lateness(self, backlog: Backlog, row: int, slo: Slo, engines: Sequence[Engine], now: float) -> float:
+        """Return by how many seconds a request misses its promises on the engine that comes nearest to them.
+
+        Promises of a first token and of the whole answer count; negative = they are kept, also for all that is known
+        (an engine has learned nothing); inf = there is no engine.
+        engines: those that it could go to, or the one that it is inside of without a token.
+        """
+        if not engines:
+            return math.inf
+        if not all(self._load(one.instance).known for one in engines):
+            return -math.inf
+        tokens = backlog.tokens.item(row)
+        answer = (tokens - backlog.prompt.item(row)) / backlog.places.item(row)
+        if not backlog.sent[row]:
+            chunks = self._queued(backlog, row, now) / len(engines)
+            engines = [one._replace(sent=chunks * self._load(one.instance).chunk_seconds()) for one in engines]
+        age, late = now - backlog.arrival.item(row), math.inf
+        for (instance, *_), cost in zip(engines, self.costs(backlog, row, engines, now), strict=True):
+            finish = cost.first + self._load(instance).token_seconds(tokens) * answer
+            missed = [age + took - target for target, took in ((slo.ttft, cost.first), (slo.e2e, finish)) if target]
+            late = min(late, max(missed, default=-math.inf))
+        return late
+
+    def _queued(self, backlog: Backlog, row: int, now: float) -> float:
+        """Return the prompts, in chunks, of the queued requests for its model that go before a queued one."""
+        rows = np.flatnonzero(backlog.live & ~backlog.sent & (backlog.model == backlog.model[row]))
+        rows = rows[_before(backlog, rows, row, now)]
+        return float(backlog.prompt[rows].sum()) / _CHUNK
 
     def _load(self, instance: Instance) -> _Load:
         if instance.id not in self._loads:
@@ -349,13 +393,19 @@ class Placement:
         engine that keeps vLLM's own order.
         """
         rows = np.flatnonzero(backlog.pending)
-        both = np.append(rows, row)
-        due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
-        due = np.where(np.isinf(due), soft, due)
-        before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now)
+        before = _before(backlog, rows, row, now)
         if in_order := [code for instance, code, _ in engines if instance.own_order]:
-            before |= np.isin(backlog.instance[rows], in_order)
+            before |= np.isin(backlog.instance[rows], in_order) & (rows != row)
         return np.asarray(np.bincount(backlog.instance[rows[before]], backlog.work[rows[before]]), float)
+
+
+def _before(backlog: Backlog, rows: Ints, row: int, now: float) -> Bools:
+    """Tell which other rows are due before a row and not overdue; without a deadline, the soft target counts."""
+    both = np.append(rows, row)
+    due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
+    due = np.where(np.isinf(due), soft, due)
+    before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now) & (rows != row)
+    return before
 
 
 def least(costs: Sequence[Cost]) -> int:

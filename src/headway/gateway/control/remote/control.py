@@ -203,7 +203,7 @@ class RemoteControl(ControlView):
         """Hand a request to an engine, once: the first command counts; the controller is notified."""
         if send.id not in self.controller.requests:
             return
-        if send.instance not in self.controller.cluster.instances:
+        if not self.controller.knows(send.instance):
             self.notify(Returned(send.id))
         elif send.id in self._at:
             if self._at[send.id] != send.instance:
