@@ -116,6 +116,18 @@ gpus = 1
 [[engines]]
 cards = "0"
 
+[[engines]]
+served_name = "some"
+url = "https://api.example"
+kind = "openai"
+remote_model = "some-large"
+overflow = true
+overflow_classes = ["gold"]
+overflow_tenants = ["alice"]
+price_prompt = 0.5
+price_answer = 1.5
+hourly_budget = 10
+
 [broker]
 kind = "memory"
 keep_hours = 0.5
@@ -309,6 +321,18 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         Engine(gpus=1, cards="1"),
         Engine(gpus=1, cards="2"),
         Engine(cards="0"),
+        Engine(
+            served_name="some",
+            url="https://api.example",
+            kind="openai",
+            remote_model="some-large",
+            overflow=True,
+            overflow_classes=("gold",),
+            overflow_tenants=("alice",),
+            price_prompt=0.5,
+            price_answer=1.5,
+            hourly_budget=10.0,
+        ),
     )
     assert config.broker == Broker(
         "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0)

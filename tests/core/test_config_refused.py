@@ -292,3 +292,36 @@ def test_a_file_that_is_missing_or_a_directory_is_refused(tmp_path: Path) -> Non
         load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load(tmp_path)
+
+
+AWAY = {"model": "smollm2", "url": "http://gpu-9:8000", "overflow": True, "overflow_classes": ["chat"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"overflow": True}, "engines.1.overflow", "has overflow, but no url"),
+        ({"kind": "openai"}, "engines.1.kind", "has kind, but no url"),
+        (AWAY | {"overflow": False}, "engines.1.overflow_classes", "but not overflow = true"),
+        (AWAY | {"overflow_classes": []}, "engines.1.overflow_classes", "Name those whose prompts may leave, of chat"),
+        (AWAY | {"overflow_classes": ["batch"]}, "engines.1.overflow_classes", "not classes with ttft_ms or e2e_ms"),
+        (AWAY | {"model": "gpt"}, "engines.1.served_name", "no other engine serves gpt"),
+        (AWAY | {"price_answer": 2}, "engines.1.hourly_budget", "prices, but no hourly_budget"),
+        (AWAY | {"models": ["other"]}, "engines.1", "together with models"),
+        (AWAY | {"kind": "openai", "device": "cpu"}, "engines.1.kind", "they are for a vLLM"),
+    ],
+)
+def test_overflow_says_whose_prompts_leave_and_for_how_much(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"engines": [{}, fields]})
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("tenants", [[], ["nobody"]])
+def test_tenants_that_may_leave_are_named(tenants: list[str]) -> None:
+    keys = [{"key": SECRET, "tenant": "acme"}]
+    with pytest.raises(ConfigError, match="are not tenants of") as caught:
+        parse({"engines": [{}, AWAY | {"overflow_tenants": tenants}], "keys": keys})
+    assert caught.value.hint == "Name tenants whose prompts may leave, of acme."
+    parse({"engines": [{}, AWAY | {"overflow_tenants": ["acme"]}], "keys": keys})

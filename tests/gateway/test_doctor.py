@@ -50,7 +50,7 @@ def test_the_kind_of_kv_memory_is_said_before_an_engine_runs(tmp_path: Path, rec
         ('engines = [{ tool_parser = "no" }]', "configuration", "no tool parser", "hermes"),
         ('engines = [{ cores = "two" }]', "configuration", "lists no CPU cores", "0-3,8"),
         ('engines = [{ cores = "0,9999" }]', "configuration", "names core 9999", "Use some of"),
-        ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that vLLM"),
+        ('engines = [{ url = "http://127.0.0.1:9" }]', "engine e0", "does not answer", "Start that server"),
         ('engines = [{ url = "http://h:99999" }]', "configuration", "engines.0.url", "65535"),
         ('engines = [{ url = "http://" }]', "configuration", "engines.0.url", "http://127.0.0.1:8000"),
         ('tracing = { endpoint = "http://a b:4318" }', "configuration", "tracing.endpoint", "http://"),

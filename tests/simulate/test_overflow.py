@@ -22,10 +22,10 @@ AWAY = "opt-13b-a100,model=default,price_prompt=1,price_answer=3,overflow_classe
 
 @cache
 def burst() -> Workload:
-    """Twice what one instance can do."""
+    """Several times what one instance can do."""
     rng = np.random.default_rng(0)
     classes = [TrafficClass("chat", 0.7, Slo(ttft=1.5, tpot=0.15)), TrafficClass("batch", 0.3)]
-    workload = make(classes, poisson(14.0, 60.0, rng), rng)
+    workload = make(classes, poisson(24.0, 40.0, rng), rng)
     return workload.take(workload.prompt + workload.output <= 2048)
 
 

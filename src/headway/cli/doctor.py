@@ -22,6 +22,7 @@ from rich.table import Table
 from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.config.keys import reveal
+from headway.engines.vllm.process.api import APIS
 from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.launch import kv_use
@@ -201,10 +202,11 @@ def _existing(folder: Path) -> Path:
 def _engines(config: Config) -> Iterator[Finding]:
     for id, engine in config.named.items():
         if engine.url is not None:
-            yield (answers := _attached(f"engine {id}", engine.url))
+            key = None if engine.api_key is None else reveal(engine.api_key, f"{id}.api_key")
+            api = APIS[engine.kind]
+            yield (answers := _attached(f"engine {id}", engine.url.rstrip("/") + api.health, key))
             if answers.state == "good":
-                key = None if engine.api_key is None else reveal(engine.api_key, f"{id}.api_key")
-                connection = EngineConnection(id, engine.url.rstrip("/"), _ANSWER_S, key)
+                connection = EngineConnection(id, engine.url.rstrip("/"), _ANSWER_S, key, api)
                 yield from _limits(engine, connection)
 
 
@@ -228,13 +230,14 @@ async def _reported_limits(connection: EngineConnection) -> dict[str, int]:
         await connection.disconnect()
 
 
-def _attached(what: str, url: str) -> Finding:
+def _attached(what: str, url: str, key: str | None) -> Finding:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        status = httpx.get(f"{url.rstrip('/')}/health", timeout=_ANSWER_S).status_code
+        status = httpx.get(url, timeout=_ANSWER_S, headers=headers).status_code
     except httpx.HTTPError as error:
-        return Finding(what, "bad", f"{url} does not answer: {error}", "Start that vLLM, or correct its url.")
+        return Finding(what, "bad", f"{url} does not answer: {error}", "Start that server, or correct its url.")
     if status != 200:
-        return Finding(what, "bad", f"{url}/health answers {status}", "Check that it is a vLLM, and its log.")
+        return Finding(what, "bad", f"{url} answers {status}", "Check its kind, its api_key, and its log.")
     return Finding(what, "good", f"{url} answers")
 
 

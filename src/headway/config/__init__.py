@@ -23,6 +23,7 @@ from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
+from headway.config.overflow import Around, overflow_contradictions
 from headway.config.problems import explain, unrelated, valid_part
 from headway.config.tables import Backend as Backend
 from headway.config.tables import Batches as Batches
@@ -249,6 +250,11 @@ class Config:
         return {engine.id or f"e{i}": engine for i, engine in enumerate(self.engines)}
 
     @property
+    def fleet(self) -> tuple[Engine, ...]:
+        """Return the engines that get any requests: those without `overflow`."""
+        return tuple(engine for engine in self.engines if not engine.overflow)
+
+    @property
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
         return len({key.tenant for key in self.keys}) > 1
@@ -396,8 +402,10 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
             yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
+    around = _around(config)
     for i, engine in enumerate(config.engines):
         yield from _engine_contradictions(i, engine, where)
+        yield from overflow_contradictions(f"engines.{i}", engine, around, where)
     for model, scale in config.scale.items():
         if scale.min > scale.max:
             problem = f"scale.{model} in {where} has a min of {scale.min} engines and a max of {scale.max}."
@@ -420,6 +428,13 @@ def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[Confi
     if engine.runner == "pooling" and (engine.models or engine.adapters):
         problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
         yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
+
+
+def _around(config: Config) -> Around:
+    """Return what settings of overflow engines refer to."""
+    models = frozenset(name for engine in config.fleet for name in engine.served)
+    promising = frozenset(name for name, one in config.classes.items() if one.ttft_ms or one.e2e_ms)
+    return Around(models, promising, frozenset(key.tenant for key in config.keys))
 
 
 def _backend_contradictions(name: str, backend: Backend, tenants: int, where: str) -> Iterator[ConfigError]:

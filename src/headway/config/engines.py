@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -10,10 +11,12 @@ from pydantic.dataclasses import dataclass
 
 from headway.config.keys import Secret
 from headway.config.tables import Amount, Count, Positive
+from headway.types import OverflowTerms
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Port = Annotated[int, Field(ge=1, le=65535)]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
+Kind = Literal["vllm", "openai"]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -56,6 +59,13 @@ class Engine:
         name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
     id: the engine's name in commands, logs and metrics; unset, e0, e1, ... by its place. With count, a number follows.
+    kind: what listens at `url`: "vllm", or "openai" for any other server with OpenAI's API (SGLang, llama.cpp, a paid
+        one). Such a server gets no fields of vLLM, and is asked nothing but /v1/models. remote_model: the model's name
+        there; unset, as here.
+    overflow: send requests to `url` only if their promises would be lost on the other engines of the model, and only
+        those of `overflow_classes`; with [[keys]], of `overflow_tenants`.
+    price_prompt, price_answer: price of a million tokens there, in units of any currency. hourly_budget: limit of the
+        units spent in any hour; 0 = nothing is sent there.
     count: number of equal engines; they divide `cores` among them, and use the ports from `port` on.
     gpus: number of GPUs per engine, the first that no other engine has; several work in tensor parallel. Unset, all.
     cards: indices of GPUs among those that Headway sees, such as "0-1", instead of gpus.
@@ -88,6 +98,14 @@ class Engine:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     runner: Literal["generate", "pooling"] = "generate"
+    kind: Kind = "vllm"
+    remote_model: Annotated[str, Field(min_length=1)] | None = None
+    overflow: bool = False
+    overflow_classes: tuple[str, ...] = ()
+    overflow_tenants: tuple[str, ...] = ()
+    price_prompt: Amount = 0.0
+    price_answer: Amount = 0.0
+    hourly_budget: Amount | None = None
     args: tuple[str, ...] = ()
     id: Id | None = None
     count: Count = 1
@@ -106,6 +124,20 @@ class Engine:
         It is served_name, or the model as given for a running vLLM, or the last part of the path or hub id.
         """
         return self.served_name or (self.model if self.url is not None else _last_part(self.model))
+
+    @property
+    def terms(self) -> OverflowTerms | None:
+        """Return on what terms it is an overflow engine, None = it is not."""
+        if not self.overflow:
+            return None
+        budget = math.inf if self.hourly_budget is None else self.hourly_budget
+        prices = self.price_prompt, self.price_answer, budget
+        return OverflowTerms(self.overflow_classes, self.overflow_tenants, *prices, vllm=self.kind == "vllm")
+
+    @property
+    def rewrites(self) -> bool:
+        """Tell whether requests need another body there than a vLLM that Headway starts."""
+        return self.overflow or self.kind != "vllm" or self.remote_model is not None
 
     @property
     def others(self) -> tuple[Model, ...]:

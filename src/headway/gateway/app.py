@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +241,9 @@ def _status(app: FastAPI, state: AppState) -> None:
 
 
 def _every_model_is_up(state: AppState) -> bool:
-    """Return whether there are models, and each has an engine that takes work."""
+    """Return whether there are models, and each has an engine that takes any work; those for overflow do not."""
     engines = state.gateway.dispatcher.engines.values()
-    up = {name for engine in engines if engine.serves for name in engine.models.names}
+    up = {name for engine in engines if engine.serves and not engine.config.overflow for name in engine.models.names}
     return bool(state.models.engines) and up >= set(state.models.engines)
 
 

@@ -156,7 +156,7 @@ async def _open_observers(config: Config, metrics: Metrics) -> AsyncIterator[_Wa
 
 
 async def _counters(config: Config) -> dict[str, TokenCounter]:
-    models = {name: model for engine in config.engines for name, model in engine.served.items()}
+    models = {name: model for engine in config.fleet for name, model in engine.served.items()}
     return {name: await TokenCounter.load(model) for name, model in models.items()}
 
 

@@ -25,7 +25,7 @@ from headway.gateway.parsing.idempotency import with_digest
 from headway.gateway.parsing.requests import PATHS, Kind
 from headway.gateway.transcript import Diverged, Transcript
 from headway.store.queue.port import Job
-from headway.types import Request
+from headway.types import Overflowed, Request
 
 
 class EngineKilled(EngineError):
@@ -42,7 +42,7 @@ class EngineKilled(EngineError):
 
 
 class TakenBack(Exception):
-    """The engine of a request begins to load another model, or takes no new work, before it has answered."""
+    """The engine of a request is to load another model or leaves, or an overflow engine is to have the request."""
 
 
 class RequestState(Enum):
@@ -57,7 +57,8 @@ class RequestState(Enum):
 
 # abandoned: another gateway has it, or has ended it. not_stored: the queue did not take it.
 Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
-ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves"]
+# overflow: it goes to an overflow engine. declined: that one did not answer it.
+ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -98,6 +99,7 @@ class InFlightRequest:
     waited: what it waited for in the queue, as in a header of its response; None = nothing.
     refusal: the error that its client gets instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft, found: of the latest `Send`.
+    overflow: as in the latest `Send`, None once it came back.
     attempts: engines that died over it since it was accepted or recovered.
     prompt_tokens: as its engine counts them, 0 = not reported yet.
     cached_tokens: of its prompt, found in the engine's prefix cache; None = not reported.
@@ -125,6 +127,7 @@ class InFlightRequest:
     rank: float = 0.0
     soft: float | None = None
     found: int = 0
+    overflow: Overflowed | None = None
     attempts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
@@ -156,6 +159,12 @@ class InFlightRequest:
         request, body = self.request, self.upstream.joined({})
         stored = with_digest(_REQUEST.dump_json(request).decode(), digest)
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
+
+    def spent(self, outcome: Outcome, output_tokens: int) -> float | None:
+        """Return the units that it cost at an overflow engine, at most unless it finished; None = it was at none."""
+        if self.overflow is None or outcome != "finished":
+            return None if self.overflow is None else self.overflow.reserved
+        return self.overflow.terms.units(self.prompt_tokens or self.request.prompt_tokens, output_tokens)
 
     def enter(self, state: RequestState) -> bool:
         """Enter a state; False when the request has ended already."""
@@ -190,7 +199,7 @@ class InFlightRequest:
     def await_engine_again(self, reason: ReturnReason) -> None:
         """Replace the engine future: the engine that it named has died, or serves another model."""
         self.engine_future = _new_future()
-        self.returned = time.monotonic(), reason
+        self.returned, self.overflow = (time.monotonic(), reason), None
         self.enter(RequestState.QUEUED)
 
     def promise_headers(self) -> list[tuple[bytes, str]]:

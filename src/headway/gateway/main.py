@@ -219,7 +219,7 @@ class GatewayServer(uvicorn.Server):
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
         )
-        engines = [*gateway.dispatcher.engines.values()]  # of the start
+        engines = [one for one in gateway.dispatcher.engines.values() if not one.config.overflow]  # of the start
         if self._link is None and any(engine.url is None for engine in self._settings.engines):
             logs = self._log_dir or self._settings.logs_dir
             _say(console, f"[dim]their logs: {escape(str(logs))}[/]", highlight=False)

@@ -33,14 +33,14 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
         partial(_check_secrets, config),
-        partial(check_adapters, config.engines),
+        partial(check_adapters, config.fleet),
         partial(_check_names, config),
         partial(check_aliases, config),
         *([check_installed] if starts else []),
         *(partial(check_cores, f"engines.{i}", engine.cores) for i, engine in own if starts),
         *(partial(check_cards, f"engines.{i}", engine, seen) for i, engine in own if starts),
         *(partial(check_settings, f"engines.{i}", engine) for i, engine in own),
-        *(partial(resolve, model) for engine in config.engines for model in engine.served.values()),
+        *(partial(resolve, model) for engine in config.fleet for model in engine.served.values()),
         partial(_check_addresses, config),
         partial(_check_scale, config, starts_engines),
     )
@@ -79,8 +79,8 @@ def _check_recipe(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     """Raise ConfigError for a name that engines use for different models, or with different known contexts."""
-    for name in sorted({name for engine in config.engines for name in engine.served}):
-        having = [engine for engine in config.engines if name in engine.served]
+    for name in sorted({name for engine in config.fleet for name in engine.served}):
+        having = [engine for engine in config.fleet if name in engine.served]
         known = [engine for engine in having if engine.url is None or engine.max_model_len is not None]
         contexts = {requested(engine).max_model_len for engine in known}
         if len({engine.served[name] for engine in having}) > 1 or len(contexts) > 1:

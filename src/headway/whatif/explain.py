@@ -111,9 +111,13 @@ def placement(run: Run, story: Timeline) -> str:
     """Say which engine a request went to last, and what its prefix cache held of the prompt.
 
     Empty unless several engines have this model, and where nothing is known of the prompt. The waits are the sums of
-    all engines.
+    all engines. Of an overflow engine it says why the request went there.
     """
     fleet, chosen = run.header.fleet, int(run.outcome.instance[story.request])
+    if story.overflow is not None and chosen >= 0:
+        late, units = story.overflow
+        why = f"It would have been {_s(late)} late" if math.isfinite(late) else "No other engine of its model was up"
+        return f"{why}; sent to {fleet[chosen].id} for {units:.3g} of its budget."
     if story.found is None or chosen < 0 or sum(one.model == fleet[chosen].model for one in fleet) < 2:
         return ""
     held, prompt = f"{story.found:,}" if story.found else "none", int(run.workload.prompt[story.request])

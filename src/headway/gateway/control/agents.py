@@ -69,7 +69,8 @@ class Agents:
         await engine.start()
         self.engines[engine.id] = engine
         ranks, inquiry = RankUpdates(engine), _Inquiry(engine)
-        loops: list[tasks.Loop] = [ranks.run, partial(self._ask, inquiry), partial(self._follow_cache, engine)]
+        loops: list[tasks.Loop] = [ranks.run, partial(self._ask, inquiry)]
+        loops += [partial(self._follow_cache, engine)] if engine.api.vllm else []
         loops += (partial(one, engine) for one in self.beside)
         self._running[engine.id] = _Running(ranks, inquiry, tasks.Group(*loops, failed=self._failed), asyncio.Lock())
 
@@ -86,7 +87,7 @@ class Agents:
     def execute(self, command: Command) -> None:
         """Apply a command to its engine, unless that has stopped."""
         match command:
-            case Rerank(instance) if instance in self._running:
+            case Rerank(instance) if instance in self._running and self.engines[instance].api.vllm:
                 self._running[instance].ranks.put(command.ranks)
             case Swap(instance) if instance in self._running:
                 self.engines[instance].begin_swap(command.model)
@@ -109,7 +110,7 @@ class Agents:
         """
         while True:
             follow = self._follows() or self._several
-            up = [engine for engine in self.engines.values() if follow and engine.serves]
+            up = [engine for engine in self.engines.values() if follow and engine.serves and engine.api.vllm]
             answers = await asyncio.gather(*(engine.learned() for engine in up), return_exceptions=True)
             for engine, learned in zip(up, answers, strict=True):
                 if isinstance(learned, EngineError):

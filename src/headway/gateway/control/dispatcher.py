@@ -23,7 +23,7 @@ from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.account import EndedRun, RunAccount
 from headway.policy.apps.run import within
 from headway.stages import Prewarm
-from headway.types import Command, Reject, Request, Rerank, Send, Swap
+from headway.types import Command, Recall, Reject, Request, Rerank, Send, Swap
 
 _EXPIRE = 1.0  # seconds between two looks for runs that are silent
 
@@ -68,10 +68,10 @@ class Dispatcher:
         if unavailable is not None:  # given up while the request was stored, or before it was recovered
             in_flight.refuse(unavailable)
 
-    def requeue(self, in_flight: InFlightRequest, reason: ReturnReason) -> None:
-        """Queue a request again whose engine died, or began to load another model, before it had its answer."""
+    def requeue(self, in_flight: InFlightRequest, reason: ReturnReason, aside_s: float = 0.0) -> None:
+        """Queue a request again that came back from its engine before it had its answer. aside_s: as in `Returned`."""
         in_flight.await_engine_again(reason)
-        self.notify(Returned(in_flight.id, len(in_flight.transcript.ids) if in_flight.transcript else 0))
+        self.notify(Returned(in_flight.id, len(in_flight.transcript.ids) if in_flight.transcript else 0, aside_s))
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:
         """Let go of a request; event: Finished or Failed."""
@@ -114,6 +114,10 @@ class Dispatcher:
                 for id, rank in command.ranks.items():
                     if id in self.in_flight:
                         self.in_flight[id].rank = rank  # the request may not be on its way yet
+            case Recall(id, instance):
+                one = self.in_flight.get(id)
+                if one is not None and one.state is RequestState.SENT and one.sends[-1][1] == instance:
+                    one.take_back()
             case Reject():
                 self._reject(command)
             case Swap():
@@ -124,6 +128,7 @@ class Dispatcher:
     def _send(self, send: Send) -> None:
         in_flight = self.in_flight[send.id]
         in_flight.rank, in_flight.soft, in_flight.found = send.rank, send.soft, send.found
+        in_flight.overflow = send.overflow
         in_flight.sends += ((clock.now(), send.instance),)
         in_flight.enter(RequestState.SENT)
         self._metrics.placed(in_flight.request, send)
@@ -154,7 +159,8 @@ class Dispatcher:
 
     def unavailable(self, model: str) -> ModelUnavailable | None:
         """Return the error of a model that no engine has, or all have given up; None = one may still load it."""
-        having = [one for one in self.engines.values() if model in one.models.names and one.leaving != "remove"]
+        stay = (one for one in self.engines.values() if one.leaving != "remove" and not one.config.overflow)
+        having = [one for one in stay if model in one.models.names]
         if not having:
             problem, hint = f"No engine has the model {model} any more.", "Use another model, or add an engine for it."
             return ModelUnavailable(problem, hint, code="model_unavailable")

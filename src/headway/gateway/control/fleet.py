@@ -82,7 +82,11 @@ class GatewayWork:
         """Take back the requests without a token that others can take.
 
         An engine without Headway's scheduler does not say whether an answer that is not streamed has begun: it ends.
+        What an overflow engine has would be late elsewhere, so it ends there.
         """
+        if engine.config.overflow:
+            return
+        others = (one for one in others if not one.config.overflow)
         takes, unanswered = [one for one in others if one.serves], self._dispatcher.unanswered(engine.id)
         sent = [one for one in unanswered if any(other.takes(one.request.model) for other in takes)]
         try:
@@ -225,8 +229,8 @@ class Fleet(ABC):
 
         able: settings of those that take work afterwards.
         """
-        lost = {name for id in ids for name in self.engines[id].models.names}
-        lost -= {name for one in able.values() for name in one.served}
+        lost = {name for id in ids if not self.engines[id].config.overflow for name in self.engines[id].models.names}
+        lost -= {name for one in able.values() if not one.overflow for name in one.served}
         if (count := self._work.needing(lost, now=now)) and not force:
             raise RequestError(
                 f"Requests ({count}) need {', '.join(sorted(lost))}, which no other engine has.",
@@ -265,8 +269,8 @@ class Fleet(ABC):
         await self.count_tokens(stay.values())
 
     async def count_tokens(self, engines: Iterable[Engine]) -> None:
-        """Load the tokenizers of models that are new."""
-        models = {name: model for engine in engines for name, model in engine.served.items()}
+        """Load the tokenizers of models that are new; those of overflow engines are other engines' models."""
+        models = {name: model for engine in engines if not engine.overflow for name, model in engine.served.items()}
         if self._counters is not None:
             for name in models.keys() - self._counters.keys():
                 self._counters[name] = await TokenCounter.load(models[name])
@@ -285,7 +289,7 @@ class Fleet(ABC):
 
     def _next_roll(self) -> str | None:
         """Return an engine that can be replaced now: it is not at work, or all others that stay are."""
-        stays = [one for one in self.engines.values() if one.leaving is None]
+        stays = [one for one in self.engines.values() if one.leaving is None and not one.config.overflow]
         idle = [id for id in self._rolls if not self.engines[id].serves]
         ready = [id for id in self._rolls if all(one.serves for one in stays if one.id != id)]
         return next(iter(idle + ready), None)

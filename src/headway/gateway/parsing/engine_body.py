@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config import Engine
 from headway.engines.vllm.request_metadata import client_xargs
 from headway.errors import RequestError
+from headway.types import Request
 
 # As short as JSON can be: it is held until its engine has answered, counted as it came.
+_LIMITS = ("max_tokens", "max_completion_tokens")
 _SHORT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -44,6 +47,20 @@ class EngineBody:
         comma = b"" if self.content == b"{}" else b", "
         name = b'"return_token_ids": true, "vllm_xargs": ' if ids else b'"vllm_xargs": '
         return memoryview(self.content)[:-1], comma, name, extra, b"}"
+
+    def fitted(self, engine: Engine, request: Request) -> EngineBody:
+        """Return the body for an engine by URL: its name of the model, and without vLLM's fields if it is none.
+
+        An overflow engine is told the limit of tokens that its price was reserved for.
+        """
+        fields = json.loads(self.content)
+        if engine.remote_model is not None and fields["model"] == engine.name:  # else it names an adapter
+            fields["model"] = engine.remote_model
+        if engine.kind != "vllm":
+            fields.pop("priority", None)
+        if engine.overflow and all(fields.get(name) is None for name in _LIMITS):
+            fields["max_tokens"] = request.max_tokens
+        return EngineBody(_json(fields), self.xargs)
 
     def joined(self, metadata: Mapping[str, object]) -> bytes:
         """Return `parts` as one."""

@@ -18,7 +18,7 @@ _PATTERN = frozenset("*?[")
 
 def check_aliases(config: Config) -> None:
     """Raise ConfigError for aliases of what is not served, and for those that no request could mean."""
-    served = {name for engine in config.engines for name in (*engine.served, *engine.adapters)}
+    served = {name for engine in config.fleet for name in (*engine.served, *engine.adapters)}
     problems = {
         alias: "is the name of a model" if alias in served else f"stands for {model!r}, which is not served"
         for alias, model in config.aliases.items()
@@ -113,9 +113,10 @@ class ServedModels:
     """
 
     def __init__(self, config: Config, engines: Iterable[EngineView], counters: Mapping[str, TokenCounter]) -> None:
-        self._aliases, self._views, self._counters = config.aliases, tuple(engines), dict(counters)
-        self._adapters = shared_adapters(config.engines)
-        self.engines = {name: engine for engine in config.engines for name in engine.served}
+        self._aliases, self._counters = config.aliases, dict(counters)
+        self._views = [view for view in engines if not view.config.overflow]
+        self._adapters = shared_adapters(config.fleet)
+        self.engines = {name: engine for engine in config.fleet for name in engine.served}
         self._served = {*self.engines, *self._adapters}
         self.names = (*self.engines, *self._adapters, *filter(_PATTERN.isdisjoint, config.aliases))
         self._started = int(time.time())

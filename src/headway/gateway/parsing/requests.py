@@ -21,6 +21,7 @@ from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.fields import Ms, milliseconds, parse_as
+from headway.gateway.parsing.openai_fields import needs_vllm
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
 from headway.gateway.parsing.text import text_of
@@ -262,6 +263,7 @@ def interpret(
         stage=run_identity.stage_of(headers, body.headway),
         drop=tier.drop,
         longest_prompt=longest,
+        vllm_only=kind in POOLING or needs_vllm(raw, own=_HEADWAY_FIELDS),
         # A text that is embedded leaves its batch at once, so any number of them takes one batch.
         places=min(places, max_running) if kind in POOLING else places,
     )

@@ -26,7 +26,7 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, TakenBack
+from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack
 from headway.gateway.offload import offload
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
@@ -34,6 +34,7 @@ from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
+from headway.gateway.requests.overflow import Declined, answered
 from headway.gateway.transcript import Diverged, Transcript
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import RequestTracing
@@ -202,7 +203,10 @@ class RequestPath:
                     raise TakenBack
                 response = await self._open_unless_refused(engine, in_flight)
             except TakenBack:
-                self._dispatcher.requeue(in_flight, "model_swap" if engine.leaving is None else "engine_leaves")
+                self._dispatcher.requeue(in_flight, _reason_taken_back(engine, in_flight))
+            except Declined as declined:
+                log.warning("request %s: %s", in_flight.id, declined)
+                self._dispatcher.requeue(in_flight, "declined", declined.aside_s)
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
                 attempts = await self._count_attempt(in_flight)
@@ -217,6 +221,8 @@ class RequestPath:
                     in_flight.first_token = clock.now()
                 in_flight.prompt_tokens = response.prompt_tokens
                 in_flight.cached_tokens = response.cached_tokens
+                if in_flight.transcript is not None and not engine.api.vllm:
+                    in_flight.transcript.unable = True  # its tokens are not known
                 in_flight.enter(RequestState.ANSWERING)
                 in_flight.drop_body()
                 self._dispatcher.notify(Started(in_flight.id))
@@ -255,7 +261,7 @@ class RequestPath:
     async def _open_unless_refused(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         """Open the response; a refusal in the meantime closes the connection, so that the engine aborts.
 
-        TakenBack when a swap does, or an engine that leaves.
+        TakenBack when a swap does, an engine that leaves, or an overflow engine that is to have it.
         """
         in_flight.raise_if_refused()
         in_flight.opening = this = asyncio.current_task()
@@ -279,8 +285,11 @@ class RequestPath:
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         streams, pooled = in_flight.streams, in_flight.kind in POOLING
         request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
+        opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
+        if engine.config.overflow:
+            return await answered(engine.id, opening)
         try:
-            response = await EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
+            response = await opening
         except MalformedAnswer as error:
             log.error("request %s: %s", in_flight.id, error)
             if not await engine.lives():
@@ -307,6 +316,11 @@ class RequestPath:
         if said and not engine.continues:
             self.observers.resumed(in_flight.request, "unable")
             raise Diverged
+        if engine.config.rewrites:
+            whole, request = upstream, in_flight.request
+            upstream = await offload(len(whole.content), lambda: whole.fitted(engine.config, request))
+        if not engine.api.vllm:
+            return [upstream.content], {}
         metadata = write_metadata(
             in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft,
             said=said, first=in_flight.first_token,
@@ -353,7 +367,9 @@ class RequestPath:
         in_flight.drop_body()
         now, request = clock.now(), in_flight.request
         self._lengths.answered(request, request.per_answer(output_tokens))
-        self._dispatcher.remove(in_flight, Finished(request.id, output_tokens, in_flight.cached_tokens))
+        cached, prompt = in_flight.cached_tokens, in_flight.prompt_tokens
+        finished = Finished(request.id, output_tokens, cached_tokens=cached, prompt_tokens=prompt)
+        self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
         self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
@@ -389,3 +405,10 @@ class RequestPath:
         for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
             await self.fail(in_flight, "gateway_stopped")
         await self.closings.retry()
+
+
+def _reason_taken_back(engine: EngineView, in_flight: InFlightRequest) -> ReturnReason:
+    """Return why a request was taken back from an engine."""
+    if engine.leaving is not None:
+        return "engine_leaves"
+    return "overflow" if engine.takes(in_flight.request.model) else "model_swap"

@@ -25,7 +25,7 @@ from headway.config import Journal
 from headway.engines.vllm.process.connection import EngineGone
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
-from headway.gateway.in_flight import InFlightRequest
+from headway.gateway.in_flight import InFlightRequest, Outcome
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.store.journal.rows import (
     EngineRow,
@@ -133,7 +133,7 @@ class JournalKeeper(Observer):
         self._refusals[key] += 1
 
     def _row(
-        self, request: Request, in_flight: InFlightRequest | None, ended: float, outcome: str,
+        self, request: Request, in_flight: InFlightRequest | None, ended: float, outcome: Outcome,
         met: int | None, reason: str | None, first: float | None, output_tokens: int,
     ) -> RequestRow:  # fmt: skip
         sends = in_flight.sends if in_flight else ()
@@ -149,6 +149,8 @@ class JournalKeeper(Observer):
             in_flight.found if in_flight and sends and in_flight.keys else None, max(len(sends) - 1, 0),
             stage.app[:_NAME] if stage else None, stage.run[:_NAME] if stage else None,
             stage.unit[:_NAME] if stage else None, outcome, met, reason,
+            in_flight.overflow.late if in_flight and in_flight.overflow else None,
+            in_flight.spent(outcome, output_tokens) if in_flight else None,
         )  # fmt: skip
 
     def _wall(self, instant: float) -> float:

@@ -73,6 +73,10 @@ class Metrics(Observer):
         self._add_engines(r)
         self.logs = Gauge("headway_store_wal_bytes", "Write-ahead log of a SQLite file.", ["store"], registry=r)
         self._add_swaps(r)
+        help = "Requests sent to an overflow engine."
+        self._overflowed = Counter("headway_overflow_requests", help, ["instance"], registry=r)
+        help = "Units that requests cost at an overflow engine; all that was reserved for those that did not finish."
+        self._spent = Counter("headway_overflow_spent", help, ["instance"], registry=r)
         self.runs, self.prewarm = RunMetrics(r), PrewarmMetrics(r)
         self._by_class: dict[tuple[str, str], list[int]] = {}
         self._answers: dict[tuple[str, str, str], _Answers] = {}
@@ -204,7 +208,7 @@ class Metrics(Observer):
         """Remove the series of an instance that is gone."""
         for one in (
             self.up, self.scraped, self._inside, self._placed, self._found, self._moves, self._states, self.evictions,
-            self._swaps, self._swap_seconds, self._models, self._kv,
+            self._swaps, self._swap_seconds, self._models, self._kv, self._overflowed, self._spent,
         ):  # fmt: skip
             one.remove_by_labels({"instance": instance})
         self._totals.engines.pop(instance, None)
@@ -263,6 +267,8 @@ class Metrics(Observer):
         self._placed.labels(*by).inc(request.prompt_tokens)
         self._found.labels(*by).inc(send.found)
         self._moves.labels(*by).inc(send.moved)
+        if send.overflow is not None:
+            self._overflowed.labels(send.instance).inc()
 
     def refused(self, refusal: Refused) -> None:
         """Count a refusal; only one that could not be on time is a promise that was not kept."""
@@ -271,7 +277,9 @@ class Metrics(Observer):
             self._failed(refusal.request, "refused")
 
     def ended(self, end: Ended) -> None:
-        """Count a request that ended here."""
+        """Count a request that ended here, and what it cost."""
+        if (spent := end.in_flight.spent(end.outcome, end.output_tokens)) is not None:
+            self._spent.labels(end.in_flight.sends[-1][1]).inc(spent)
         if end.outcome == "finished":
             self._finished(end)
         elif end.here:

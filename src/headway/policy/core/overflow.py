@@ -144,6 +144,7 @@ class Overflow(Checks):
     _new: dict[str, None] = field(default_factory=dict)  # requests to look at as soon as possible
     _there: dict[str, _There] = field(default_factory=dict)
     _refused: dict[str, set[str]] = field(default_factory=dict)  # request -> engines that have had it
+    _begun: set[str] = field(default_factory=set)  # requests that came back with tokens: only a vLLM can go on with them
 
     def spent(self, name: str, now: float) -> float:
         """Return the units that an engine has cost in the last hour, with those reserved for open requests."""
@@ -174,8 +175,10 @@ class Overflow(Checks):
                 self.discard(id)
                 if id in self._there:
                     self._there[id] = self._there[id]._replace(first=now)
-            case Returned(id, _, aside_s) if id in requests:
+            case Returned(id, output_tokens, aside_s) if id in requests:
                 self._returned(id, aside_s, now)
+                if output_tokens:
+                    self._begun.add(id)
                 self._came(requests[id])
             case Finished(id) if id in self._there:
                 self._finished(event, self._there[id], now)
@@ -217,6 +220,7 @@ class Overflow(Checks):
         self.discard(id)
         self._new.pop(id, None)
         self._refused.pop(id, None)
+        self._begun.discard(id)
         if (there := self._there.pop(id, None)) is not None:
             self._count(there.request, there.name, -1)
 
@@ -238,7 +242,7 @@ class Overflow(Checks):
         """
         backlog, row = cluster.backlog, cluster.backlog.row_of[request.id]
         inside, code = bool(backlog.sent[row]), int(backlog.instance[row])
-        if (inside and not backlog.pending[row]) or request.id in self._there:
+        if (inside and not backlog.pending[row]) or request.id in self._there or request.id in self._begun:
             return None
         fleet = [Engine(one, cluster.code(name)) for name, one in cluster.instances.items()]
         mine = [one for one in fleet if (one.code == code if inside else _could_hold(request, one.instance))]

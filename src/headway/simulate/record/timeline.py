@@ -80,6 +80,8 @@ class Timeline:
     first: instant of the first token, NaN when there was none.
     crowded: seconds of `running` in iterations that computed prompts as well, NaN = no log of them.
     found: tokens of its prompt that the last engine was known to hold when it was sent there, None = it was not sent.
+    overflow: seconds by which it would have been late without an overflow engine, and the units that it cost there;
+        None = it went to none, as far as is recorded.
     """
 
     request: int
@@ -90,6 +92,7 @@ class Timeline:
     finished: bool
     crowded: float
     found: int | None
+    overflow: tuple[float, float] | None = None
 
     def seconds(self, start: float | None = None, end: float | None = None) -> dict[str, float]:
         """Return seconds per state between two instants (default: all), states without any left out."""

@@ -40,6 +40,8 @@ class RequestRow:
     outcome: as `headway_requests` counts it: finished, refused, cancelled or failed.
     met: 1 = it kept its SLO, 0 = it did not, None = it had none or does not count (cancelled).
     reason: of an outcome that is not "finished", one word such as infeasible or engine_gone.
+    overflow_late, overflow_cost: of a request that went to an overflow engine: seconds by which it would have been late
+        elsewhere (inf = no other engine was up), and units that it cost.
     """
 
     id: str
@@ -74,6 +76,8 @@ class RequestRow:
     outcome: str
     met: int | None
     reason: str | None
+    overflow_late: float | None = None
+    overflow_cost: float | None = None
 
     @property
     def verdict(self) -> str:

@@ -60,7 +60,8 @@ class Past:
         spans = tuple(self._explained(request, span) for span in self.spans(row))
         first = float(self.run.outcome.first[request])
         finished = row.outcome == "finished"
-        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans), row.found)
+        overflow = None if row.overflow_late is None else (row.overflow_late, row.overflow_cost or 0.0)
+        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans), row.found, overflow)
 
     # ---- states of a request
 

@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 
 from headway.engines.vllm.process.answers import read_strictly
+from headway.engines.vllm.process.api import APIS, EngineApi
 from headway.engines.vllm.request_metadata import finite
 from headway.errors import EngineError
 from headway.events import Learned
@@ -33,6 +34,7 @@ _MOST = 2**20  # bytes of an answer to a question beside the requests
 _MOST_LOGS = 16 * 2**20  # of one that holds logs of the scheduler
 _LOGS = frozenset(("log", "iterations", "requests", "epoch"))  # what a control message asks for them by
 
+_CONTROLLED = "Only engines with Headway's scheduler inside can be controlled."
 _COPIED = 2**16  # bytes of a body; larger ones are written part by part, without a copy that waits, too
 Part = bytes | memoryview
 # All that a connection raises.
@@ -89,12 +91,14 @@ class EngineConnection:
 
     url: where it listens; it changes when another process takes its place.
     request_s: the longest that a request may take, None = for ever.
-    key: what it asks for, if any.
+    key: what it asks for, if any. api: what its server offers.
     idle: set when no request is open on it.
     """
 
-    def __init__(self, id: str, url: str, request_s: float | None = None, key: str | None = None) -> None:
-        self.id, self.url, self.key = id, url, key
+    def __init__(
+        self, id: str, url: str, request_s: float | None = None, key: str | None = None, api: EngineApi = APIS["vllm"]
+    ) -> None:
+        self.id, self.url, self.key, self.api = id, url, key, api
         self.idle = asyncio.Event()
         self.idle.set()
         self._open = 0
@@ -175,9 +179,9 @@ class EngineConnection:
         return bool(await self.health(3))
 
     async def health(self, seconds: float) -> bool | None:
-        """Return whether /health reports no failure; None = no answer in time."""
+        """Return whether `EngineApi.health` reports no failure; None = no answer in time."""
         try:
-            status, _ = await self._ask("GET", "/health", seconds)
+            status, _ = await self._ask("GET", self.api.health, seconds, most=_MOST_LOGS)
         except EngineError as error:
             return None if isinstance(error, EngineGone) and error.silent else False
         return status == 200
@@ -211,6 +215,8 @@ class EngineConnection:
 
         EngineError: 400 when the message is wrong, 502 when the engine has no control.
         """
+        if not self.api.vllm:
+            raise EngineError(f"The engine {self.id} is not a vLLM.", _CONTROLLED)
         most = _MOST if _LOGS.isdisjoint(message) else _MOST_LOGS
         status, text = await self._ask("POST", "/headway/control", seconds, message, most)
         state = _state(text)
@@ -224,8 +230,7 @@ class EngineConnection:
                 kind="invalid_request_error",
             )
         raise EngineError(
-            f"The engine {self.id} answered {status} to a control message: {_decode(text[:200])}.",
-            "Only engines with Headway's scheduler inside can be controlled.",
+            f"The engine {self.id} answered {status} to a control message: {_decode(text[:200])}.", _CONTROLLED
         )
 
     async def control_model(self, message: dict[str, Any], seconds: float) -> None:
@@ -325,8 +330,8 @@ class EngineConnection:
         )
 
     async def metrics(self, seconds: float) -> str:
-        """Return the instance's own Prometheus page, empty when it does not answer in time."""
-        return _decode(await self.get("/metrics", seconds))
+        """Return the instance's own Prometheus page, empty when it does not answer in time or is not a vLLM."""
+        return _decode(await self.get("/metrics", seconds)) if self.api.vllm else ""
 
     async def get(self, path: str, seconds: float) -> bytes:
         """Return the body at a path, empty when it is not there or does not come in time."""

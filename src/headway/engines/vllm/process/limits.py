@@ -52,7 +52,8 @@ def instance_of(id: str, model: str, config: Engine, reported: Mapping[str, int]
     limits = _configured_limits(config) | {"block_size": 16} | dict(reported)
     enough = limits["max_running"] * limits["max_model_len"] // limits["block_size"]
     limits = {"blocks_total": max(enough, 1)} | limits
-    return Instance(id, model, **limits, assumed=tuple(sorted(limits.keys() - reported.keys())))
+    assumed = tuple(sorted(limits.keys() - reported.keys()))
+    return Instance(id, model, **limits, assumed=assumed, overflow=config.terms)
 
 
 def describe(instance: Instance, state: Mapping[str, Any] | None) -> str:
@@ -73,12 +74,13 @@ def limit_warnings(config: Engine, reported: Mapping[str, int]) -> Iterator[tupl
 
     Each as a pair: the problem, of which the instance is the subject, and the fix ("" if there is none).
     """
-    if "blocks_total" not in reported:
+    vllm = config.kind == "vllm"
+    if "blocks_total" not in reported and vllm:
         yield "does not report its KV cache size; enough for all requests that run at once is assumed.", ""
     for name, option in _OPTIONS.items():
         configured, actual = getattr(config, name), reported.get(name)
         if configured is None and actual is None:
-            problem = f"does not report its {option}; {_configured_limits(config)[name]} is assumed."
+            problem = f"does not report its {option if vllm else name}; {_configured_limits(config)[name]} is assumed."
             yield problem, f"Set {name} in [[engines]] to what it has."
         elif None not in (configured, actual) and configured != actual:
             problem = f"has {option} {actual}, which counts, but its {name} in [[engines]] is {configured}."
@@ -104,8 +106,9 @@ def samples(page: str, *names: str) -> Iterator[Sample]:
 async def _context(engine: EngineConnection, seconds: float) -> Any:
     try:
         answer = read_strictly(await engine.get("/v1/models", seconds))
-        return next(card["max_model_len"] for card in answer["data"] if card.get("max_model_len"))
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        (context,) = {card["max_model_len"] for card in answer["data"] if card.get("max_model_len")}
+        return context
+    except (ValueError, KeyError, TypeError, AttributeError):  # or its models differ
         return None
 
 

@@ -39,9 +39,9 @@ async def _server(engine: EngineConnection, silence: float) -> str:
     while misses < _MISSES:
         healthy = await engine.health(silence)
         if healthy is None:
-            return f"did not answer /health within {silence:g} s"
+            return f"did not answer {engine.api.health} within {silence:g} s"
         misses = 0 if healthy else misses + 1
-        await asyncio.sleep(_PAUSE if healthy else _PAUSE_AFTER_MISS)
+        await asyncio.sleep(engine.api.pause_s if healthy else _PAUSE_AFTER_MISS)
     return "does not answer any more"
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from headway.config import Engine
+from headway.engines.vllm.process.api import APIS
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import instance_of
 from headway.errors import EngineError
@@ -46,7 +47,7 @@ class EngineView(EngineConnection, ABC):
     models: Models
 
     def __init__(self, id: str, config: Engine, url: str, key: str | None) -> None:
-        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key)
+        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key, APIS[config.kind])
         self.config = config
         self.up = asyncio.Event()
         self.loading: str | None = None

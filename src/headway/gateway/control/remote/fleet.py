@@ -14,6 +14,7 @@ from headway.cluster.wire.messages import AgentEngines, EngineState, Gone, Order
 from headway.cluster.wire.port import Message
 from headway.config import Engine, read_engine
 from headway.engines.vllm.fatal_fields import known_fields
+from headway.engines.vllm.process.api import APIS
 from headway.engines.vllm.process.remote import KnownModels, RemoteEngine
 from headway.errors import EngineError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -143,7 +144,8 @@ class RemoteFleet:
         self._owner[state.id] = message.sender
         settings = self._settings(state) if before is None or state.settings != before.state.settings else None
         if settings is not None and settings != engine.config:
-            engine.config, engine.models = settings, KnownModels(tuple(settings.served), settings.name)
+            engine.config, engine.api = settings, APIS[settings.kind]
+            engine.models = KnownModels(tuple(settings.served), settings.name)
         else:
             settings = None
         was, engine.leaving, engine.stopped = engine.leaving, state.leaving, state.stopped

@@ -1,0 +1,247 @@
+"""A paid API as overflow: who goes there, what it is sent, and what happens when it refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from headway.config import Config, Engine, Key, Tier
+from headway.events import Learned
+from headway.gateway.parsing.engine_body import EngineBody
+from headway.gateway.parsing.openai_fields import needs_vllm
+from headway.store.journal.reader import read
+from headway.types import Request
+from headway.whatif.explain import placement
+from headway.whatif.journal.past import Past
+from testing.fake_paid import KEY, MODEL
+from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.test_request_ends import events
+
+SLOW = np.array([0.01, 0.0, 0.0, 5.12, 0.0])  # scaled: 10 ms per iteration, 10 ms per prompt token
+TIERS = CLASSES | {"tight": Tier(ttft_ms=300.0), "other": Tier(ttft_ms=300.0)}
+LONG = [{"role": "user", "content": "word " * 100}]
+Open = Callable[..., AbstractContextManager[Gateway]]
+
+
+class Paid(Fake):
+    """It has no /health."""
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.last())
+        except httpx.HTTPError:
+            return False
+
+    def refuse(self, status: int, seconds: int = 0) -> None:
+        assert WEB.post(f"{self.url}/refuse/{status}/{seconds}").status_code == 200
+
+
+@pytest.fixture
+def paid(tmp_path: Path) -> Iterator[Paid]:
+    engine = Paid(tmp_path, module="testing.fake_paid").start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def opened(fake: Fake, paid: Paid, tmp_path: Path) -> Open:
+    """Return what opens a gateway with a slow engine and the paid one beside it."""
+
+    def run(**fields: Any) -> AbstractContextManager[Gateway]:
+        keys = fields.pop("keys", ())
+        terms: dict[str, Any] = {
+            "served_name": "smollm2",
+            "url": paid.url,
+            "api_key": KEY,
+            "kind": "openai",
+            "remote_model": MODEL,
+            "overflow": True,
+            "overflow_classes": ("tight",),
+            "price_prompt": 1.0,
+            "price_answer": 2.0,
+            "hourly_budget": 1.0,
+        }
+        config = configuration(tmp_path, fake.url, classes=TIERS)
+        away = Engine(**(terms | fields))
+        return learned(replace(config, engines=(*config.engines, away), keys=keys))
+
+    return run
+
+
+@contextmanager
+def learned(config: Config) -> Iterator[Gateway]:
+    """Run a gateway that knows how slow its own engine is, and has the paid one up."""
+    with serving(config) as gateway:
+        until(lambda: "e1" in gateway.controller.overflow.instances)
+
+        async def tell() -> None:
+            gateway.inner.dispatcher.notify(Learned("e0", SLOW))
+
+        gateway.do(tell())
+        yield gateway
+
+
+def ask(gateway: Gateway, tier: str = "tight", **fields: Any) -> httpx.Response:
+    answer = gateway.post(gateway.chat(service_tier=tier, messages=LONG, **fields), headers=OPERATOR)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def counted(gateway: Gateway) -> float:
+    return gateway.metric('headway_overflow_requests_total{instance="e1"}')
+
+
+def test_a_late_promise_is_answered_by_the_paid_api_without_fields_of_vllm(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        answer = ask(gateway, temperature=0).json()
+        assert answer["model"] == MODEL
+        body, headers = paid.last()["body"], paid.last()["headers"]
+        assert body.keys() == {"model", "messages", "max_tokens", "temperature"}
+        assert body["messages"] == LONG
+        assert headers["authorization"] == f"Bearer {KEY}"
+        assert not any(name.startswith("x-") for name in headers)
+        assert counted(gateway) == 1
+        cost = (answer["usage"]["prompt_tokens"] + 2 * answer["usage"]["completion_tokens"]) / 1e6
+        spent = until(lambda: gateway.metric('headway_overflow_spent_total{instance="e1"}'))
+        assert spent == pytest.approx(cost)
+        assert gateway.controller.overflow.spent("e1", time.time()) == pytest.approx(cost)
+        assert paid.last()["strange"] == [], "it is asked for nothing but OpenAI's routes"
+
+
+def test_streams_are_passed_on_and_limited(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        body = gateway.chat(service_tier="tight", messages=LONG, stream=True)
+        del body["max_tokens"]
+        answer = gateway.post(body)
+        assert answer.status_code == 200
+        assert events(answer)[-1] == "[DONE]"
+        assert paid.last()["body"]["stream_options"] == {"include_usage": True}
+        assert paid.last()["body"]["max_tokens"] > 1000, "as was reserved for it"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tier": "other"},
+        {"tier": "default"},
+        {"tier": "batch"},
+        {"top_k": 3},
+        {"vllm_xargs": {"mine": 1}},
+        {"logit_bias": {"17": 1.0}},
+    ],
+    ids=str,
+)
+def test_all_others_stay(opened: Open, paid: Paid, fields: dict[str, Any]) -> None:
+    with opened() as gateway:
+        ask(gateway, **fields)
+        assert counted(gateway) == paid.last()["asked"] == 0
+
+
+def test_a_request_with_time_stays(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        assert gateway.post(gateway.chat(service_tier="tight", ttft_slo_ms=60_000)).status_code == 200
+        assert paid.last()["asked"] == 0
+
+
+def test_only_tenants_that_are_named_leave(opened: Open, paid: Paid) -> None:
+    keys = tuple(Key(f"sk-{tenant}-key", tenant) for tenant in ("acme", "private"))
+    with opened(keys=keys, overflow_tenants=("acme",)) as gateway:
+        for tenant, count in (("private", 0), ("acme", 1)):
+            body = gateway.chat(service_tier="tight", messages=LONG)
+            headers = {"authorization": f"Bearer sk-{tenant}-key"}
+            assert gateway.post(body, headers=headers).status_code == 200
+            assert paid.last()["asked"] == count
+
+
+def test_no_more_is_spent_than_the_budget(opened: Open, paid: Paid) -> None:
+    with opened(hourly_budget=0.0002) as gateway:
+        for _ in range(8):
+            ask(gateway)
+        assert 0 < counted(gateway) == paid.last()["asked"] < 8
+        assert gateway.controller.overflow.spent("e1", time.time()) <= 0.0002
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 401, 404])
+def test_what_it_refuses_is_answered_here_and_it_is_left_alone(opened: Open, paid: Paid, status: int) -> None:
+    with opened() as gateway:
+        paid.refuse(status, 600)
+        assert ask(gateway).json()["model"] == "smollm2"
+        assert ask(gateway).json()["model"] == "smollm2"
+        assert paid.last()["asked"] == counted(gateway) == 1
+        assert gateway.metric('headway_requeue_seconds_count{reason="declined"}') == 1
+        assert gateway.controller.overflow.spent("e1", time.time()) == 0.0
+        assert gateway.newest() == ("done", None)
+
+
+def test_it_is_asked_again_after_retry_after(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        paid.refuse(429, 1)
+        assert ask(gateway).json()["model"] == "smollm2"
+        paid.refuse(200)
+        assert until(lambda: ask(gateway).json()["model"] == MODEL)
+
+
+def test_a_request_that_it_finds_wrong_does_not_set_it_aside(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        paid.refuse(400)
+        assert ask(gateway).json()["model"] == "smollm2"
+        paid.refuse(200)
+        assert ask(gateway).json()["model"] == MODEL
+
+
+def test_its_death_costs_no_request_and_no_readiness(opened: Open, paid: Paid) -> None:
+    with opened() as gateway:
+        paid.stop()
+        assert ask(gateway).json()["model"] == "smollm2"
+        assert gateway.get("/ready").status_code == 200
+
+
+def test_explain_says_why(opened: Open) -> None:
+    with opened() as gateway:
+        ask(gateway)
+        gateway.newest()
+        folder = gateway.config.journal_dir
+    assert folder is not None
+    past = Past.of(read(folder), "headway explain")
+    words = placement(past.run, past.timeline(0))
+    assert words.startswith("It would have been ")
+    assert words.endswith(" late; sent to e1 for 2.7e-05 of its budget.")
+
+
+@pytest.mark.parametrize(
+    ("body", "needs"),
+    [
+        ({"messages": [], "temperature": 0, "service_tier": "x", "top_k": None}, False),
+        ({"prompt": "text"}, False),
+        ({"prompt": ["two", "texts"]}, False),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [[1], [2]]}, True),
+        ({"vllm_xargs": {}}, False),
+        ({"vllm_xargs": {"headway_id": "forged"}}, False),
+        ({"vllm_xargs": {"mine": 1}}, True),
+        ({"structured_outputs": {"json": {}}}, True),
+        ({"ignore_eos": True}, True),
+    ],
+)
+def test_fields_that_need_a_vllm(body: dict[str, Any], needs: bool) -> None:
+    assert needs_vllm(body, own=("service_tier",)) is needs
+
+
+def test_a_body_is_fitted_to_its_server() -> None:
+    body = EngineBody.of({"model": "m", "prompt": "x", "priority": 3, "vllm_xargs": {"a": 1}})
+    request = Request("r", "m", 1, 77, 0.0)
+    away = Engine("m", url="http://x", remote_model="large", overflow=True)
+    fitted = body.fitted(away, request)
+    assert json.loads(fitted.content) == {"model": "large", "prompt": "x", "priority": 3, "max_tokens": 77}
+    assert fitted.xargs == body.xargs
+    other = body.fitted(Engine("m", url="http://x", kind="openai"), request)
+    assert json.loads(other.content) == {"model": "m", "prompt": "x"}
