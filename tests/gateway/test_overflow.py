@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,17 @@ from headway.whatif.explain import placement
 from headway.whatif.journal.past import Past
 from testing.fake_paid import KEY, MODEL
 from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Fake, Gateway, configuration, serving, until
-from tests.gateway.test_request_ends import events
+from tests.gateway.test_request_ends import events, hanging
 
 SLOW = np.array([0.01, 0.0, 0.0, 5.12, 0.0])  # scaled: 10 ms per iteration, 10 ms per prompt token
 TIERS = CLASSES | {"tight": Tier(ttft_ms=300.0), "other": Tier(ttft_ms=300.0)}
-LONG = [{"role": "user", "content": "word " * 100}]
+
+
+def words(count: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "word " * count}]
+
+
+LONG = words(100)
 Open = Callable[..., AbstractContextManager[Gateway]]
 
 
@@ -56,25 +63,25 @@ def paid(tmp_path: Path) -> Iterator[Paid]:
 def opened(fake: Fake, paid: Paid, tmp_path: Path) -> Open:
     """Return what opens a gateway with a slow engine and the paid one beside it."""
 
-    def run(**fields: Any) -> AbstractContextManager[Gateway]:
-        keys = fields.pop("keys", ())
-        terms: dict[str, Any] = {
-            "served_name": "smollm2",
-            "url": paid.url,
-            "api_key": KEY,
-            "kind": "openai",
-            "remote_model": MODEL,
-            "overflow": True,
-            "overflow_classes": ("tight",),
-            "price_prompt": 1.0,
-            "price_answer": 2.0,
-            "hourly_budget": 1.0,
-        }
-        config = configuration(tmp_path, fake.url, classes=TIERS)
-        away = Engine(**(terms | fields))
-        return learned(replace(config, engines=(*config.engines, away), keys=keys))
+    return lambda **fields: learned(beside(tmp_path, fake.url, paid, **fields))
 
-    return run
+
+def beside(folder: Path, url: str, paid: Paid, *, keys: tuple[Key, ...] = (), **fields: Any) -> Config:
+    """Return a configuration of an engine with the paid one beside it."""
+    terms: dict[str, Any] = {
+        "served_name": "smollm2",
+        "url": paid.url,
+        "api_key": KEY,
+        "kind": "openai",
+        "remote_model": MODEL,
+        "overflow": True,
+        "overflow_classes": ("tight",),
+        "price_prompt": 1.0,
+        "price_answer": 2.0,
+        "hourly_budget": 1.0,
+    }
+    config = configuration(folder, url, classes=TIERS)
+    return replace(config, engines=(*config.engines, Engine(**(terms | fields))), keys=keys)
 
 
 @contextmanager
@@ -203,6 +210,38 @@ def test_its_death_costs_no_request_and_no_readiness(opened: Open, paid: Paid) -
         paid.stop()
         assert ask(gateway).json()["model"] == "smollm2"
         assert gateway.get("/ready").status_code == 200
+
+
+def test_a_promise_is_taken_back_from_an_engine_at_the_last_instant(paid: Paid, tmp_path: Path) -> None:
+    """Another prompt came later, is due before it, and takes its time; the engine has answered neither."""
+    busy = Fake(tmp_path, options=("--delay", "3")).start()
+    config = replace(beside(tmp_path, busy.url, paid), classes=TIERS | {"patient": Tier(ttft_ms=1400.0)})
+    try:
+        with learned(config) as gateway:
+            ask(gateway, stream=True)  # so that it is known how fast the paid one is
+            one = gateway.chat(service_tier="tight", ttft_slo_ms=1500, messages=words(20), stream=True)
+            other = gateway.chat(service_tier="patient", messages=words(50), stream=True)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(gateway.post, one)
+                until(lambda: busy.last()["open"] == 1)
+                with hanging(gateway, json.dumps(other).encode()):
+                    assert MODEL in answer.result(10).text
+            assert gateway.metric('headway_requeue_seconds_count{reason="overflow"}') == 1
+            until(lambda: busy.last()["aborted"] == 2)
+    finally:
+        busy.stop()
+
+
+def test_another_server_than_vllm_can_be_the_only_one(paid: Paid, tmp_path: Path) -> None:
+    away = Engine(served_name="smollm2", url=paid.url, api_key=KEY, kind="openai", remote_model=MODEL)
+    with serving(replace(configuration(tmp_path), engines=(away,))) as gateway:
+        for tier in ("chat", "batch"):
+            answer = gateway.post(gateway.chat(service_tier=tier, temperature=0))
+            assert answer.json()["model"] == MODEL
+            assert paid.last()["body"].keys() == {"model", "messages", "max_tokens", "temperature"}
+        assert gateway.control({"op": "state"}).status_code == 502
+        assert gateway.get("/metrics", headers=OPERATOR).status_code == 200
+        assert paid.last()["strange"] == []
 
 
 def test_explain_says_why(opened: Open) -> None:

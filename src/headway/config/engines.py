@@ -58,14 +58,15 @@ class Engine:
     tool_parser, reasoning_parser: vLLM's --tool-call-parser and --reasoning-parser; unset, chosen by the model's
         name; "none" = none.
     runner: "generate", or "pooling" for models that embed, score or classify text.
+    kind: server at `url`: "vllm", or "openai" for any other one with OpenAI's API, such as SGLang, llama.cpp or a paid
+        one. It gets no fields of vLLM, and is asked for nothing but /v1/models and answers.
+    remote_model: the model's name at `url`; unset, the same as here.
+    overflow: true = requests go there only if their promises would be lost on the model's other engines.
+    overflow_classes: classes whose requests may go to an overflow engine; no others ever do.
+    overflow_tenants: tenants of [[keys]] whose requests may go there; no others ever do.
+    price_prompt, price_answer: price of a million tokens there, in units of any currency.
+    hourly_budget: limit of the units spent there in any hour.
     id: the engine's name in commands, logs and metrics; unset, e0, e1, ... by its place. With count, a number follows.
-    kind: what listens at `url`: "vllm", or "openai" for any other server with OpenAI's API (SGLang, llama.cpp, a paid
-        one). Such a server gets no fields of vLLM, and is asked nothing but /v1/models. remote_model: the model's name
-        there; unset, as here.
-    overflow: send requests to `url` only if their promises would be lost on the other engines of the model, and only
-        those of `overflow_classes`; with [[keys]], of `overflow_tenants`.
-    price_prompt, price_answer: price of a million tokens there, in units of any currency. hourly_budget: limit of the
-        units spent in any hour; 0 = nothing is sent there.
     count: number of equal engines; they divide `cores` among them, and use the ports from `port` on.
     gpus: number of GPUs per engine, the first that no other engine has; several work in tensor parallel. Unset, all.
     cards: indices of GPUs among those that Headway sees, such as "0-1", instead of gpus.
