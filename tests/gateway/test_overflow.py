@@ -212,15 +212,16 @@ def test_its_death_costs_no_request_and_no_readiness(opened: Open, paid: Paid) -
         assert gateway.get("/ready").status_code == 200
 
 
-def test_a_promise_is_taken_back_from_an_engine_at_the_last_instant(paid: Paid, tmp_path: Path) -> None:
+def test_a_promise_is_taken_back_from_an_engine_at_the_last_instant(tmp_path: Path) -> None:
     """Another prompt came later, is due before it, and takes its time; the engine has answered neither."""
     busy = Fake(tmp_path, options=("--delay", "3")).start()
+    paid = Paid(tmp_path, module="testing.fake_paid", options=("--delay", "0.2")).start()
     config = replace(beside(tmp_path, busy.url, paid), classes=TIERS | {"patient": Tier(ttft_ms=1400.0)})
     try:
         with learned(config) as gateway:
-            ask(gateway, stream=True)  # so that it is known how fast the paid one is
+            ask(gateway, stream=True, max_tokens=2)  # so that it is known how fast the paid one is
             one = gateway.chat(service_tier="tight", ttft_slo_ms=1500, messages=words(20), stream=True)
-            other = gateway.chat(service_tier="patient", messages=words(50), stream=True)
+            other = gateway.chat(service_tier="patient", messages=words(100), stream=True)
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(gateway.post, one)
                 until(lambda: busy.last()["open"] == 1)
@@ -230,6 +231,7 @@ def test_a_promise_is_taken_back_from_an_engine_at_the_last_instant(paid: Paid, 
             until(lambda: busy.last()["aborted"] == 2)
     finally:
         busy.stop()
+        paid.stop()
 
 
 def test_another_server_than_vllm_can_be_the_only_one(paid: Paid, tmp_path: Path) -> None:
