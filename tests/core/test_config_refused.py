@@ -307,6 +307,7 @@ AWAY = {"model": "smollm2", "url": "http://gpu-9:8000", "overflow": True, "overf
         (AWAY | {"overflow_classes": ["batch"]}, "engines.1.overflow_classes", "not classes with ttft_ms or e2e_ms"),
         (AWAY | {"model": "gpt"}, "engines.1.served_name", "no other engine serves gpt"),
         (AWAY | {"price_answer": 2}, "engines.1.hourly_budget", "prices, but no hourly_budget"),
+        (AWAY | {"url": "https://api.example/v1/"}, "engines.1.url", "which Headway adds itself"),
         (AWAY | {"models": ["other"]}, "engines.1", "together with models"),
         (AWAY | {"kind": "openai", "device": "cpu"}, "engines.1.kind", "they are for a vLLM"),
     ],

@@ -27,6 +27,9 @@ def overflow_contradictions(name: str, engine: Engine, around: Around, where: st
         if getattr(engine, setting) != getattr(_PLAIN, setting):
             problem = f"{name} in {where} has {setting}, but no url."
             yield ConfigError(problem, "Leave it out: Headway starts a vLLM there.", param=f"{name}.{setting}")
+    if engine.url is not None and engine.url.rstrip("/").endswith("/v1"):
+        problem = f"{name}.url in {where} ends with /v1, which Headway adds itself."
+        yield ConfigError(problem, "Leave out /v1.", param=f"{name}.url")
     if engine.kind != "vllm" and (engine.adapters or engine.runner == "pooling" or engine.device is not None):
         problem = f'{name} in {where} has kind = "openai" together with adapters, device or runner = "pooling".'
         yield ConfigError(problem, "Leave those out: they are for a vLLM.", param=f"{name}.kind")
