@@ -273,3 +273,14 @@ def test_an_engine_that_is_down_gets_nothing_and_keeps_its_account() -> None:
     assert core.overflow.spent("e9", NOW) == 0.0
     core.on(Failed("b", "client_gone"), NOW)
     assert place(arrive(core, request("c"))) == "e9"
+
+
+def test_an_answer_that_has_begun_goes_on_at_a_vllm() -> None:
+    core = fleet()
+    arrive(core, request("a", ttft=5.0))
+    core.on(Started("a"), NOW + 0.5)
+    core.on(InstanceDown("e0"), NOW + 1)
+    assert core.on(Returned("a", 3), NOW + 1) == []
+    core.on(InstanceUp(replace(AWAY, id="e8")), NOW + 2)
+    assert core.on(Tick(), NOW + 4.9) == []
+    assert place(core.on(InstanceUp(HERE), NOW + 6)) == "e0"

@@ -14,17 +14,21 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tomli_w
 
 from headway.config import Config, Engine, Key, Tier
 from headway.events import Learned
+from headway.gateway.apis.state import AppState
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.openai_fields import needs_vllm
+from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.types import Request
 from headway.whatif.explain import placement
 from headway.whatif.journal.past import Past
 from testing.fake_paid import KEY, MODEL
 from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.test_engines import add, began, order, states
 from tests.gateway.test_request_ends import events, hanging
 
 SLOW = np.array([0.01, 0.0, 0.0, 5.12, 0.0])  # scaled: 10 ms per iteration, 10 ms per prompt token
@@ -66,9 +70,9 @@ def opened(fake: Fake, paid: Paid, tmp_path: Path) -> Open:
     return lambda **fields: learned(beside(tmp_path, fake.url, paid, **fields))
 
 
-def beside(folder: Path, url: str, paid: Paid, *, keys: tuple[Key, ...] = (), **fields: Any) -> Config:
-    """Return a configuration of an engine with the paid one beside it."""
-    terms: dict[str, Any] = {
+def terms(paid: Paid) -> dict[str, Any]:
+    """Return the settings of the paid engine."""
+    return {
         "served_name": "smollm2",
         "url": paid.url,
         "api_key": KEY,
@@ -80,8 +84,12 @@ def beside(folder: Path, url: str, paid: Paid, *, keys: tuple[Key, ...] = (), **
         "price_answer": 2.0,
         "hourly_budget": 1.0,
     }
+
+
+def beside(folder: Path, url: str, paid: Paid, *, keys: tuple[Key, ...] = (), **fields: Any) -> Config:
+    """Return a configuration of an engine with the paid one beside it."""
     config = configuration(folder, url, classes=TIERS)
-    return replace(config, engines=(*config.engines, Engine(**(terms | fields))), keys=keys)
+    return replace(config, engines=(*config.engines, Engine(**(terms(paid) | fields))), keys=keys)
 
 
 @contextmanager
@@ -89,12 +97,17 @@ def learned(config: Config) -> Iterator[Gateway]:
     """Run a gateway that knows how slow its own engine is, and has the paid one up."""
     with serving(config) as gateway:
         until(lambda: "e1" in gateway.controller.overflow.instances)
-
-        async def tell() -> None:
-            gateway.inner.dispatcher.notify(Learned("e0", SLOW))
-
-        gateway.do(tell())
+        slow(gateway)
         yield gateway
+
+
+def slow(gateway: Gateway) -> None:
+    """Let it know how slow its own engine is."""
+
+    async def tell() -> None:
+        gateway.inner.dispatcher.notify(Learned("e0", SLOW))
+
+    gateway.do(tell())
 
 
 def ask(gateway: Gateway, tier: str = "tight", **fields: Any) -> httpx.Response:
@@ -244,6 +257,89 @@ def test_another_server_than_vllm_can_be_the_only_one(paid: Paid, tmp_path: Path
         assert gateway.control({"op": "state"}).status_code == 502
         assert gateway.get("/metrics", headers=OPERATOR).status_code == 200
         assert paid.last()["strange"] == []
+
+
+# ---- engines that come and go, streams that go on elsewhere
+
+
+def test_it_comes_and_goes_while_the_gateway_serves(fake: Fake, paid: Paid, tmp_path: Path) -> None:
+    with serving(configuration(tmp_path, fake.url, classes=TIERS)) as gateway:
+        slow(gateway)
+        wrong = terms(paid) | {"served_name": "another"}
+        assert order(gateway, "POST", json=wrong)[0] == 400, "no other engine has that model"
+        assert order(gateway, "POST", json=terms(paid) | {"overflow_classes": ["batch"]})[0] == 400
+        one = add(gateway, **terms(paid))
+        assert ask(gateway).json()["model"] == MODEL
+        assert (
+            order(gateway, "POST", "/roll", json={"engines": [one], "set": {"overflow_classes": ["other"]}})[0] == 202
+        )
+        until(lambda: gateway.inner.dispatcher.engines[one].restarts == 1 and states(gateway)[one] == "up")
+        assert ask(gateway).json()["model"] == "smollm2"
+        assert ask(gateway, "other").json()["model"] == MODEL
+        assert order(gateway, "POST", f"/{one}/drain")[0] == 202
+        until(lambda: states(gateway) == {"e0": "up", one: "drained"})
+        assert ask(gateway, "other").json()["model"] == "smollm2"
+        assert order(gateway, "DELETE", f"/{one}")[0] == 202
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert f'instance="{one}"' not in gateway.get("/metrics", headers=OPERATOR).text
+        assert ask(gateway, "other").json()["model"] == "smollm2"
+        assert not gateway.controller.overflow.instances
+        again = add(gateway, **terms(paid))
+        assert ask(gateway).json()["model"] == MODEL
+        assert order(gateway, "DELETE", "/e0")[0] == 202
+        until(lambda: states(gateway) == {again: "up"})
+        answer = gateway.post(gateway.chat(service_tier="tight"))
+        assert answer.status_code in (404, 503), "alone it serves nothing"
+        assert paid.last()["strange"] == []
+
+
+def test_what_it_has_ends_there_when_it_leaves(fake: Fake, tmp_path: Path) -> None:
+    paid = Paid(tmp_path, module="testing.fake_paid", options=("--delay", "0.2")).start()
+    try:
+        with learned(beside(tmp_path, fake.url, paid)) as gateway, ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(ask, gateway, stream=stream, max_tokens=8) for stream in (True, False)]
+            until(lambda: paid.last()["open"] == 2)
+            assert order(gateway, "DELETE", "/e1")[0] == 202
+            assert all(MODEL in answer.result(20).text for answer in answers)
+            until(lambda: states(gateway) == {"e0": "up"})
+            assert gateway.controller.overflow.places == 0
+    finally:
+        paid.stop()
+
+
+def test_a_file_that_is_read_again_can_add_it_with_its_class(fake: Fake, paid: Paid, tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    own = {"url": fake.url, "id": "e0"}
+    file.write_text(tomli_w.dumps({"engines": [own]}))
+    with serving(configuration(tmp_path, fake.url)) as gateway:
+
+        async def reload() -> Reload:
+            return Reload(file, AppState(gateway.inner))
+
+        again = gateway.do(reload())
+        added = {"engines": [own, terms(paid)], "classes": {"fresh": {"ttft_ms": 300.0}}}
+        added["engines"][1]["overflow_classes"] = ["fresh"]
+        file.write_text(tomli_w.dumps(added))
+        gateway.do(again.run())
+        until(lambda: "e1" in gateway.controller.overflow.instances)
+        file.write_text(tomli_w.dumps({"engines": [own]}))
+        gateway.do(again.run())
+        until(lambda: states(gateway) == {"e0": "up"})
+
+
+def test_a_stream_that_it_has_begun_ends_with_it(fake: Fake, tmp_path: Path) -> None:
+    """No other engine knows the tokens of what the client has."""
+    paid = Paid(tmp_path, module="testing.fake_paid", options=("--delay", "0.3")).start()
+    try:
+        with learned(beside(tmp_path, fake.url, paid)) as gateway, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, gateway, stream=True)
+            until(lambda: began(gateway) == 1)
+            asked = fake.last()["asked"]
+            paid.stop()
+            assert "went away" in answer.result(20).text
+            assert fake.last()["asked"] == asked
+    finally:
+        paid.stop()
 
 
 def test_explain_says_why(opened: Open) -> None:

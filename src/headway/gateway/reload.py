@@ -46,7 +46,7 @@ class Reload:
                 new = await asyncio.to_thread(load, self._path)
                 revealed(new.keys)
                 self._check(new)
-                await self._change_engines(new.engines)
+                await self._change_engines(new)
             except HeadwayError as error:
                 log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
                 return
@@ -77,8 +77,18 @@ class Reload:
                 "A class drops requests, and none did before.", "Restart the gateway for this change.", param="classes"
             )
 
-    async def _change_engines(self, new: Sequence[Engine]) -> None:
+    async def _change_engines(self, config: Config) -> None:
         """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`."""
+        fleet = self._state.gateway.fleet
+        before = fleet.config
+        fleet.config = replace(before, classes=config.classes, keys=config.keys)  # overflow engines name some
+        try:
+            await self._change_tables(config.engines)
+        except HeadwayError:
+            fleet.config = before
+            raise
+
+    async def _change_tables(self, new: Sequence[Engine]) -> None:
         if (fleet := self._fleet) is None:
             return
         ids, now = paired(self._engines, new), fleet.settings

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from headway.cluster.wire.messages import (
     AgentEngines,
@@ -59,7 +60,7 @@ class ReportedWork:
         return not await self._is_busy(engine)
 
     async def _is_busy(self, engine: EngineView) -> bool:
-        if not engine.up.is_set():
+        if not (engine.up.is_set() and engine.api.vllm):  # what is inside another server, only gateways know
             return False
         try:
             state, page = await engine.control({"op": "state", "jobs": False}, _ANSWER_S), ""
@@ -96,7 +97,7 @@ class Agent:
         self._link, self._drops, self._configured = link, drops(config), config.named
         make = maker(self._tell)
         self.agents = Agents(engines_of(config, make, only), self._tell, self._progressed, apart=True)
-        self.fleet = OwnFleet(config, self.agents, make, ReportedWork(), preflight, metrics)
+        self.fleet = OwnFleet(config, self.agents, make, ReportedWork(), _check, metrics)
         self.fleet.changed = self._send_states
         self._instances: dict[str, Instance] = {}
         self._epoch = 0
@@ -214,3 +215,12 @@ class Agent:
     def end(self) -> None:
         """Report that these engines are gone."""
         self._to_both(Gone())
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for engines that cannot be served; the gateway that orders checks those for overflow.
+
+    They need another engine of their model, which another agent may have.
+    """
+    if config.fleet:
+        preflight(replace(config, engines=config.fleet))

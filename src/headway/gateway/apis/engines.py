@@ -47,7 +47,7 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
         """
         state.check_operator(request)
         body = await state.json(request)
-        engines = parse({"engines": [body]}, "the body").engines
+        engines = parse({"engines": [body]}, "the body", checked=False).engines  # by `change`, with all others
         added = await state.gateway.fleet.change(engines, agent=request.query_params.get("agent"))
         return _listed(state, added)
 
@@ -103,7 +103,7 @@ def changed(engine: Engine, settings: dict[str, Any]) -> Engine:
             problem = f"{name} belongs to an engine's place, and cannot change."
             raise RequestError(problem, "Add another engine, and remove this one.", param=name)
     own = asdict(engine) | ({"cards": None} if "gpus" in settings else {})
-    return parse({"engines": [own | settings]}, "the body").engines[0]
+    return parse({"engines": [own | settings]}, "the body", checked=False).engines[0]
 
 
 def _listed(state: AppState, ids: Collection[str] | None = None) -> Response:

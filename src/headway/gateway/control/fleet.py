@@ -103,6 +103,7 @@ class GatewayWork:
 class Fleet(ABC):
     """What may be ordered of engines, by id, and what is refused.
 
+    config: what there is beside the engines; its classes and keys change when a file is read again.
     check: raises ConfigError for a configuration that cannot be served; it may block.
     counters: of the models that are served, kept current; None = nothing is counted here.
     changed: called when engines came, began to leave, or left.
@@ -116,7 +117,7 @@ class Fleet(ABC):
         check: Callable[[Config], None],
         counters: dict[str, TokenCounter] | None,
     ) -> None:
-        self._config, self.engines, self._work, self._check, self._counters = config, engines, work, check, counters
+        self.config, self.engines, self._work, self._check, self._counters = config, engines, work, check, counters
         self.changed: Callable[[], None] = lambda: None
         self._used = {*config.named}  # ids; none is given again
         self._lock = asyncio.Lock()
@@ -262,10 +263,10 @@ class Fleet(ABC):
 
     async def _prepare(self, stay: Mapping[str, Engine], added: Mapping[str, Engine]) -> None:
         """Check the fleet as it is to be, and load the tokenizers of new models."""
-        served = {name for one in stay.values() for name in (*one.served, *one.adapters)}
-        aliases = {alias: model for alias, model in self._config.aliases.items() if model in served}
+        served = {name for one in stay.values() if not one.overflow for name in (*one.served, *one.adapters)}
+        aliases = {alias: model for alias, model in self.config.aliases.items() if model in served}
         named = tuple(replace(one, id=id) for id, one in stay.items())
-        await asyncio.to_thread(self._check, replace(self._config, engines=named, aliases=aliases))
+        await asyncio.to_thread(self._check, replace(self.config, engines=named, aliases=aliases))
         await self.count_tokens(stay.values())
 
     async def count_tokens(self, engines: Iterable[Engine]) -> None:

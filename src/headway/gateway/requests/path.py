@@ -238,15 +238,17 @@ class RequestPath:
 
     async def lives(self, engine: str) -> bool:
         """Return whether an engine can still work."""
-        return await self._dispatcher.engines[engine].lives()
+        one = self._dispatcher.engines.get(engine)  # None = it was removed
+        return one is not None and await one.lives()
 
     async def resume(self, in_flight: InFlightRequest, error: EngineGone) -> None:
         """Queue a stream again that has lost its engine, to go on at another one, or there when it is back.
 
         `error` again when it has gone on as often as it may (server.max_resumes), or cannot.
         """
-        transcript, engine = in_flight.transcript, self._dispatcher.engines[in_flight.sends[-1][1]]
-        await self._note_gone(engine, in_flight, error)
+        transcript, engine = in_flight.transcript, self._dispatcher.engines.get(in_flight.sends[-1][1])
+        if engine is not None:  # it was not removed
+            await self._note_gone(engine, in_flight, error)
         if transcript is None or transcript.unable:
             self.observers.resumed(in_flight.request, "unable")
             raise error

@@ -228,8 +228,7 @@ class Controller:
         A host in which planning takes time notes what happens meanwhile and asks `decide` when it is free.
         """
         self.cluster.version += 1
-        if self.overflow.note(event, self.requests, now):
-            self.cluster.placement.forecasts = bool(self.overflow.instances)
+        if self._is_of_overflow(event, now):
             return True
         match event:
             case Arrived(request, keys):
@@ -263,6 +262,13 @@ class Controller:
             case Failed(id):
                 self._end(id, 0, now)
         return not isinstance(event, Started | Learned | Cached)  # a first token frees nothing
+
+    def _is_of_overflow(self, event: Event, now: float) -> bool:
+        """Take note of an event for overflow; tell whether it is about an overflow engine alone."""
+        alone = self.overflow.note(event, self.requests, now)
+        if alone:
+            self.cluster.placement.forecasts = bool(self.overflow.instances)
+        return alone
 
     def place(self, id: str, instance: str, now: float) -> None:
         """Take note of where a queued request is that another controller sent, whatever is there."""

@@ -144,7 +144,7 @@ class Overflow(Checks):
     _new: dict[str, None] = field(default_factory=dict)  # requests to look at as soon as possible
     _there: dict[str, _There] = field(default_factory=dict)
     _refused: dict[str, set[str]] = field(default_factory=dict)  # request -> engines that have had it
-    _begun: set[str] = field(default_factory=set)  # requests that came back with tokens: only a vLLM can go on with them
+    _begun: set[str] = field(default_factory=set)  # requests that came back with tokens, and go on at a vLLM
 
     def spent(self, name: str, now: float) -> float:
         """Return the units that an engine has cost in the last hour, with those reserved for open requests."""

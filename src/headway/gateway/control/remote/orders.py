@@ -43,6 +43,7 @@ class RemoteOrders(Fleet):
         self._order_numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[OrderAnswer]] = {}
         self._found: set[str] = set()  # engines whose tokenizers are being loaded
+        self._cut: set[str] = set()  # engines that leave at once
         fleet.orders = self
 
     # ---- what agents report
@@ -77,10 +78,19 @@ class RemoteOrders(Fleet):
     def lost(self, engine: RemoteEngine) -> None:
         """Take note of an engine that was removed."""
         self._metrics.forget_engine(engine.id)
-        self._work.cut(engine)
-        engine.sever()
-        self._begin(engine.disconnect())
+        if engine.api.vllm or engine.id in self._cut:
+            self._work.cut(engine)
+            engine.sever()
+        self._begin(self._disconnect(engine))
         self._left()
+
+    async def _disconnect(self, engine: RemoteEngine) -> None:
+        """Close the connections to an engine; what a server that is not a vLLM has ends first: no agent can see it."""
+        try:
+            if not engine.api.vllm:
+                await engine.idle.wait()
+        finally:
+            await engine.disconnect()
 
     def answered(self, answer: OrderAnswer) -> None:
         """Take an agent's answer to an order."""
@@ -108,6 +118,8 @@ class RemoteOrders(Fleet):
         if why == "drain":
             await self._order(self._agent_of(id), drain=(id,))
         else:
+            if now:
+                self._cut.add(id)
             await self._order(self._agent_of(id), remove=(id,), now=now)
 
     async def _replace(self, id: str, settings: Engine) -> bool:
