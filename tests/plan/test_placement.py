@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.events import Arrived, Cached, Failed, Finished, InstanceDown, InstanceUp, Learned, Started
 from headway.policy.core import ranks
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.placement.cost import Cost, Engine
+from headway.policy.placement.cost import Cost, Engine, _Room
 from headway.policy.placement.index import PrefixIndex
 from headway.policy.plan.ordered import Ordered
 from headway.policy.plan.qlm import Qlm
@@ -319,9 +319,10 @@ def test_an_end_leaves_nothing_behind(end: Finished | Failed) -> None:
     fleet.notify(Started("r0"), 1.0)
     placement = fleet.core.cluster.placement
     load = placement._loads[name]
-    assert (load.answers, load.waiting, load.places) == (1, {}, 1)
+    assert (load.answers, load.waiting, load.room.places) == (1, {}, 1)
     fleet.notify(end, 2.0)
-    assert (load.answers, load.waiting, load.places, load.kv, load.output, load.context, load.rate) == (0, {}, *[0] * 5)
+    assert (load.answers, load.waiting, load.room, load.firm) == (0, {}, _Room(), _Room())
+    assert (load.context, load.rate) == (0, 0)
     assert [placement._keys, placement._rates, placement._inside] == [{}, {}, {}]
 
 
@@ -353,9 +354,9 @@ def test_what_is_inside_an_engine_that_comes_up_again_still_is() -> None:
     for i in range(4):
         fleet.send(ask(f"r{i}", prompt=160), prompt(i, 10))
     placement, (name, other) = fleet.core.cluster.placement, ("e0", "e1")
-    before = placement._loads[name].places
+    before = placement._loads[name].room.places
     fleet.notify(InstanceUp(instance(name, 16, latency=seconds)), 1.0)
-    assert placement._loads[name].places == before == placement._loads[other].places == 2
+    assert placement._loads[name].room.places == before == placement._loads[other].room.places == 2
     assert placement.index.tokens(name, prompt(0, 10)) == 160
 
 

@@ -1,8 +1,9 @@
 """Overflow: promises that would be lost go to engines that cost money, within a budget.
 
-Such an engine (`Instance.overflow`) is in no planner's fleet. When a request with a promise arrives, and again at
-the last instant at which the engine could still keep the promise, the forecast for the other engines decides: only
-what would be late there goes, and what is inside one of them without a token is taken back first.
+Such an engine (`Instance.overflow`) is in no planner's fleet. At the last instant at which it could still keep the
+promise of a request, the forecast for the other engines decides: only what would be late there goes, and what is
+inside one of them without a token is taken back first. Nothing waits for that instant while no other engine is up, or
+before the overflow engine has shown its pace. (Deciding at arrival sent twice as many, most of them on time without.)
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Remote:
     @property
     def learned(self) -> bool:
         """Tell whether it has answered anything."""
-        return self.first.mean is not None or self.token.mean is not None
+        return self.first.mean is not None
 
     def last(self, request: Request, answer: float, *, sure: bool = True) -> float:
         """Return the last instant at which a request can come here and be on time; -inf = it never could.
@@ -113,11 +114,8 @@ class _Remote:
     def learn(self, first: float, rest: float, tokens: int, now: float) -> None:
         """Take note of an answer: seconds to its first token and of the others, and how many it had."""
         self.trial_at = now + _TRIAL
-        if tokens > 1 and rest < _WHOLE * (tokens - 1):
-            self.token.learn(first / tokens)  # its first token was not seen before its last
-            return
         self.first.learn(first)
-        if tokens > 1:
+        if tokens > 1 and rest > _WHOLE * (tokens - 1):  # else no token was seen before the last one
             self.token.learn(rest / (tokens - 1))
 
 
@@ -238,7 +236,7 @@ class Overflow(Checks):
     def look(self, request: Request, cluster: Cluster, now: float) -> Send | Recall | None:
         """Return what becomes of a request: it goes to one of the engines, or is taken back so that it can.
 
-        None = it stays where it is: its promise is kept there, or no engine may take it; it may be looked at again.
+        None = it stays where it is: its promise is kept there, or no engine may take it, or its last instant comes.
         """
         backlog, row = cluster.backlog, cluster.backlog.row_of[request.id]
         inside, code = bool(backlog.sent[row]), int(backlog.instance[row])
@@ -250,9 +248,10 @@ class Overflow(Checks):
         if inside and not mine:  # its engine has gone down: it is on its way back
             return None
         late = cluster.placement.lateness(backlog, row, request.slo, mine, now)
+        if late < math.inf and self._watch_last(request, answer, now):
+            return None
         best = min(self._able(request, answer, now), default=None) if late > 0 else None
         if best is None:
-            self._watch_last(request, answer, now)
             return None
         if inside:
             return Recall(request.id, mine[0].instance.id)
@@ -285,12 +284,14 @@ class Overflow(Checks):
             and instance.id not in self._refused.get(request.id, ())
         )
 
-    def _watch_last(self, request: Request, answer: float, now: float) -> None:
-        """Look at a request again at the last instant at which an engine could still keep its promises."""
+    def _watch_last(self, request: Request, answer: float, now: float) -> bool:
+        """Look at a request at the last instant at which an engine could keep its promises, unless that has passed."""
         remotes = (self._remotes[name] for name, one in self.instances.items() if self._may(request, one))
         last = max((one.last(request, answer) for one in remotes if one.learned), default=-math.inf)
         if last - _LEAD > now:
             self.watch(request.id, last - _LEAD)
+            return True
+        return False
 
 
 def _terms(instance: Instance) -> OverflowTerms:

@@ -24,7 +24,7 @@ import numpy as np
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
-from headway.types import Backlog, Batch, Bools, Floats, Instance, Ints, Request, Slo
+from headway.types import Backlog, Batch, Bools, Floats, Instance, Request, Slo
 
 BUSY_DELAY, ANSWER = 0.05, 0.05
 _CHUNK = 2048  # prompt tokens of an iteration
@@ -58,10 +58,43 @@ class Engine(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Room:
+    """The room that requests take in an engine.
+
+    kv: expected tokens, less what was cached before. output: of their answers. places: in the batch.
+    """
+
+    count: int = 0
+    kv: float = 0.0
+    output: float = 0.0
+    places: int = 0
+
+    def change(self, one: _Inside, sign: int) -> None:
+        """Add (1) or take out (-1) a request."""
+        self.count += sign
+        self.kv += sign * (one.tokens - one.found)
+        self.output += sign * (one.tokens - one.prompt)
+        self.places += sign * one.places
+
+    def seconds(self, instance: Instance, pace: float, tokens: float, places: int = 1) -> float:
+        """Return the seconds until so many of these requests have ended that there is room for another one.
+
+        pace: seconds per token of answers. tokens, places: of that one; 0 = it is one of these.
+        """
+        if not self.count:
+            return 0.0
+        kv = (self.kv + tokens - instance.blocks_total * instance.block_size) / max(self.kv, 1.0)
+        slots = (self.places + places - instance.max_running) / self.places
+        ends = max(kv, slots, 0.0)  # share of them that must end first
+        return ends * self.output / self.count * pace
+
+
+@dataclass(slots=True)
 class _Load:
     """What is inside one engine.
 
-    kv: expected tokens of all requests, less what was cached before. output: of their answers. places: of all requests.
+    room: that all requests take. firm: that those take which a request with a promise does not displace: these that
+        have one, too, or all where the engine keeps vLLM's order.
     waiting: requests without a first token, in the order of sending. answers, context: number and tokens of the others.
         rate: sum of the tokens per second that these were promised.
     since: instant from which the engine computes the first of its prompts. known: its latency is its own.
@@ -70,9 +103,8 @@ class _Load:
     instance: Instance
     latency: Latency
     known: bool = False
-    kv: float = 0.0
-    output: float = 0.0
-    places: int = 0
+    room: _Room = field(default_factory=_Room)
+    firm: _Room = field(default_factory=_Room)
     waiting: dict[str, _Inside] = field(default_factory=dict)
     answers: int = 0
     context: float = 0.0
@@ -92,7 +124,7 @@ class _Load:
         """
         if self._pace is None:
             alone = self.latency(Batch(self.answers, int(self.context), 0)) if self.answers else 0.0
-            slower = 1 + alone / self.chunk_seconds()
+            slower = 1 + alone / self.prompt_seconds(_CHUNK, 0)
             if self.answers:
                 taken = min(alone * self.rate / self.answers, _MOST_ANSWERS)
                 slower = max(slower, 1 / (1 - taken))
@@ -104,32 +136,15 @@ class _Load:
         """Share of its time that the engine could give to prompts and does not."""
         return 0.0 if self.waiting else 1 / self.pace()[1]
 
-    def chunk_seconds(self) -> float:
-        """Return what it takes to compute a chunk of prompts without a cache."""
-        return self.prompt_seconds(_CHUNK, 0)
-
     def token_seconds(self, tokens: float) -> float:
         """Return the seconds per token of the answers, with one more of so many tokens and its prompt."""
         return self.latency(Batch(self.answers + 1, int(self.context + tokens), 0))
 
-    def room_seconds(self, tokens: float, places: int = 1) -> float:
-        """Return the seconds until there is a slot, and KV, for a request of so many expected tokens.
-
-        places: 0 = it is counted inside already, and so are its tokens.
-        """
-        requests, one = len(self.waiting) + self.answers, self.instance
-        if not requests:
-            return 0.0
-        kv = (self.kv + tokens - one.blocks_total * one.block_size) / max(self.kv, 1.0)
-        slots = (self.places + places - one.max_running) / self.places
-        ends = max(kv, slots, 0.0)  # share of what is inside that must end first
-        return ends * self.output / requests * self.pace()[0]
-
     def change(self, id: str, one: _Inside, sign: int) -> None:
         """Add (1) or take out (-1) a request."""
-        self.kv += sign * (one.tokens - one.found)
-        self.output += sign * (one.tokens - one.prompt)
-        self.places += sign * one.places
+        self.room.change(one, sign)
+        if one.promised or self.instance.own_order:
+            self.firm.change(one, sign)
         if one.started:
             self._change_answers(one, sign)
         elif sign > 0:
@@ -174,6 +189,7 @@ class _Inside:
     load: of that engine, None = it is not up as far as is known. row: in the backlog.
     tokens: expected ones, prompt and answer. found: of its prompt, in the cache when it was sent.
     work: seconds that the rest of its prompt takes. rate: tokens per second that it was promised.
+    promised: it has a promise.
     """
 
     name: str
@@ -185,6 +201,7 @@ class _Inside:
     work: float
     places: int
     rate: float
+    promised: bool
     started: bool = False
 
 
@@ -254,7 +271,8 @@ class Placement:
             work = load.prompt_seconds(prompt, found)
         backlog.work[row], backlog.pending[row] = work, True
         tokens, places, rate = backlog.tokens.item(row), backlog.places.item(row), self._rates.get(id, 0.0)
-        one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate)
+        promised = rate > 0 or backlog.due.item(row) < math.inf
+        one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate, promised)
         if load is not None:
             if not load.waiting:
                 load.since = now
@@ -342,14 +360,12 @@ class Placement:
         for (instance, code, sent), load in zip(engines, loads, strict=True):
             found, (pace, slower) = self.found(id, instance.id, prompt), load.pace()
             own = load.prompt_seconds(prompt, found)
-            waits, passed = float(ahead[code]) if code < ahead.size else 0.0, max(now - load.since, 0.0)
-            if id in load.waiting:
-                first = max((waits + own) * slower - passed, 0.0) + load.room_seconds(0.0, 0)
-            else:
-                first = max(waits * slower - passed, 0.0) + (sent + own) * slower + load.room_seconds(tokens - found)
+            waits = float(ahead[code]) if code < ahead.size else 0.0
+            waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
+            first = waits + (sent + own) * slower + load.room.seconds(instance, pace, tokens - found)
             work = own if load is fastest else fastest.prompt_seconds(prompt, found)
             seconds = work + delay * first + ANSWER * pace * (tokens - prompt)
-            out.append(Cost(seconds, load.places / instance.window, found, own, first))
+            out.append(Cost(seconds, load.room.places / instance.window, found, own, first))
         return out
 
     def lateness(self, backlog: Backlog, row: int, slo: Slo, engines: Sequence[Engine], now: float) -> float:
@@ -359,27 +375,38 @@ class Placement:
         (an engine has learned nothing); inf = there is no engine.
         engines: those that it could go to, or the one that it is inside of without a token.
         """
-        if not engines:
-            return math.inf
-        if not all(self._load(one.instance).known for one in engines):
+        loads, late = [self._load(one.instance) for one in engines], math.inf
+        if not all(load.known for load in loads):
             return -math.inf
-        tokens = backlog.tokens.item(row)
+        tokens, age = backlog.tokens.item(row), now - backlog.arrival.item(row)
         answer = (tokens - backlog.prompt.item(row)) / backlog.places.item(row)
-        if not backlog.sent[row]:
-            chunks = self._queued(backlog, row, now) / len(engines)
-            engines = [one._replace(sent=chunks * self._load(one.instance).chunk_seconds()) for one in engines]
-        age, late = now - backlog.arrival.item(row), math.inf
-        for (instance, *_), cost in zip(engines, self.costs(backlog, row, engines, now), strict=True):
-            finish = cost.first + self._load(instance).token_seconds(tokens) * answer
-            missed = [age + took - target for target, took in ((slo.ttft, cost.first), (slo.e2e, finish)) if target]
+        for load, (_, code, _) in zip(loads, engines, strict=True):
+            load.settle(backlog, now)
+            first = self._first(backlog, row, load, code, now, len(engines))
+            finish = first + load.token_seconds(tokens) * answer
+            missed = [age + took - target for target, took in ((slo.ttft, first), (slo.e2e, finish)) if target]
             late = min(late, max(missed, default=-math.inf))
         return late
 
-    def _queued(self, backlog: Backlog, row: int, now: float) -> float:
-        """Return the prompts, in chunks, of the queued requests for its model that go before a queued one."""
-        rows = np.flatnonzero(backlog.live & ~backlog.sent & (backlog.model == backlog.model[row]))
-        rows = rows[_before(backlog, rows, row, now)]
-        return float(backlog.prompt[rows].sum()) / _CHUNK
+    def _first(self, backlog: Backlog, row: int, load: _Load, code: int, now: float, share: int) -> float:
+        """Return the seconds to a promised request's first token on an engine, which it may be inside of.
+
+        Promises that are due before it go first, or all that came before it where the engine keeps vLLM's order; of
+        what is queued, one of `share` parts.
+        """
+        id, instance, (pace, slower) = str(backlog.keys[row]), load.instance, load.pace()
+        tokens, prompt, there = backlog.tokens.item(row), backlog.prompt.item(row), id in load.waiting
+        found = self.found(id, instance.id, prompt)
+        key, own = (backlog.serial if instance.own_order else backlog.due), load.prompt_seconds(prompt, found)
+        before = (key < key[row]) & (instance.own_order | (backlog.due >= now)) & (backlog.model == backlog.model[row])
+        inside = float(backlog.work[before & backlog.pending & (backlog.instance == code)].sum())
+        passed = max(now - load.since, 0.0)
+        if there:
+            return max((inside + own) * slower - passed, 0.0) + load.firm.seconds(instance, pace, 0.0, 0)
+        queued = float(backlog.prompt[before & backlog.live & ~backlog.sent].sum()) / _CHUNK / share
+        work = own + queued * load.prompt_seconds(_CHUNK, 0)
+        room = load.firm.seconds(instance, pace, tokens - found)
+        return max(inside * slower - passed, 0.0) + work * slower + room
 
     def _load(self, instance: Instance) -> _Load:
         if instance.id not in self._loads:
@@ -393,19 +420,13 @@ class Placement:
         engine that keeps vLLM's own order.
         """
         rows = np.flatnonzero(backlog.pending)
-        before = _before(backlog, rows, row, now)
+        both = np.append(rows, row)
+        due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
+        due = np.where(np.isinf(due), soft, due)
+        before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now)
         if in_order := [code for instance, code, _ in engines if instance.own_order]:
-            before |= np.isin(backlog.instance[rows], in_order) & (rows != row)
+            before |= np.isin(backlog.instance[rows], in_order)
         return np.asarray(np.bincount(backlog.instance[rows[before]], backlog.work[rows[before]]), float)
-
-
-def _before(backlog: Backlog, rows: Ints, row: int, now: float) -> Bools:
-    """Tell which other rows are due before a row and not overdue; without a deadline, the soft target counts."""
-    both = np.append(rows, row)
-    due, soft = backlog.due[both], backlog.arrival[both] + backlog.soft[both]
-    due = np.where(np.isinf(due), soft, due)
-    before: Bools = (due[:-1] <= due[-1]) & (due[:-1] >= now) & (rows != row)
-    return before
 
 
 def least(costs: Sequence[Cost]) -> int:
