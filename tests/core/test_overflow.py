@@ -167,6 +167,19 @@ def test_what_is_inside_an_engine_is_taken_back_at_the_last_instant() -> None:
     assert place(core.on(Returned("patient"), last)) == "e9"
 
 
+def test_once_its_pace_is_known_a_request_goes_at_the_last_instant() -> None:
+    """What is late by the forecast may be on time after all."""
+    core = fleet()
+    arrive(core, request("known"))
+    core.on(Started("known"), NOW + 0.05)
+    core.on(Finished("known", 10), NOW + 0.1)
+    assert place(arrive(core, request("r", ttft=0.9))) == "e0"
+    last = core.next_check
+    assert NOW + 0.6 < last < NOW + 0.75
+    assert core.on(Tick(), last) == [Recall("r", "e0")]
+    assert place(core.on(Returned("r"), last)) == "e9"
+
+
 def test_what_has_its_first_token_is_not_taken_back() -> None:
     core = fleet(HERE, AWAY)
     arrive(core, request("known"))

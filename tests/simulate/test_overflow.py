@@ -50,7 +50,7 @@ def test_money_keeps_promises_and_best_effort_stays() -> None:
     assert np.isfinite(rich.end).all()
     there = rich.instance == 1
     assert (burst().tier[there] == burst().tiers.index("chat")).all()
-    assert 0 < there.sum() < 0.9 * (burst().tier == burst().tiers.index("chat")).sum(), "the rest is kept here"
+    assert there.sum() <= 1.25 * (kept(rich) - kept(alone)), "hardly any of them would have been on time here"
 
 
 @pytest.mark.parametrize("recipe", ["headway", "edf", "vllm", "slack", "ecoserve"])
