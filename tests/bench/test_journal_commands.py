@@ -85,7 +85,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (old, f"its version is {VERSION - 1}, this one reads {VERSION}"),
+        (old, f"version {VERSION - 1} of its journal, this one reads {VERSION}"),
         (cut, "malformed"),
         (lambda file: file.write_text("hello"), "not a database"),
     ],

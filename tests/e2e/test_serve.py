@@ -185,6 +185,7 @@ def test_why_a_request_was_late_is_told_from_the_journal(headway: Headway, clien
 
 def test_an_engine_is_replaced_while_requests_come(headway: Headway, client: openai.OpenAI) -> None:
     path, ask = f"{headway.url}/v1/headway/engines", {"model": "smollm2", "messages": QUESTION, "temperature": 0}
+    (before,) = WEB.get(path, headers=OPERATOR).json()["data"]
     with ThreadPoolExecutor() as pool:
         stream = client.chat.completions.create(**ask, max_tokens=100, stream=True, extra_body={"ignore_eos": True})
         begun = next(stream)
@@ -195,4 +196,4 @@ def test_an_engine_is_replaced_while_requests_come(headway: Headway, client: ope
         assert chunks[-1].choices[0].finish_reason == "length", "the stream ended where it began"
         assert "Paris" in str(waiting.result(ANSWER_S).choices[0].message.content), "it waited for the new engine"
     (engine,) = WEB.get(path, headers=OPERATOR).json()["data"]
-    assert (engine["state"], engine["restarts"], engine["error"]) == ("up", 1, None)
+    assert (engine["state"], engine["restarts"], engine["error"]) == ("up", before["restarts"] + 1, None)

@@ -73,6 +73,7 @@ SAMPLES: Fields = {
     "echo": True,
     "encoding_format": "base64",
     "max_completion_tokens": 3,
+    "return_token_ids": True,
     "max_output_tokens": 3,
     "max_tokens": 3,
     "max_tool_calls": 1,

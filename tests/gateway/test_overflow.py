@@ -64,6 +64,14 @@ def paid(tmp_path: Path) -> Iterator[Paid]:
 
 
 @pytest.fixture
+def late(tmp_path: Path) -> Iterator[Fake]:
+    """Return an engine whose first token is late for each class of `TIERS`."""
+    engine = Fake(tmp_path, options=("--delay", "0.4")).start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
 def opened(fake: Fake, paid: Paid, tmp_path: Path) -> Open:
     """Return what opens a gateway with a slow engine and the paid one beside it."""
 
@@ -262,8 +270,8 @@ def test_another_server_than_vllm_can_be_the_only_one(paid: Paid, tmp_path: Path
 # ---- engines that come and go, streams that go on elsewhere
 
 
-def test_it_comes_and_goes_while_the_gateway_serves(fake: Fake, paid: Paid, tmp_path: Path) -> None:
-    with serving(configuration(tmp_path, fake.url, classes=TIERS)) as gateway:
+def test_it_comes_and_goes_while_the_gateway_serves(late: Fake, paid: Paid, tmp_path: Path) -> None:
+    with serving(configuration(tmp_path, late.url, classes=TIERS)) as gateway:
         slow(gateway)
         wrong = terms(paid) | {"served_name": "another"}
         assert order(gateway, "POST", json=wrong)[0] == 400, "no other engine has that model"

@@ -78,7 +78,7 @@ def test_what_an_overload_leaves_is_worked_off_while_promises_are_kept() -> None
         outcome = Simulation(replace(find("headway"), packer=packer), [instance()], load).run()
         assert np.mean((outcome.first - load.arrival <= 1.0)[later & (load.arrival > 120.0)]) > 0.99
         end[overload_s] = outcome.end[~later].max()
-    assert end[60.0] < end[np.inf] - 15.0
+    assert end[60.0] < end[np.inf] - 10.0
 
 
 @pytest.mark.parametrize("seed", range(3))

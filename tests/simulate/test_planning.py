@@ -87,7 +87,7 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
     workload = random_traffic(seed, ("m", "n")[: min(count, 2)], 40, span)
     checked = 0
 
-    class Watched(loop.Loop):
+    class Watched(loop.ElasticLoop):
         def _drain(self, now: float) -> None:
             nonlocal checked
             super()._drain(now)
@@ -99,7 +99,7 @@ def test_no_instance_idles_while_a_request_waits_that_it_could_serve(
                 checked += code in waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Loop", Watched)
+        patch.setattr(loop, "ElasticLoop", Watched)
         patch.setattr(default, "_AHEAD", 2)  # else 40 requests fit inside
         Simulation(find(recipe), nodes, workload, fast=False).run()
     assert checked or span > 1, "nobody ever waited"

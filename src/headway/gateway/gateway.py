@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -164,7 +164,8 @@ def _wire(
     config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: WireLink | None, paces: Paces
 ) -> LocalGateway | RemoteGateway:
     if link is not None:
-        return RemoteGateway.of(config, controller_of(config, NoPlanner(), lengths), metrics, link)
+        waits = controller_of(replace(config, scale={}), NoPlanner(), lengths)  # the controller elsewhere scales
+        return RemoteGateway.of(config, waits, metrics, link)
     controller = controller_of(config, find(config.recipe).planner(), lengths)
     add = paces.add if measures(config) else None
     return LocalGateway.of(

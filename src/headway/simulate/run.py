@@ -73,7 +73,7 @@ class Simulation:
     tick: float = 1.0
     until: float = math.inf
     fast: bool = True
-    scale: Mapping[str, Scale] = field(default_factory=dict)
+    scale: Mapping[str, Scale] = field(default_factory=dict, hash=False)
     decide: Decide = by_promises
     history: Mapping[str, Floats] = field(default_factory=dict)
     day_s: float = DAY_S

@@ -61,7 +61,7 @@ class Fleet:
     budget: int = 2048
     max_model_len: int = 2048
     kv_tokens: int | None = None
-    scale: Mapping[str, Scale] = field(default_factory=dict)
+    scale: Mapping[str, Scale] = field(default_factory=dict, hash=False)
 
     def instances(self, model: str) -> list[InstanceSpec]:
         """Return the simulated instances. ConfigError for an unknown profile or a fleet that cannot run."""
@@ -76,7 +76,7 @@ class Mixed:
     """Instances of several kinds, which may serve and load several models."""
 
     specs: tuple[fleets.Spec, ...]
-    scale: Mapping[str, Scale] = field(default_factory=dict)
+    scale: Mapping[str, Scale] = field(default_factory=dict, hash=False)
 
     def instances(self, model: str = "") -> list[InstanceSpec]:
         """Return the simulated instances; each has the model that its spec names."""
@@ -88,7 +88,7 @@ class Given:
     """A fleet of given instances."""
 
     specs: tuple[InstanceSpec, ...]
-    scale: Mapping[str, Scale] = field(default_factory=dict)
+    scale: Mapping[str, Scale] = field(default_factory=dict, hash=False)
 
     def instances(self, model: str = "") -> list[InstanceSpec]:
         """Return the instances; each has its own model."""

@@ -255,7 +255,7 @@ class Leader:
         elif (code := self._code(id)) is not None:
             cluster = self.control.controller.cluster
             if one.instance is None or code != cluster.code(one.instance):
-                events.append(Returned(id))
+                events.append(Returned(id, int(one.started)))
         return [*events, Started(id)] if one.started else events
 
     def _code(self, id: str) -> int | None:

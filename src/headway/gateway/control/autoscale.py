@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from headway import clock
 from headway.engines.vllm.process.view import EngineView
-from headway.errors import HeadwayError
+from headway.errors import EngineError, HeadwayError
 from headway.gateway.control.fleet import Fleet
 from headway.policy.scale.rates import STEP_S
 from headway.policy.scale.scaling import Scaling
@@ -52,11 +52,12 @@ class Autoscaler:
         return [one for one in self._own(model) if one.leaving in (None, "roll") or one.id in self._starting]
 
     def _note_started(self) -> None:
+        queued = {one["id"] for one in self._fleet.listed() if one["to_roll"]}
         for id, began in tuple(self._starting.items()):
             engine = self._fleet.engines.get(id)
-            if engine is None or engine.serves:
-                del self._starting[id]
-            if engine is not None and engine.serves:
+            if engine is None or engine.serves or (engine.leaving in ("drain", "remove") and id not in queued):
+                del self._starting[id]  # it is up, or was drained or removed meanwhile
+            if engine is not None and engine.serves and engine.config.name in self._scaling.scalers:
                 self._scaling.scalers[engine.config.name].started(clock.now() - began)
 
     async def _reach(self, model: str, wanted: int) -> None:
@@ -65,10 +66,11 @@ class Autoscaler:
             for _ in range(wanted - len(work)):
                 await self._start(model)
             inside = {one["id"]: one["inside"] for one in self._fleet.listed()}
-            unneeded = sorted(work, key=lambda one: (one.serves, inside[one.id]))[: max(len(work) - wanted, 0)]
+            unneeded = sorted(work, key=lambda one: (one.serves, inside.get(one.id, 0)))[: max(len(work) - wanted, 0)]
             for one in unneeded:
                 await self._fleet.drain(one.id, force=not wanted)
                 self._drained.add(one.id)
+                self._starting.pop(one.id, None)
                 log.info("engine %s is not needed; %s needs %d", one.id, model, wanted)
         except HeadwayError as error:
             if self._refused.get(model) != str(error):
@@ -82,8 +84,10 @@ class Autoscaler:
         own, settings = self._own(model), self._fleet.settings
         if again := [one.id for one in own if one.id in self._drained and one.leaving == "drain"]:
             id = again[-1]
-            self._drained.discard(id)
             await self._fleet.change(roll={id: settings[id]})
+            self._drained.discard(id)
+        elif not own:
+            raise EngineError("no engine is left to copy.", "Add one (headway engine add).")
         else:
             (id,) = await self._fleet.change([replace(settings[own[0].id], id=None, port=None)])
         self._starting[id] = clock.now()

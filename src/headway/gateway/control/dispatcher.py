@@ -64,14 +64,18 @@ class Dispatcher:
         in_flight.queued = clock.now()
         in_flight.enter(RequestState.QUEUED)
         self.notify(Arrived(in_flight.request, in_flight.keys))
-        unavailable = self.unavailable(in_flight.request.model)
-        if unavailable is not None:  # given up while the request was stored, or before it was recovered
+        self._refuse_unavailable(in_flight)
+
+    def _refuse_unavailable(self, in_flight: InFlightRequest) -> None:
+        """Refuse a request whose model was given up while it was stored, recovered or answered."""
+        if (unavailable := self.unavailable(in_flight.request.model)) is not None:
             in_flight.refuse(unavailable)
 
     def requeue(self, in_flight: InFlightRequest, reason: ReturnReason, aside_s: float = 0.0) -> None:
         """Queue a request again that came back from its engine before it had its answer. aside_s: as in `Returned`."""
         in_flight.await_engine_again(reason)
         self.notify(Returned(in_flight.id, len(in_flight.transcript.ids) if in_flight.transcript else 0, aside_s))
+        self._refuse_unavailable(in_flight)
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:
         """Let go of a request; event: Finished or Failed."""

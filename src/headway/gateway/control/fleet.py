@@ -266,7 +266,9 @@ class Fleet(ABC):
         served = {name for one in stay.values() if not one.overflow for name in (*one.served, *one.adapters)}
         aliases = {alias: model for alias, model in self.config.aliases.items() if model in served}
         named = tuple(replace(one, id=id) for id, one in stay.items())
-        await asyncio.to_thread(self._check, replace(self.config, engines=named, aliases=aliases))
+        own = {one.name for one in named if one.url is None}
+        scale = {model: one for model, one in self.config.scale.items() if model in own or not one.starts_engines}
+        await asyncio.to_thread(self._check, replace(self.config, engines=named, aliases=aliases, scale=scale))
         await self.count_tokens(stay.values())
 
     async def count_tokens(self, engines: Iterable[Engine]) -> None:
@@ -283,10 +285,16 @@ class Fleet(ABC):
         while self._rolls:
             if (id := self._next_roll()) is None:
                 await asyncio.sleep(POLL_S)
+            elif self.engines[id].stopped:  # it serves nothing that could wait for the others
+                self._begin(self._start_again(id, self._rolls.pop(id)))
             elif not await self._replace(id, self._rolls.pop(id)):
                 log.error("engine %s does not come up; not replaced: %s", id, ", ".join(self._rolls) or "no other")
                 self._rolls.clear()
                 self._update()
+
+    async def _start_again(self, id: str, settings: Engine) -> None:
+        if not await self._replace(id, settings):
+            log.error("engine %s does not come up", id)
 
     def _next_roll(self) -> str | None:
         """Return an engine that can be replaced now: it is not at work, or all others that stay are."""
@@ -299,6 +307,7 @@ class Fleet(ABC):
 
     def _left(self) -> None:
         """Forget what belonged to engines that have left."""
+        self._rolls = {id: one for id, one in self._rolls.items() if id in self.engines}
         if self._counters is not None:
             for name in {*self._counters} - {name for one in self.engines.values() for name in one.models.names}:
                 del self._counters[name]

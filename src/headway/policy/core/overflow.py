@@ -39,9 +39,10 @@ class Account:
     _units: dict[str, tuple[float, float]] = field(default_factory=dict)  # instants and units, by id
 
     def reserve(self, id: str, units: float, now: float) -> None:
-        """Set units aside for a request that is not in the account; they count for an hour."""
+        """Set units aside for a request; they count for an hour, with what it has cost already."""
         self._entries.append((now, id))
-        self._units[id] = now, units
+        _, before = self._units.get(id, (now, 0.0))
+        self._units[id] = now, before + units
         self.spent += units
 
     def settle(self, id: str, units: float) -> None:
@@ -55,7 +56,8 @@ class Account:
         """Forget what is older than an hour."""
         while self._entries and self._entries[0][0] <= now - HOUR:
             _, id = self._entries.popleft()
-            self.spent -= self._units.pop(id)[1]
+            if id in self._units and self._units[id][0] <= now - HOUR:
+                self.spent -= self._units.pop(id)[1]
         if not self._units:
             self.spent = 0.0  # without the rounding errors of sums
 
@@ -174,7 +176,7 @@ class Overflow(Checks):
                 if id in self._there:
                     self._there[id] = self._there[id]._replace(first=now)
             case Returned(id, output_tokens, aside_s) if id in requests:
-                self._returned(id, aside_s, now)
+                self._returned(id, output_tokens, aside_s, now)
                 if output_tokens:
                     self._begun.add(id)
                 self._came(requests[id])
@@ -204,12 +206,13 @@ class Overflow(Checks):
         first = now if there.first is None else there.first
         remote.learn(first - there.sent, now - first, request.per_answer(event.output_tokens), now)
 
-    def _returned(self, id: str, aside_s: float, now: float) -> None:
-        """Take note of a request that an engine refused: it costs nothing."""
+    def _returned(self, id: str, output_tokens: int, aside_s: float, now: float) -> None:
+        """Take note of a request that an engine refused, so that it costs nothing, or lost after some tokens."""
         if (there := self._there.pop(id, None)) is None:
             return
         remote = self._remotes[there.name]
-        remote.account.settle(id, 0.0)
+        if not output_tokens:
+            remote.account.settle(id, 0.0)
         remote.aside_until = max(remote.aside_until, now + aside_s)
         self._count(there.request, there.name, -1)
 

@@ -204,7 +204,7 @@ class RemoteControl(ControlView):
         if send.id not in self.controller.requests:
             return
         if not self.controller.knows(send.instance):
-            self.notify(Returned(send.id))
+            self.notify(Returned(send.id, int(send.id in self._started)))
         elif send.id in self._at:
             if self._at[send.id] != send.instance:
                 self.report()
