@@ -78,7 +78,7 @@ class Agents:
         """Stop an engine, whatever is inside it; nothing happens if it does not run."""
         if (one := self._running.get(id)) is None:
             return
-        async with one.stopping:  # whoever comes second waits for its end, too
+        async with one.stopping:  # a second call waits for its end, too
             if self._running.get(id) is one:
                 await one.loops.end()
                 await self.engines[id].stop()

@@ -181,7 +181,7 @@ class Rates:
         """Return the ratios without the largest of them and the noise of counting.
 
         A jump is in all the forecasts whose `span` of steps it lies in. One that was seen once has no frequency yet, so
-        as many ratios are left out. Whoever replays requests has the noise of counting in them anyway.
+        as many ratios are left out. A replay of requests has the noise of counting in it anyway.
         """
         ratios = np.sort(ratios)[: max(ratios.size - span, 1)]
         counted = max(float(np.mean(list(self._past)[-length:])) * length, 1.0)
