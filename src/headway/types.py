@@ -39,6 +39,7 @@ class Slo:
     weight: what keeping this SLO is worth beside others, where not all can be kept.
     soft: a soft target where neither ttft nor e2e is promised: seconds to the first token that order the
         request and promise nothing; None = ten times what the part of its prompt takes alone that is not cached.
+    itl: longest gap between two tokens of a stream (inter-token latency); `tpot` bounds their mean.
     """
 
     ttft: float | None = None
@@ -47,9 +48,10 @@ class Slo:
     weight: float = 1.0
     soft: float | None = None
     line: bool = False
+    itl: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot", "e2e", "soft"):
+        for name in ("ttft", "tpot", "e2e", "soft", "itl"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
@@ -60,20 +62,28 @@ class Slo:
 
     @property
     def objective(self) -> Objective:
-        """interactive (ttft or tpot), deadline (e2e only) or best_effort (no target)."""
-        if self.ttft is not None or self.tpot is not None:
+        """interactive (ttft, tpot or itl), deadline (e2e only) or best_effort (no target)."""
+        if self.ttft is not None or self.pace is not None:
             return "interactive"
         return "deadline" if self.e2e is not None else "best_effort"
+
+    @property
+    def pace(self) -> float | None:
+        """Mean seconds per token that tpot and itl allow: where no gap is longer than itl, neither is the mean."""
+        return min((s for s in (self.tpot, self.itl) if s is not None), default=None)
 
     def due(self, arrival: float) -> float:
         """Instant by which the first promised thing is owed: first token or whole answer, inf = neither."""
         return arrival + min((s for s in (self.ttft, self.e2e) if s is not None), default=math.inf)
 
-    def met(self, ttft: float, tpot: float, e2e: float) -> bool:
-        """Tell whether measured seconds meet every target; tpot: from the first token, line or not."""
+    def met(self, ttft: float, tpot: float, e2e: float, gap: float) -> bool:
+        """Tell whether measured seconds meet every target; tpot: from the first token, line or not.
+
+        gap: the longest between two tokens, 0 of an answer that is not streamed.
+        """
         if self.line and self.ttft is not None and ttft < min(self.ttft, e2e):
             tpot *= max(e2e - self.ttft, 0.0) / (e2e - ttft)  # as if the first token had come when it was due
-        limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e))
+        limits = ((self.ttft, ttft), (self.tpot, tpot), (self.e2e, e2e), (self.itl, gap))
         return all(limit is None or seen <= limit for limit, seen in limits)
 
 
@@ -162,7 +172,8 @@ class Jobs(Table):
     Attributes:
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
         gap: longest silence between two tokens so far, seconds.
-        ttft, tpot, e2e: SLOs in seconds, inf = none.
+        ttft, tpot, e2e, itl: SLOs in seconds, inf = none. tpot: `Slo.pace`, so that packers without a rule for gaps
+            keep their mean.
         line_from: instant from which its tpot counts at the earliest, -inf = its first token (`Slo.line`).
         weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
         prompt, computed, output_tokens: tokens. found: of the prompt, what the prefix cache held before it began.
@@ -191,6 +202,7 @@ class Jobs(Table):
         "ttft": float,
         "tpot": float,
         "e2e": float,
+        "itl": float,
         "line_from": float,
         "weight": float,
         "soft": float,
@@ -217,7 +229,7 @@ class Jobs(Table):
         "loan_blocks": int,
         "first_lent_block": int,
     }
-    DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf}
+    DEFAULTS: ClassVar[dict[str, float]] = {"weight": 1.0, "line_from": -math.inf, "itl": math.inf}
 
 
 class Backlog(Table):

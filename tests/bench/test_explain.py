@@ -49,7 +49,7 @@ def test_misses_are_those_of_the_records(late: Run) -> None:
         assert excess["tpot"][i] == pytest.approx(max(tpot - work.tpot[i], 0.0) * tokens)
         assert excess["e2e"][i] == pytest.approx(max(e2e - work.e2e[i], 0.0))
         slo = work.request(i).slo
-        assert all(kept.met for kept in slo_violations.of(late, i)) == slo.met(ttft, tpot, e2e)
+        assert all(kept.met for kept in slo_violations.of(late, i)) == slo.met(ttft, tpot, e2e, out.gap[i])
     assert {name for name, column in excess.items() if column.any()} == {"ttft", "tpot", "e2e"}
 
 

@@ -131,7 +131,7 @@ def test_a_table_can_be_copied_and_pickled() -> None:
 # ---- Slo
 
 
-@pytest.mark.parametrize("name", ["ttft", "tpot", "e2e"])
+@pytest.mark.parametrize("name", ["ttft", "tpot", "e2e", "itl"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_an_slo_target_is_a_positive_number_of_seconds(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds, not {value}"):
@@ -145,6 +145,7 @@ def test_an_slo_target_is_a_positive_number_of_seconds(name: str, value: float) 
         (Slo(e2e=1), "deadline"),
         (Slo(ttft=1), "interactive"),
         (Slo(tpot=1), "interactive"),
+        (Slo(itl=1), "interactive"),
         (Slo(ttft=1, e2e=1), "interactive"),
     ],
 )
@@ -163,14 +164,20 @@ def test_due_is_the_first_token_or_the_answer_whichever_is_owed_first(
         assert due == arrival + min(ttft or math.inf, e2e or math.inf)
 
 
-@given(limits=st.tuples(*[st.none() | SECONDS] * 3), seen=st.tuples(*[SECONDS] * 3))
-def test_an_slo_is_met_when_every_target_is(limits: tuple[float | None, ...], seen: tuple[float, float, float]) -> None:
+@given(limits=st.tuples(*[st.none() | SECONDS] * 4), seen=st.tuples(*[SECONDS] * 4))
+def test_an_slo_is_met_when_every_target_is(
+    limits: tuple[float | None, ...], seen: tuple[float, float, float, float]
+) -> None:
     broken = [limit is not None and s > limit for limit, s in zip(limits, seen, strict=True)]
-    assert Slo(*limits).met(*seen) is not any(broken)
+    assert Slo(*limits[:3], itl=limits[3]).met(*seen) is not any(broken)
 
 
 def test_an_slo_is_met_at_its_exact_limit() -> None:
-    assert Slo(1.0, 0.1, 5.0).met(1.0, 0.1, 5.0)
+    assert Slo(1.0, 0.1, 5.0, itl=0.5).met(1.0, 0.1, 5.0, 0.5)
+
+
+def test_no_gap_above_an_itl_means_no_mean_above_it() -> None:
+    assert (Slo(tpot=0.1, itl=0.5).pace, Slo(itl=0.5).pace, Slo(ttft=1.0).pace) == (0.1, 0.5, None)
 
 
 @given(first=st.floats(0.1, 20), pace=st.floats(0.01, 1), tokens=st.integers(2, 50))
@@ -178,7 +185,7 @@ def test_a_line_is_met_when_the_last_token_comes_in_time(first: float, pace: flo
     slo, e2e = Slo(ttft=5.0, tpot=0.1, line=True), first + pace * (tokens - 1)
     due = 5.0 + 0.1 * (tokens - 1)
     assume(abs(e2e - due) > 1e-6)
-    assert slo.met(first, pace, e2e) is (first <= 5.0 and e2e < due)
+    assert slo.met(first, pace, e2e, pace) is (first <= 5.0 and e2e < due)
 
 
 @pytest.mark.parametrize("targets", [{"ttft": 1.0}, {"tpot": 1.0}])

@@ -42,7 +42,7 @@ def slo_targets(body: dict[str, Any]) -> dict[str, float]:
     extra = body["vllm_xargs"]
     return {
         name: round(extra[f"headway_{name}"] * 1000, 6)
-        for name in ("ttft", "tpot", "e2e")
+        for name in ("ttft", "tpot", "e2e", "itl")
         if f"headway_{name}" in extra
     }
 
@@ -92,6 +92,26 @@ def test_the_spread_of_a_forecast_is_told_once_there_are_answers(serve: Serve, f
 )
 def test_headers_before_body_before_class(ask: Any, headers: Any, fields: Any, expected: Any) -> None:
     assert slo_targets(ask(headers, **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({"x-slo-itl-ms": "50"}, {}, {"tpot": 50, "itl": 50}),
+        ({"x-slo-itl-ms": "50", "x-slo-tpot-ms": "30"}, {}, {"tpot": 30, "itl": 50}),
+        ({}, {"itl_slo_ms": 70, "ttft_slo_ms": 9}, {"ttft": 9, "tpot": 70, "itl": 70}),
+        ({}, {"service_tier": "smooth"}, {"tpot": 80, "itl": 80}),
+        ({"x-slo-itl-ms": "50"}, {"service_tier": "smooth"}, {"tpot": 50, "itl": 50}),
+    ],
+)
+def test_a_bound_on_gaps_is_one_on_their_mean_and_promised_to_streams_alone(
+    serve: Serve, fake: Fake, headers: Any, fields: Any, expected: Any
+) -> None:
+    with serve(classes=CLASSES | {"smooth": Tier(itl_ms=80.0)}) as gateway:
+        gateway.post(gateway.chat(stream=True, **fields), headers=headers)
+        assert slo_targets(fake.last()["body"]) == expected
+        gateway.post(gateway.chat(**fields), headers=headers)
+        assert "itl" not in slo_targets(fake.last()["body"])
 
 
 @pytest.mark.parametrize(

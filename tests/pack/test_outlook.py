@@ -19,11 +19,13 @@ from headway.policy.pack.promises.outlook import (
     LOST,
     OTHER,
     PROMPT,
+    can_wait,
     in_pace,
     in_progress,
     outlook_of,
     pace_of,
     pressure_of,
+    reserved_of,
     size_of,
     under_pressure,
 )
@@ -80,6 +82,33 @@ def test_answers_with_time_before_their_deadline_wait_for_the_tpot_of_others(beh
     assert deadlines == list(range(20, 20 + len(deadlines))), "then those with the least time"
     assert pace_of(table.data, ran(step), theta).token <= most
     assert step.evict.size == 0
+
+
+def test_a_gap_above_its_itl_is_lost_and_before_that_it_limits_the_iteration() -> None:
+    smooth = answer(ttft=1.0, tpot=0.1, itl=0.1, last=0.5, tokens_left=20.0)
+    assert level(smooth, now=0.55) == ANSWER
+    assert level(smooth | {"gap": 0.11}, now=0.55) == LOST, "what it makes good later counts for its mean alone"
+    assert level(smooth, now=0.7) == LOST
+    now, theta, params = 0.2, OnlineLatency().theta, packer(PromisesConfig(itl_margin=0.1)).params
+    for itl, most in (np.inf, 0.2), (0.1, 0.09):
+        table = jobs(answer(ttft=1.0, tpot=0.1, itl=itl, last=now, tokens_left=10.0), {"ttft": 5.0})
+        pace = pace_among(table)
+        outlooks = outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE)
+        outlook = kept_of(table.data, outlooks, theta, pace)
+        limits = seconds_allowed(params, table.data, outlook, now, 0.2, pace)
+        assert limits.first >= limits.plain >= limits.spare
+        assert limits.first == pytest.approx(most) if itl < np.inf else limits.first > most - 1e-9
+
+
+def test_answers_with_an_itl_compute_in_each_iteration_and_their_kv_is_kept_free() -> None:
+    """The batch is too small for all: those with a mean alone take turns, far ahead as they are."""
+    ahead = {"ttft": 1.0, "tpot": 0.1, "first": -0.5, "tokens_left": 50.0, "last": 0.1}
+    rows = [answer(**ahead, itl=0.1 if i % 2 else np.inf) for i in range(12)]
+    step = packer(running=8).pack(jobs(*rows), ROOM, 0.11)
+    assert set(range(1, 12, 2)) <= set(ran(step)[:8].tolist())
+    assert can_wait(jobs(rows[0]).data, 0) and not can_wait(jobs(rows[1]).data, 0)
+    held = [reserved_of(jobs(row).data, 0, 16, 0.0) for row in rows[:2]]
+    assert held[1] - held[0] == pytest.approx(50 / 16)
 
 
 def test_prompts_leave_an_answer_behind_its_tpot_the_time_to_catch_up() -> None:

@@ -19,7 +19,9 @@ MixName = Annotated[
 ]
 Slos = Annotated[
     list[str] | None,
-    typer.Option("--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, e2el).'),
+    typer.Option(
+        "--slo", help='SLO of a class in ms, as in "chat ttft:1500 tpot:150" (metrics: ttft, tpot, itl, e2el).'
+    ),
 ]
 Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (requests/s).")]
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]

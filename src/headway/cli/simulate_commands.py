@@ -47,7 +47,7 @@ FleetFile = Annotated[
 ]
 Rate = Annotated[float, typer.Option(min=0.001, help="Request rate (requests/s).")]
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals.")]
-ChatSlo = Annotated[str, typer.Option(help="SLO of chat in ms (metrics: ttft, tpot, e2el).")]
+ChatSlo = Annotated[str, typer.Option(help="SLO of chat in ms (metrics: ttft, tpot, itl, e2el).")]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit (vLLM's --max-num-seqs).")]
 Budget = Annotated[int, typer.Option(min=1, help="Tokens per iteration (vLLM's --max-num-batched-tokens).")]
 KvTokens = Annotated[

@@ -179,15 +179,16 @@ class Apps:
 class Tier:
     """A class of requests, which clients can name instead of spelling out SLOs; milliseconds.
 
-    ttft_ms, tpot_ms, e2e_ms: promises. A class without ttft_ms and e2e_ms is interactive: its requests get
+    ttft_ms, tpot_ms, e2e_ms, itl_ms: promises; tpot_ms is the mean per token, itl_ms the longest gap between two
+        tokens of a stream. A class without ttft_ms and e2e_ms is interactive: its requests get
         their first token soon, but no promise.
     pace: "mean" = the tpot counts from the first token; "line" = from the instant at which that is due, so that
         token k is due at arrival + ttft + k * tpot. A line needs ttft_ms and tpot_ms.
     soft_ttft_ms: target for the first token of an interactive class; it orders requests and promises nothing.
         Unset, about ten times the prompt's time on an idle engine.
     weight: worth of a promise of this class relative to other classes, when not all can be kept.
-    measured: raise ttft_ms and tpot_ms to the engines' ability where a measurement at their start shows that they
-        cannot reach these values.
+    measured: raise ttft_ms, tpot_ms and itl_ms to the engines' ability where a measurement at their start shows that
+        they cannot reach these values.
     drop: refuse a request that can no longer be on time (429, before its first token) instead of serving it late.
     prewarm: least probability of use for warming the next unit of a run ahead (K of Hermes 3.4); above 1 = never.
     """
@@ -202,13 +203,14 @@ class Tier:
     soft_ttft_ms: Positive | None = None
     measured: bool = False
     pace: Literal["mean", "line"] = "mean"
+    itl_ms: Positive | None = None
 
     @cached_property
     def slo(self) -> Slo:
         """Return the SLO in seconds."""
-        ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms, self.soft_ttft_ms)
-        ttft, tpot, e2e, soft = (None if value is None else value / 1000 for value in ms)
-        return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line")
+        ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms, self.soft_ttft_ms, self.itl_ms)
+        ttft, tpot, e2e, soft, itl = (None if value is None else value / 1000 for value in ms)
+        return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line", itl)
 
 
 BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but not starved by it
@@ -468,10 +470,10 @@ def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigE
             "Give it ttft_ms and tpot_ms, or leave pace out.",
             param=f"classes.{name}.pace",
         )
-    if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None:
+    if tier.measured and tier.ttft_ms is None and tier.tpot_ms is None and tier.itl_ms is None:
         yield ConfigError(
             f"classes.{name} in {where} has measured = true, but no target to measure.",
-            "Give it ttft_ms or tpot_ms, or leave measured out.",
+            "Give it ttft_ms, tpot_ms or itl_ms, or leave measured out.",
             param=f"classes.{name}.measured",
         )
 

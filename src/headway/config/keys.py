@@ -24,8 +24,8 @@ class Key:
 
     key: the key itself, "env:NAME" or "file:PATH".
     classes: classes that its requests may name; requests without a class have "default".
-    ttft_ms, tpot_ms, e2e_ms: the tightest SLO, from the request or its class. e2e_ms also limits the deadline of
-        a run.
+    ttft_ms, tpot_ms, e2e_ms, itl_ms: the tightest SLO, from the request or its class. e2e_ms also limits the
+        deadline of a run.
     priority: the most urgent (lowest) priority that a request may ask for; the priority of its class is not limited.
     max_queued: number of the tenant's waiting requests at which another one is refused.
     requests_per_min, tokens_per_min: number of the tenant's requests or tokens in the last minute at which another
@@ -42,6 +42,7 @@ class Key:
     max_queued: Annotated[int, Field(ge=1)] | None = None
     requests_per_min: Annotated[int, Field(ge=1)] | None = None
     tokens_per_min: Annotated[int, Field(ge=1)] | None = None
+    itl_ms: _Ms | None = None
 
 
 def reveal(secret: str, setting: str) -> str:

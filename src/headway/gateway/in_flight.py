@@ -103,7 +103,8 @@ class InFlightRequest:
     attempts: engines that died over it since it was accepted or recovered.
     prompt_tokens: as its engine counts them, 0 = not reported yet.
     cached_tokens: of its prompt, found in the engine's prefix cache; None = not reported.
-    first_token: instant of the first token, None before it.
+    first_token: instant of the first token, None before it. silence: the longest
+        between two tokens of its stream, seconds; None = nothing was streamed.
     queued: instant at which it was in line for an engine, once it was stored.
     sends: (instant, engine) of each time that it was sent to one.
     forecast: output tokens that were expected when it was sent last.
@@ -132,6 +133,7 @@ class InFlightRequest:
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     first_token: float | None = None
+    silence: float | None = None
     queued: float | None = None
     sends: tuple[tuple[float, str], ...] = ()
     forecast: float | None = None
@@ -205,7 +207,7 @@ class InFlightRequest:
     def promise_headers(self) -> list[tuple[bytes, str]]:
         """Return the headers with the class of a request and the SLO that counts, in ms."""
         request, slo = self.request, self.request.slo
-        targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e)
+        targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e), (b"itl", slo.itl)
         headers = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
         return [(b"x-headway-class", quote(request.tier)), *headers]
 

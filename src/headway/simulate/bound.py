@@ -173,7 +173,8 @@ def _requests(workload: Workload, spec: InstanceSpec, costs: Costs, contexts: Co
     step = np.minimum(contexts.decode + costs.answer_base, contexts.again + costs.base)
     until = np.concatenate(([0.0], np.cumsum(step)))
     rest = until[prompt + steps] - until[prompt]
-    ttft, tpot, e2e = (column * (1 + _ROUNDING) for column in (workload.ttft, workload.tpot, workload.e2e))
+    pace = np.minimum(workload.tpot, workload.itl)
+    ttft, tpot, e2e = (column * (1 + _ROUNDING) for column in (workload.ttft, pace, workload.e2e))
     pace = np.where(steps > 0, tpot * np.maximum(steps, 1), np.inf)
     # Each task leaves the other at least the seconds that it takes alone.
     prompt_limit, answer_limit = np.minimum(ttft, e2e - rest), np.minimum(pace, e2e - first)

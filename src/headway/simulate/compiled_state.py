@@ -207,8 +207,9 @@ def _progress() -> Rows:
 
 def _jobs(workload: Workload) -> Rows:
     jobs = np.zeros(len(workload), Jobs.DTYPE)
-    for name in ("arrival", "prompt", "priority", "ttft", "tpot", "e2e", "weight", "soft"):
+    for name in ("arrival", "prompt", "priority", "ttft", "e2e", "itl", "weight", "soft"):
         jobs[name] = getattr(workload, name)
+    jobs["tpot"] = np.minimum(workload.tpot, workload.itl)
     jobs["line_from"] = np.where(workload.line == 1, workload.arrival + workload.ttft, -np.inf)
     return jobs
 

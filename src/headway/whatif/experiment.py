@@ -278,6 +278,7 @@ def records(workload: Workload, outcome: Outcome) -> list[Record]:
         workload.arrival.tolist(),
         outcome.first.tolist(),
         outcome.end.tolist(),
+        outcome.gap.tolist(),
         workload.prompt.tolist(),
         workload.output.tolist(),
         slos,
@@ -286,17 +287,17 @@ def records(workload: Workload, outcome: Outcome) -> list[Record]:
     return [_record(workload.tiers[tier], *rest) for tier, *rest in columns]
 
 
-def _record(tier: str, at: float, first: float, end: float, prompt: int, output: int, slo: Slo) -> Record:
+def _record(tier: str, at: float, first: float, end: float, gap: float, prompt: int, output: int, slo: Slo) -> Record:
     """Return one request's record; a request without an end was refused or fits no instance."""
     if math.isfinite(end):
-        return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo)
+        return Record(tier, at, at, first, end, prompt, output, _NO_GAPS, 200, None, slo, longest_gap=gap)
     return Record(tier, at, at, None, None, prompt, 0, _NO_GAPS, 429, "dropped: refused or too long", slo)
 
 
 def _slos(workload: Workload) -> list[Slo]:
     """Return each request's SLO; equal SLOs share an object, which is faster for 100,000 requests."""
-    columns = np.stack([workload.ttft, workload.tpot, workload.e2e], axis=1)
+    columns = np.stack([workload.ttft, workload.tpot, workload.e2e, workload.itl, workload.line], axis=1)
     kinds, which = np.unique(columns, axis=0, return_inverse=True)
     limits = [[limit if math.isfinite(limit) else None for limit in kind] for kind in kinds.tolist()]
-    slos = [Slo(ttft, tpot, e2e) for ttft, tpot, e2e in limits]
+    slos = [Slo(ttft, tpot, e2e, line=bool(line), itl=itl) for ttft, tpot, e2e, itl, line in limits]
     return [slos[kind] for kind in which.ravel().tolist()]

@@ -34,7 +34,7 @@ _NO_LOG = (
     "scheduler under headway serve, but not agents' engines, engines that died, or cancelled requests. "
     "The engine's /metrics and log show how busy it was, but not single requests."
 )
-_WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer"}
+_WORDS = {"ttft": "first token", "tpot": "time per token", "e2e": "whole answer", "itl": "longest gap"}
 _COLOURS = {
     OUT: "blue",
     "waiting": "cyan",
@@ -131,6 +131,8 @@ def placement(run: Run, story: Timeline) -> str:
 def _missed(kept: SloResult) -> str:
     if kept.promise == "tpot":
         return f"was {_s(kept.late)} too slow, {_pair(kept)} per token"
+    if kept.promise == "itl":
+        return f"had {_s(kept.seen)} between two tokens against an SLO of {_s(kept.promised)}"
     return f"had its {_WORDS[kept.promise]} {_s(kept.late)} late, {_pair(kept)}"
 
 
@@ -141,7 +143,7 @@ def _pair(kept: SloResult) -> str:
 def _window(story: Timeline, promise: str) -> tuple[float, float]:
     """Return the interval over which an SLO metric is measured."""
     first = story.first if math.isfinite(story.first) else story.end
-    return (story.arrival if promise != "tpot" else first, story.end if promise != "ttft" else first)
+    return (first if promise in ("tpot", "itl") else story.arrival, story.end if promise != "ttft" else first)
 
 
 def _cause(run: Run, story: Timeline, start: float, end: float) -> str:

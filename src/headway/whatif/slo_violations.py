@@ -1,4 +1,4 @@
-"""SLO violations of a run: which requests missed ttft, tpot or e2e, and by how many seconds.
+"""SLO violations of a run: which requests missed ttft, tpot, e2e or itl, and by how many seconds.
 
 A tpot violation is the excess per token times the tokens of the output, so that it compares with a late first
 token.
@@ -17,7 +17,7 @@ from headway.simulate.run import Outcome
 from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints
 
-PROMISES = ("ttft", "tpot", "e2e")
+PROMISES = ("ttft", "tpot", "e2e", "itl")
 _NEAR = 3  # most request ids to suggest
 _COMPARED = 2000  # most ids to compare with a misspelt one
 
@@ -26,7 +26,7 @@ _COMPARED = 2000  # most ids to compare with a misspelt one
 class SloResult:
     """One SLO metric of one request, in seconds.
 
-    promise: ttft, tpot or e2e
+    promise: one of PROMISES
     promised: limit
     seen: measured value, inf if it was never reached
     late: seconds by which the request missed the limit
@@ -43,10 +43,15 @@ class SloResult:
 
 
 def seen(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
-    """Return each metric of each request in seconds; inf if it was never reached, tpot 0 for one token."""
+    """Return each metric of each request in seconds; inf if it was never reached, tpot and itl 0 for one token."""
     rest = np.maximum(workload.output - 1, 1)
     tpot = np.where(workload.output > 1, (outcome.end - outcome.first) / rest, 0.0)
-    columns = {"ttft": outcome.first - workload.arrival, "tpot": tpot, "e2e": outcome.end - workload.arrival}
+    columns = {
+        "ttft": outcome.first - workload.arrival,
+        "tpot": tpot,
+        "e2e": outcome.end - workload.arrival,
+        "itl": outcome.gap,
+    }
     never = np.isnan(outcome.end)
     return {name: np.where(never | np.isnan(column), np.inf, column) for name, column in columns.items()}
 
@@ -68,7 +73,7 @@ def met(workload: Workload, outcome: Outcome) -> Bools:
 
 def late(workload: Workload, outcome: Outcome) -> dict[str, Floats]:
     """Return the seconds by which each request missed each metric, 0 if it met it or has no limit."""
-    times = {"ttft": 1, "tpot": np.maximum(workload.output - 1, 1), "e2e": 1}
+    times = {"ttft": 1, "tpot": np.maximum(workload.output - 1, 1), "e2e": 1, "itl": 1}
     found = {}
     for name, column in judged(workload, outcome).items():
         promised = getattr(workload, name)

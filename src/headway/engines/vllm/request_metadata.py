@@ -28,7 +28,7 @@ class RequestMetadata:
 
     id: Headway's request id.
     arrival: instant at which the gateway got the request.
-    ttft, tpot, e2e: SLO in seconds, inf = none.
+    ttft, tpot, e2e, itl: SLO in seconds, inf = none.
     line: as in `Slo`. weight, soft: as in `Jobs`.
     tokens_left: expected output tokens.
     spread: `Jobs.spread`.
@@ -41,6 +41,7 @@ class RequestMetadata:
     ttft: float = math.inf
     tpot: float = math.inf
     e2e: float = math.inf
+    itl: float = math.inf
     line: float = 0.0
     weight: float = 1.0
     soft: float = 0.0
@@ -74,8 +75,9 @@ def write_metadata(
     slo = request.slo
     values = {
         "ttft": slo.ttft,
-        "tpot": slo.tpot,
+        "tpot": slo.pace,
         "e2e": slo.e2e,
+        "itl": slo.itl,
         "soft": slo.soft if soft is None else soft,
         "weight": slo.weight if slo.weight != 1.0 else None,
         "line": 1.0 if slo.line else None,
@@ -131,6 +133,7 @@ def read_metadata(request: Any) -> RequestMetadata:
         ttft=_number(extra, "ttft", math.inf),
         tpot=_number(extra, "tpot", math.inf),
         e2e=_number(extra, "e2e", math.inf),
+        itl=_number(extra, "itl", math.inf),
         line=_number(extra, "line", 0.0),
         weight=_number(extra, "weight", 1.0),
         soft=_number(extra, "soft", 0.0),

@@ -19,7 +19,8 @@ log = logging.getLogger("headway.gateway")
 
 def measures(config: Config) -> bool:
     """Return whether a measurement of the engines says anything about the classes."""
-    return any(tier.ttft_ms is not None or tier.tpot_ms is not None for tier in config.classes.values())
+    targets = ((tier.ttft_ms, tier.tpot_ms, tier.itl_ms) for tier in config.classes.values())
+    return any(ms is not None for stated in targets for ms in stated)
 
 
 @dataclass(slots=True)
@@ -68,12 +69,14 @@ def fit_tier(tier: Tier, pace: MeasuredPace) -> Tier:
     """Return a class with the targets that an engine of this pace can meet, none tighter than stated."""
     if not tier.measured:
         return tier
-    ttft, tpot = tier.ttft_ms, tier.tpot_ms
-    if ttft is not None and SPARE * 1000 * pace.ttft > ttft:
-        ttft = round_up(HEADROOM * 1000 * pace.ttft)
-    if tpot is not None and SPARE * 1000 * pace.together > tpot:
-        tpot = round_up(HEADROOM * 1000 * pace.together)
-    return replace(tier, ttft_ms=ttft, tpot_ms=tpot)
+    ttft = _reachable(tier.ttft_ms, pace.ttft)
+    tpot, itl = (_reachable(ms, pace.together) for ms in (tier.tpot_ms, tier.itl_ms))
+    return replace(tier, ttft_ms=ttft, tpot_ms=tpot, itl_ms=itl)
+
+
+def _reachable(stated: float | None, took: float) -> float | None:
+    """Return a target in milliseconds, raised where an idle engine, which takes `took` seconds, has no room."""
+    return stated if stated is None or SPARE * 1000 * took <= stated else round_up(HEADROOM * 1000 * took)
 
 
 def _missed(tier: Tier, pace: MeasuredPace, spare: float) -> Iterator[str]:
@@ -81,9 +84,10 @@ def _missed(tier: Tier, pace: MeasuredPace, spare: float) -> Iterator[str]:
     if tier.ttft_ms is not None and spare * 1000 * pace.ttft > tier.ttft_ms:
         took = f"a prompt of {PROMPT} tokens takes {_ms(1000 * pace.ttft)}"
         yield f"{took}, {_verdict(1000 * pace.ttft, tier.ttft_ms)}"
-    if tier.tpot_ms is not None and spare * 1000 * pace.together > tier.tpot_ms:
-        took = f"a token takes {_ms(1000 * pace.together)} with {_streams(pace)}"
-        yield f"{took}, {_verdict(1000 * pace.together, tier.tpot_ms)}"
+    for stated in tier.tpot_ms, tier.itl_ms:
+        if stated is not None and spare * 1000 * pace.together > stated:
+            took = f"a token takes {_ms(1000 * pace.together)} with {_streams(pace)}"
+            yield f"{took}, {_verdict(1000 * pace.together, stated)}"
 
 
 def _verdict(took: float, stated: float) -> str:
@@ -116,6 +120,8 @@ def describe(tier: Tier) -> str:
         parts.append(f"first token {_ms(tier.ttft_ms)}")
     if tier.tpot_ms is not None:
         parts.append(f"{'then ' if parts else ''}{_ms(tier.tpot_ms)} per token{from_due}")
+    if tier.itl_ms is not None:
+        parts.append(f"no gap above {_ms(tier.itl_ms)}")
     if tier.e2e_ms is not None:
         parts.append(f"whole answer {_ms(tier.e2e_ms)}")
     if tier.ttft_ms is None and tier.e2e_ms is None:

@@ -135,7 +135,7 @@ def _targets(request: Request) -> list[tuple[str, float | None]]:
     """Return the SLOs in seconds; the deadline of its run counts as an e2e."""
     slo, stage = request.slo, request.stage
     run = stage.target if stage else None
-    return [("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("e2e", run)]
+    return [("ttft", slo.ttft), ("tpot", slo.tpot), ("itl", slo.itl), ("e2e", slo.e2e), ("e2e", run)]
 
 
 def _refusal(what: str, hint: str, setting: str, param: str | None = None) -> RequestError:

@@ -45,6 +45,7 @@ _SLO_NAMES: dict[str, tuple[str, ...]] = {
     "ttft": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "ttft_slo_ms"),
     "tpot": ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "tpot_slo_ms"),
     "e2e": ("x-slo-e2e-ms", "x-llm-d-slo-e2e-ms", "ttlt_slo_ms"),
+    "itl": ("x-slo-itl-ms", "itl_slo_ms"),
 }
 # The headers that are read, with their JSON types.
 HEADERS: dict[str, str] = {
@@ -55,7 +56,7 @@ HEADERS: dict[str, str] = {
 }
 # OpenAI's names, unless a class has them; where there is no class for one, vLLM ignores it, and so do we.
 _OPENAI_TIERS = {"auto": "default", "default": "default", "scale": "default", "priority": "chat", "flex": "batch"}
-_HEADWAY_FIELDS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "background", "service_tier", "headway")
+_HEADWAY_FIELDS = ("ttft_slo_ms", "tpot_slo_ms", "ttlt_slo_ms", "itl_slo_ms", "background", "service_tier", "headway")
 
 
 class Body(BaseModel):
@@ -81,6 +82,7 @@ class Body(BaseModel):
     ttft_slo_ms: Ms | None = None
     tpot_slo_ms: Ms | None = None
     ttlt_slo_ms: Ms | None = None
+    itl_slo_ms: Ms | None = None
     headway: run_identity.RunFields | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -340,9 +342,11 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
-    own: dict[str, Any] = {
+    own: dict[str, float | None] = {
         target: value for target, names in _SLO_NAMES.items() if (value := _target(names, body, headers)) is not None
     }
+    if not body.stream and ("itl" in own or tier.itl_ms is not None):
+        own["itl"] = None  # an answer that comes as a whole has no gaps
     if not own:
         return tier.slo  # one object for all requests without targets of their own
     soft = None if {"ttft", "e2e"} & own.keys() else tier.slo.soft

@@ -88,7 +88,6 @@ class ResponseStream(DeferredResponse):
         super().__init__()
         self._path, self._in_flight = path, in_flight
         self._reader = EventReader(wants_usage, in_flight.transcript)
-        self._silence: float | None = None  # the longest between two tokens of the stream, in seconds
         self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
         self._started = self._complete = False
         self._client_gone = False  # the client has disconnected before the end
@@ -135,8 +134,9 @@ class ResponseStream(DeferredResponse):
             wrapped = EngineError(f"Headway failed: {error!r}.", "This is a bug; its trace is in the log.", status=500)
             await self._send_error(wrapped, scope, receive, send)
         finally:
-            if self._silence is not None and (self._reader.tokens > 1 or not self._reader.complete):
-                self._path.observers.streamed(self._in_flight.request, self._silence)
+            silence = self._in_flight.silence
+            if silence is not None and (self._reader.tokens > 1 or not self._reader.complete):
+                self._path.observers.streamed(self._in_flight.request, silence)
 
     async def _serve_from_engine(self, scope: Scope, send: Send) -> bool:
         """Serve until the response is complete; return False when its engine is lost and it is queued again."""
@@ -242,13 +242,16 @@ class ResponseStream(DeferredResponse):
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
         reader = self._reader
-        seam = asyncio.get_running_loop().time() - self._token_at  # negative in front of the first token
+        self._note_silence(asyncio.get_running_loop().time() - self._token_at)  # negative before the first token
         try:
             await self._pass_on(reader, response, scope, send)
         finally:
-            self._silence = max(self._silence or 0.0, seam, response.silence)
+            self._note_silence(response.silence)
         if reader.complete:
             await _drain(response)
+
+    def _note_silence(self, seconds: float) -> None:
+        self._in_flight.silence = max(self._in_flight.silence or 0.0, seconds)
 
     async def _pass_on(self, reader: EventReader, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Send what comes until the stream is complete, and close the request."""
@@ -263,6 +266,7 @@ class ResponseStream(DeferredResponse):
             if reader.complete:
                 await self._path.turns.take()
                 await self._end(data, send)
+                self._note_silence(response.silence)
                 await self._path.finish(self._in_flight, reader.tokens)
                 return
             if data:

@@ -88,7 +88,7 @@ class JournalKeeper(Observer):
         request, e2e = in_flight.request, end.at - in_flight.request.arrival
         tpot = request.tpot(ttft, e2e, end.output_tokens)
         promised = request.slo.objective != "best_effort"
-        met = int(request.slo.met(ttft, tpot, e2e)) if promised else None
+        met = int(request.slo.met(ttft, tpot, e2e, in_flight.silence or 0.0)) if promised else None
         first = request.arrival + ttft
         self._put(self._row(request, in_flight, end.at, "finished", met, None, first, end.output_tokens))
 
@@ -151,6 +151,7 @@ class JournalKeeper(Observer):
             stage.unit[:_NAME] if stage else None, outcome, met, reason,
             in_flight.overflow.late if in_flight and in_flight.overflow else None,
             in_flight.spent(outcome, output_tokens) if in_flight else None,
+            slo.itl, in_flight.silence if in_flight else None,
         )  # fmt: skip
 
     def _wall(self, instant: float) -> float:

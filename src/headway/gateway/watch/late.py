@@ -128,5 +128,7 @@ def _targets(one: InFlightRequest, end: float, output_tokens: int) -> Iterator[t
     if slo.tpot is not None and more > 0:
         whole, start = slo.tpot * more, max(first, arrival + slo.ttft) if slo.line and slo.ttft else first
         yield "tpot", whole, end - start - whole
+    if slo.itl is not None and one.silence is not None:
+        yield "itl", slo.itl, one.silence - slo.itl
     if slo.e2e is not None:
         yield "e2e", slo.e2e, end - arrival - slo.e2e

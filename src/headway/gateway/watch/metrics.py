@@ -133,7 +133,7 @@ class Metrics(Observer):
         self._resumed = Counter("headway_streams_resumed", help, ["model", "result"], registry=r)
         self._targets = Gauge(
             "headway_slo_target_seconds",
-            "Targets of a class: ttft, tpot and e2e are promised, soft_ttft orders its requests only.",
+            "Targets of a class: ttft, tpot, e2e and itl are promised, soft_ttft orders its requests only.",
             ["class", "target"],
             registry=r,
         )
@@ -175,7 +175,13 @@ class Metrics(Observer):
         self._targets.clear()
         for name, tier in classes.items():
             slo = tier.slo
-            for target, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot), ("e2e", slo.e2e), ("soft_ttft", slo.soft)):
+            for target, seconds in (
+                ("ttft", slo.ttft),
+                ("tpot", slo.tpot),
+                ("e2e", slo.e2e),
+                ("itl", slo.itl),
+                ("soft_ttft", slo.soft),
+            ):
                 if seconds is not None:
                     self._targets.labels(name, target).set(seconds)
 
@@ -297,7 +303,7 @@ class Metrics(Observer):
         answers.prompt.inc(request.prompt_tokens)
         answers.output.inc(output_tokens)
         self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, end.in_flight.found, output_tokens)
-        self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e))
+        self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e, end.in_flight.silence or 0.0))
 
     def streamed(self, request: Request, silence: float) -> None:
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""

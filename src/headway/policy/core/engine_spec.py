@@ -107,6 +107,7 @@ class PromisesConfig(NamedTuple):
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
+    itl_margin: share of each itl that iterations leave, because forecasts of them err.
     catch_up_share: an answer behind its tpot asks for iterations in which it catches up by the end of twice
         its expected answer, but for none shorter than this share of its tpot.
     overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
@@ -147,6 +148,7 @@ class PromisesConfig(NamedTuple):
     defer_beyond_s: float = 30.0
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
+    itl_margin: float = 0.1
     catch_up_share: float = 0.6
     overdue_share: float = 0.2
     kept_overdue_share: float = 0.6

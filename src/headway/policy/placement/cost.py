@@ -259,8 +259,8 @@ class Placement:
         """Take note of a request. keys: of its prompt."""
         if keys:
             self._keys[request.id] = keys
-        if request.slo.tpot is not None:
-            self._rates[request.id] = 1 / request.slo.tpot
+        if (pace := request.slo.pace) is not None:
+            self._rates[request.id] = 1 / pace
 
     def sent(self, backlog: Backlog, row: int, name: str, now: float) -> None:
         """Take note of a request that goes to an engine, whether that is up or not."""

@@ -78,7 +78,7 @@ class Scaler:
     def ended(self, request: Request, computed: int, output_tokens: int) -> None:
         """Take note of a request that was answered. computed: tokens of its prompt that no cache had."""
         slo = request.slo
-        promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.tpot, slo.e2e))
+        promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.pace, slo.e2e))
         answer = max(request.per_answer(output_tokens), 1)
         self._ended.append((request.arrival, float(max(computed, 1)), float(answer), *promises))
         self._new += 1

@@ -48,7 +48,7 @@ _STAGE = {"app": "apps", "run": "runs", "unit": "units"}
 _CODES = {"tier": "tiers", "model": "models", "tenant": "tenants", **_STAGE, "prefix": "prefixes"}
 _OPTIONAL = {*_STAGE, "prefix", "drop", "soft", "line"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
-_TARGETS = ("ttft", "tpot", "e2e")
+_TARGETS = ("ttft", "tpot", "e2e", "itl")
 _REALS = {"arrival", *_TARGETS, "weight", "soft"}
 
 
@@ -70,7 +70,7 @@ class Workload:
     prompt: tokens, 1 or more.
     output: tokens that the answer will have, 1 or more; only the simulated engine reads them.
     max_tokens: tokens that the user allows, `output` or more.
-    ttft, tpot, e2e: SLO targets in seconds, inf = none.
+    ttft, tpot, e2e, itl: SLO targets in seconds, inf = none; itl may be left out.
     priority: lower is more urgent.
     tier, model, tenant: codes, the indices of their names in `tiers`, `models` and `tenants`.
     app, run, unit: codes of the request's `Stage`; the run "" = the request belongs to no application.
@@ -106,13 +106,15 @@ class Workload:
     weight: Floats = field(default_factory=_no_reals)
     soft: Floats = field(default_factory=_no_reals)
     line: Ints = field(default_factory=_no_codes)
+    itl: Floats = field(default_factory=_no_reals)
     prefix: Ints = field(default_factory=_no_codes)
     prefixes: tuple[Prefix | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         n = len(self.arrival)
-        if not len(self.weight):
-            object.__setattr__(self, "weight", np.ones(n))
+        for name, value in ("weight", 1.0), ("itl", np.inf):
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.full(n, value))
         for name in _COLUMNS:
             values = getattr(self, name)
             given = name not in _OPTIONAL or len(values)
@@ -144,7 +146,7 @@ class Workload:
     @property
     def promised(self) -> Bools:
         """Tell which requests have an SLO."""
-        return np.asarray(np.isfinite(np.minimum(np.minimum(self.ttft, self.tpot), self.e2e)))
+        return np.asarray(np.isfinite(np.min([getattr(self, name) for name in _TARGETS], axis=0)))
 
     @cached_property
     def _rows(self) -> dict[str, int]:
@@ -170,6 +172,7 @@ class Workload:
                 float(self.weight[i]),
                 float(self.soft[i]) or None,
                 bool(self.line[i]),
+                _target(self.itl[i]),
             ),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
@@ -370,8 +373,8 @@ def _drawn(traffic: TrafficClass, trace: Trace | None, rows: Ints, rng: np.rando
 
 
 def _scaled(slo: Slo, scale: float) -> Slo:
-    ttft, tpot, e2e = (None if each is None else each * scale for each in (slo.ttft, slo.tpot, slo.e2e))
-    return replace(slo, ttft=ttft, tpot=tpot, e2e=e2e)
+    targets = {name: getattr(slo, name) for name in _TARGETS}
+    return replace(slo, **{name: each and each * scale for name, each in targets.items()})
 
 
 def _built(columns: dict[str, NDArray[Any]], names: dict[str, tuple[str, ...]]) -> Workload:

@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
-VERSION = 5  # of the tables below, in PRAGMA user_version
+VERSION = 6  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -32,8 +32,9 @@ class RequestRow:
     sent, resent: instants of the first and last sending to an engine. first: of its first token.
     prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: of output tokens,
         when it was last sent.
-    ttft, tpot, e2e: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
+    ttft, tpot, e2e, itl: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
     line: 1 = its tpot counts from when the first token is due (`Slo.line`).
+    gap: longest silence between two tokens of its stream, seconds.
     priority: lower is more urgent.
     instance: the last engine. found: tokens of its prompt that this one was known to hold when it was sent there.
     requeues: how often it came back from an engine.
@@ -78,6 +79,8 @@ class RequestRow:
     reason: str | None
     overflow_late: float | None = None
     overflow_cost: float | None = None
+    itl: float | None = None
+    gap: float | None = None
 
     @property
     def verdict(self) -> str:

@@ -228,7 +228,7 @@ def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Work
     output = np.maximum(output, 1)
     counted = [row.outcome != "cancelled" for row in rows]
     columns: dict[str, Any] = {
-        name: np.array([getattr(row, name) or np.inf for row in rows]) for name in ("ttft", "tpot", "e2e")
+        name: np.array([getattr(row, name) or np.inf for row in rows]) for name in ("ttft", "tpot", "e2e", "itl")
     }
     for target in columns.values():
         target[~np.array(counted)] = np.inf
@@ -263,7 +263,7 @@ def _outcome(rows: Sequence[RequestRow], instances: Sequence[str], began: float)
         if row.first is not None:
             outcome.first[i] = row.first - began
         if row.outcome == "finished":
-            outcome.end[i] = row.ended - began
+            outcome.end[i], outcome.gap[i] = row.ended - began, row.gap or 0.0
         if row.instance in instances:
             outcome.instance[i] = instances.index(row.instance)
     return outcome

@@ -184,7 +184,7 @@ def session(calls: int, patience: float = 3600.0, api_key: str | None = None) ->
 
 def _headers(call: Call) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "x-llm-d-inference-objective": call.tier}
-    for name in ("ttft", "tpot", "e2e"):
+    for name in ("ttft", "tpot", "e2e", "itl"):
         limit = getattr(call.slo, name)
         if limit is not None:
             headers[f"x-slo-{name}-ms"] = f"{limit * 1000:.3f}".rstrip("0").rstrip(".")

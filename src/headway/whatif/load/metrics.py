@@ -108,7 +108,7 @@ def promised(records: Sequence[Record]) -> list[Record]:
 
 
 def values(records: Sequence[Record], metric: str) -> Floats:
-    """Return one of METRICS in seconds for every completed request (itl: every gap; tpot: from 2 tokens)."""
+    """Return one of METRICS, or gap, in seconds for each completed request (itl: every gap; tpot: from 2 tokens)."""
     done = [record for record in records if record.ok]
     if metric == "itl":
         return np.concatenate([np.empty(0), *(record.itl for record in done)])
@@ -140,7 +140,7 @@ def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator
     yield "throughput.output_tokens_per_s", _per(out, span), "tokens/s"
     for metric in METRICS:
         yield from _spread(metric, values(done, metric))
-    gaps = values(done, "itl")
+    gaps = values(done, "gap")
     yield "gap.max", float(gaps.max() * 1000) if gaps.size else None, "ms"
 
 

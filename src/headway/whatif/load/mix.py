@@ -23,7 +23,7 @@ from headway.types import Floats, Slo
 from headway.whatif.load import prompts
 from headway.whatif.load.records import Call
 
-_WORDS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}
+_WORDS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e", "itl": "itl"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # used in an HTTP header and in ids of figures
 
 
@@ -125,6 +125,8 @@ def load(name: str | Path) -> Mix:
 
 def parse_slo(text: str) -> Slo:
     """Parse "ttft:1500 tpot:150 e2el:20000" (milliseconds), as in `vllm bench serve --goodput`.
+
+    As there, tpot is the mean of a request; itl:50 bounds each gap between two of its tokens.
 
     Raises ConfigError for an unknown or repeated metric and for a number that is not positive.
     """

@@ -46,6 +46,7 @@ class Record:
     counted: the endpoint did not report usage, so output_tokens counts chunks and prompt_tokens is 0
     id: x-request-id of the response, None without one
     model: as in `Call`
+    longest_gap: of `itl`, where single gaps are not known
     """
 
     tier: str
@@ -62,6 +63,7 @@ class Record:
     counted: bool = False
     id: str | None = None
     model: str | None = None
+    longest_gap: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -84,9 +86,14 @@ class Record:
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.ok and self.output_tokens > 1 else None
 
     @property
+    def gap(self) -> float | None:
+        """Longest silence between visible chunks in seconds; None where there was none or it is not known."""
+        return float(self.itl.max()) if self.itl.size else self.longest_gap
+
+    @property
     def met(self) -> bool:
         """Tell whether it completed within its SLO (as in vLLM, the tpot of one token is 0)."""
-        return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el)
+        return self.ok and self.slo.met(self.ttft, self.tpot or 0.0, self.e2el, self.gap or 0.0)
 
 
 # Counters of an engine during a run, by name: preemptions; those of `scheduler_stats.py` and `hook.py` in

@@ -196,6 +196,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
             ttft=metadata.ttft,
             tpot=metadata.tpot,
             e2e=metadata.e2e,
+            itl=metadata.itl,
             line_from=metadata.arrival + metadata.ttft if metadata.line else -math.inf,
             weight=metadata.weight,
             soft=metadata.soft,

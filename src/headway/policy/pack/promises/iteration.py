@@ -19,7 +19,17 @@ from headway.policy.forecast.latency.online import prefill_of, seconds_of
 from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.kernels import CompiledStep, Rows, allocate, missing_of
 from headway.policy.pack.promises.limits import TimeLimits
-from headway.policy.pack.promises.outlook import ANSWER, HOPE, PROMPT, WAITS, Outlook, can_wait, lead_of, reserved_of
+from headway.policy.pack.promises.outlook import (
+    ANSWER,
+    HOPE,
+    PROMPT,
+    WAITS,
+    Outlook,
+    can_wait,
+    lead_of,
+    reserved_of,
+    rest_of,
+)
 from headway.policy.pack.promises.queue import Queue
 from headway.types import Floats, Ints
 
@@ -140,7 +150,7 @@ def _most_urgent(jobs: Rows, kept: Outlook) -> int:
 def _rest_of(params: PackerParams, jobs: Rows, kept: Outlook, i: int, now: float) -> float:
     """Return the seconds for which an answer can stand still."""
     row = kept.rows[i]
-    rest = min(lead_of(params.keep, jobs, row, now), jobs["last"][row] + params.max_gap - now)
+    rest = min(rest_of(params.keep, jobs, row, now), jobs["last"][row] + params.max_gap - now)
     return float(min(rest, kept.start[i] - now) if jobs["e2e"][row] < np.inf else rest)
 
 

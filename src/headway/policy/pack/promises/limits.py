@@ -11,7 +11,7 @@ from headway.policy.core.engine_spec import PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
 from headway.policy.pack.kernels import Rows, missing_of
-from headway.policy.pack.promises.outlook import ANSWER, PROMPT, Outlook, lead_of, pace_to_catch_up
+from headway.policy.pack.promises.outlook import ANSWER, PROMPT, Outlook, lead_of, pace_to_catch_up, rest_of
 from headway.types import Floats, Ints
 
 
@@ -51,7 +51,8 @@ def seconds_allowed(
             lead = lead_of(params.keep, jobs, row, now)
             # One that is behind need not catch up at once; to stop all prompts for it would not save it.
             catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
-            first = min(first, lead if lead > pace.token else max(catch_up, pace.token))
+            rest = rest_of(params.keep, jobs, row, now)
+            first = min(first, rest if rest > pace.token else max(catch_up, pace.token))
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
                 share = min(share, params.keep.leading_share)

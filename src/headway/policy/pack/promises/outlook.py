@@ -244,15 +244,18 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool) ->
 def reserved_of(jobs: Rows, row: int, block: int, grow: float) -> float:
     """Return the KV blocks that admission counts for a row; grow: share of its answer that is left.
 
-    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it.
+    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it. To one
+    with an itl an eviction is a gap, so all of it is.
     """
+    if jobs["itl"][row] < np.inf:
+        grow = 1.0
     return blocks_of(jobs, row, block, 0.0 if can_wait(jobs, row) else grow)
 
 
 @compiled
 def can_wait(jobs: Rows, row: int) -> bool:
-    """Tell whether a row's answer may stand still when it is ahead: it has a tpot and no deadline."""
-    return bool(jobs["tpot"][row] < np.inf and jobs["e2e"][row] == np.inf)
+    """Tell whether a row's answer may stand still when it is ahead: it has a tpot, no itl and no deadline."""
+    return bool(jobs["tpot"][row] < np.inf and min(jobs["e2e"][row], jobs["itl"][row]) == np.inf)
 
 
 @compiled
@@ -296,6 +299,10 @@ def outlook_of(params: PackerParams, jobs: Rows, row: int, now: float, theta: Fl
         if _is_paused(jobs, row) and not lost:
             return PROMPT, due  # so that it goes on before it is behind
         start = min(start, catch_up)
+        if jobs["itl"][row] < np.inf:  # a gap that was too long stays
+            next_due = jobs["last"][row] + jobs["itl"][row]
+            lost = lost or jobs["gap"][row] > jobs["itl"][row] or next_due < now + prompt
+            start = min(start, next_due - prompt)
     if lost:
         return LOST, -np.inf
     deferred = start - now > params.keep.defer_beyond_s and not (made and caution.keeps_begun)
@@ -317,6 +324,13 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds by which an answer is ahead of its tpot; less the margin that it keeps of it."""
     kept = (1.0 - keep.tpot_margin) * jobs["tpot"][row]
     return float(tpot_from(jobs, row) + jobs["output_tokens"][row] * kept - now)
+
+
+@compiled
+def rest_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
+    """Return the seconds for which an answer can stand still: by its lead, and until its gap is too long."""
+    gap = jobs["last"][row] + (1.0 - keep.itl_margin) * jobs["itl"][row] - now
+    return float(min(lead_of(keep, jobs, row, now), gap))
 
 
 @compiled
