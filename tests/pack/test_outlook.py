@@ -106,7 +106,8 @@ def test_answers_with_an_itl_compute_in_each_iteration_and_their_kv_is_kept_free
     rows = [answer(**ahead, itl=0.1 if i % 2 else np.inf) for i in range(12)]
     step = packer(running=8).pack(jobs(*rows), ROOM, 0.11)
     assert set(range(1, 12, 2)) <= set(ran(step)[:8].tolist())
-    assert can_wait(jobs(rows[0]).data, 0) and not can_wait(jobs(rows[1]).data, 0)
+    assert can_wait(jobs(rows[0]).data, 0)
+    assert not can_wait(jobs(rows[1]).data, 0)
     held = [reserved_of(jobs(row).data, 0, 16, 0.0) for row in rows[:2]]
     assert held[1] - held[0] == pytest.approx(50 / 16)
 
