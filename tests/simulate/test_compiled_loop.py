@@ -164,6 +164,21 @@ def test_a_token_line_lets_early_answers_wait() -> None:
     assert not slo_violations.met(mean, lines)[kept].all()  # some are slower than that from their first token
 
 
+def test_no_gap_is_longer_than_promised_while_prompts_come_in_both_loops() -> None:
+    """The same mean alone lets answers that are ahead wait for prompts."""
+    one, rng = instance_spec("opt-13b-a100", 40, 2000, 256), np.random.default_rng(0)
+    chats = single(poisson(2.0, 30.0, rng), 200, 60, model="m", slo=Slo(ttft=2.0, tpot=0.06))
+    plain = single(poisson(1.0, 30.0, rng), 500, 20, model="m")
+    workload = concat(chats, plain).sorted()
+    itl = np.where(np.isfinite(workload.tpot), 0.06, np.inf)
+    each = replace(workload, itl=itl, tpot=np.full(len(workload), np.inf))
+    gaps, means = (Simulation(RECIPES["headway"], [one], traffic).run() for traffic in (each, workload))
+    same(gaps, Simulation(RECIPES["headway"], [one], each, fast=False).run())
+    assert slo_violations.met(each, gaps)[each.promised].all()
+    assert gaps.gap[each.promised].max() <= 0.06 < means.gap[each.promised].max()
+    assert slo_violations.met(workload, means).all()
+
+
 def test_what_is_overdue_comes_before_a_far_deadline_in_both_loops() -> None:
     """More requests of a batch, and more without a promise, than the window has places for."""
     one = instance_spec("opt-13b-a100", 8, 120, 256)
