@@ -295,8 +295,6 @@ def _update_gauges(gateway: Gateway) -> None:
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
     metrics.set_plan(controller.planner.gauges)
-    for model, count in controller.scaling.current.items() if controller.scaling else ():
-        metrics.wanted.labels(model).set(count)
     metrics.running.set(len(controller.requests) - controller.queued)
     metrics.runs.count(gateway.dispatcher.runs)
     for store, file in _sqlite_files(gateway.config).items():

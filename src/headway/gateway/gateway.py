@@ -120,7 +120,7 @@ async def serving(
         recovery = Recovery(broker, path.closings, background, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
-        loops += _autoscalers(config, wired, fleet)
+        loops += _autoscalers(config, wired, fleet, metrics)
         try:
             async with keep_graphs(knowledge, config.apps_dir), wired.running(), fleet, background.running():
                 await recovery.renew()
@@ -189,12 +189,17 @@ def _fleet(
     return OwnFleet(config, wired.agents, wired.make, work, preflight, metrics, counters=counters, paces=paces)
 
 
-def _autoscalers(config: Config, wired: LocalGateway | RemoteGateway, fleet: Fleet) -> list[tasks.Loop]:
-    models = [model for model, one in config.scale.items() if one.starts_engines]
-    if not models or isinstance(wired, RemoteGateway):
-        return []
+def _autoscalers(
+    config: Config, wired: LocalGateway | RemoteGateway, fleet: Fleet, metrics: Metrics
+) -> list[tasks.Loop]:
+    """Return what acts on the numbers of engines that models need, which become metrics."""
     scaling = wired.control.controller.scaling
-    assert scaling is not None, "there is one where a model has [scale]"
+    if scaling is None or isinstance(wired, RemoteGateway):
+        return []
+    metrics.wanted.counts = lambda: scaling.current
+    models = [model for model, one in config.scale.items() if one.starts_engines]
+    if not models:
+        return []
     autoscaler = Autoscaler(fleet, scaling, models)
     wired.control.have = autoscaler.have
     return [autoscaler.run]

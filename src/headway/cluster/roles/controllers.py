@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 from headway.cluster.roles.leader import Leader
@@ -22,13 +23,20 @@ log = logging.getLogger("headway.gateway")
 class ControllerProcess:
     """A controller that leads whenever the wire lets it; each term begins with a new, empty `Leader`.
 
-    leader: that of the current or last term, None = it has not led yet.
+    leader: that of the current or last term, None = it has not led yet. metrics: its own.
     """
 
     def __init__(self, config: Config, link: WireLink, lengths: LengthService, metrics: Metrics) -> None:
-        self._config, self._link, self._lengths, self._metrics = config, link, lengths, metrics
+        self._config, self._link, self._lengths, self.metrics = config, link, lengths, metrics
         self.leader: Leader | None = None
         self._term = 0
+        metrics.wanted.counts = self._wanted
+
+    def _wanted(self) -> Mapping[str, int]:
+        """Return how many engines models need; nothing while another controller leads, which knows better."""
+        leader = self.leader if self._link.connected else None
+        scaling = None if leader is None else leader.control.controller.scaling
+        return {} if scaling is None else scaling.current
 
     def state(self) -> dict[str, int]:
         """Return the number of requests that it knows, 0 while it does not lead."""
@@ -45,7 +53,7 @@ class ControllerProcess:
                     log.info("this controller leads, in term %d", self._term)
                     await self.leader.control.prepare()
                     await stack.enter_async_context(
-                        tasks.running(*self.leader.loops(), failed=self._metrics.loop_failed)
+                        tasks.running(*self.leader.loops(), failed=self.metrics.loop_failed)
                     )
                 self._receive(self.leader, message)
 
@@ -55,7 +63,7 @@ class ControllerProcess:
             leader.receive(message)
         except Exception:
             log.exception("handling a message from %s failed; asking it for a full report", message.sender)
-            self._metrics.loop_failed("receive")
+            self.metrics.loop_failed("receive")
             leader.distrust(message.sender)
 
     def _new_leader(self) -> Leader:

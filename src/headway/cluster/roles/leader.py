@@ -80,11 +80,13 @@ class _Gateway:
 class _Agent:
     """An agent. heard: instant of its last message. engines: ids of its engines that have reported.
 
-    refused: ids of engines that get no work, already logged.
+    at_work: id -> model, of its engines that are up or starting. refused: ids of engines that get no work, already
+    logged.
     """
 
     heard: float
     engines: set[str] = field(default_factory=set)
+    at_work: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
 
@@ -99,6 +101,7 @@ class Leader:
     def __init__(self, link: WireLink, make: Make, lease_s: float, engines: Collection[str]) -> None:
         self._link, self._lease_s, self._configured = link, lease_s, engines
         self.control = make(self._execute, self._inquire)
+        self.control.have = self.have
         self._gateways: dict[str, _Gateway] = {}
         self._agents: dict[str, _Agent] = {}
         self._owner: dict[str, str] = {}  # request -> gateway
@@ -269,6 +272,9 @@ class Leader:
     def _receive_engine(self, name: str, state: EngineState) -> None:
         """Take note of an engine that is new or was doubted; all other changes come as events."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
+        agent.at_work.pop(state.id, None)
+        if _at_work(state):
+            agent.at_work[state.id] = state.current
         new = state.id not in agent.engines
         if new and (why := self._refusal(name, state)) is not None:
             if state.id not in agent.refused:
@@ -286,8 +292,10 @@ class Leader:
 
     def _forget_removed(self, name: str, ids: Collection[str]) -> None:
         """Forget the engines of an agent that were removed; they are down already."""
-        for id in self._agents[name].engines - {*ids}:
-            self._agents[name].engines.discard(id)
+        agent = self._agents[name]
+        agent.at_work = {id: model for id, model in agent.at_work.items() if id in ids}
+        for id in agent.engines - {*ids}:
+            agent.engines.discard(id)
             self._agent_of.pop(id, None)
 
     def _refusal(self, name: str, state: EngineState) -> str | None:
@@ -331,6 +339,11 @@ class Leader:
         self.control.notify_all(*ups.values())
 
     # ---- leading
+
+    def have(self, model: str) -> int:
+        """Return how many engines of a model are up or starting."""
+        at_work = {id: one for agent in self._agents.values() for id, one in agent.at_work.items()}
+        return sum(one == model for one in at_work.values())
 
     async def _announce(self) -> None:
         """Announce that this controller leads, and forget silent gateways and agents, until cancelled."""
@@ -401,6 +414,13 @@ class Leader:
     def _inquire(self, instance: str, ids: Sequence[str]) -> None:
         if instance in self._agent_of:
             self._link.send(self._agent_of[instance], Asked(instance, tuple(ids)))
+
+
+def _at_work(state: EngineState) -> bool:
+    """Tell whether an engine takes work when it is up, and is up or starting; those for overflow do not count."""
+    if state.leaving not in (None, "roll"):
+        return False
+    return state.failure is None if state.instance is None else state.instance.overflow is None
 
 
 def _engine_of(event: Event) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter as Counts
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -95,8 +95,8 @@ class Metrics(Observer):
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
-        help = "Engines that a model's promises need now, of models with [scale]."
-        self.wanted = Gauge("headway_wanted_engines", help, ["model"], registry=r)
+        self.wanted = _Wanted()
+        r.register(self.wanted)
         self.up = Gauge("headway_engine_up", "1 when the instance answers.", ["instance"], registry=r)
         help = "1 when this page has the instance's own metrics: it was up and answered in time."
         self.scraped = Gauge("headway_engine_scraped", help, ["instance"], registry=r)
@@ -384,6 +384,20 @@ class _PlanGauges(Collector):
             GaugeMetricFamily(f"headway_plan_{name}", f"The planner's {name}.", value=value)
             for name, value in self.gauges.items()
         ]
+
+
+class _Wanted(Collector):
+    """How many engines models need. counts: returns the number by model, of those with [scale]."""
+
+    def __init__(self) -> None:
+        self.counts: Callable[[], Mapping[str, int]] = dict
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        help = "Engines that a model's promises need now, of models with [scale]."
+        family = GaugeMetricFamily("headway_wanted_engines", help, labels=["model"])
+        for model, count in self.counts().items():
+            family.add_metric([model], count)
+        return [family]
 
 
 class _Families(Collector):
