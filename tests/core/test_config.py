@@ -181,7 +181,8 @@ min = 0
 max = 4
 share = 0.95
 start_s = 90.0
-starts_engines = true
+starts_engines = false
+command = ["scale", "{{model}}", "{{wanted}}"]
 
 [tracing]
 endpoint = "http://localhost:4318"
@@ -343,7 +344,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.apps == Apps("graphs", 30.0)
     assert config.journal == Journal("/var/lib/headway/journal", 64, 3.5)
     assert config.log == Log("debug", "json", True)
-    assert config.scale == {"some": Scale(4, 0, 0.95, 90.0, True)}
+    assert config.scale == {"some": Scale(4, 0, 0.95, 90.0, False, ("scale", "{model}", "{wanted}"))}
     assert config.tracing == Tracing("http://localhost:4318", "gateway", 0.25)
     assert config.batches == Batches("files", 20, 500, 100, 3, 16)
     assert config.wire == Wire(SECRET, "east", 7.5, "10.0.0.5")
@@ -399,6 +400,11 @@ def test_the_example_above_names_every_field_there_is() -> None:
 def test_a_model_has_no_more_engines_at_least_than_at_most() -> None:
     with pytest.raises(ConfigError, match=r"scale\.m in .* has a min of 3 engines and a max of 2"):
         parse({"scale": {"m": {"min": 3, "max": 2}}})
+
+
+def test_either_headway_or_a_command_starts_engines() -> None:
+    with pytest.raises(ConfigError, match=r"scale\.m in .* has starts_engines and a command"):
+        parse({"scale": {"m": {"max": 2, "starts_engines": True, "command": ["true"]}}})
 
 
 def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> None:

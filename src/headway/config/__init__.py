@@ -412,6 +412,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if scale.min > scale.max:
             problem = f"scale.{model} in {where} has a min of {scale.min} engines and a max of {scale.max}."
             yield ConfigError(problem, "Lower min, or raise max.", param=f"scale.{model}.min")
+        if scale.starts_engines and scale.command is not None:
+            problem = f"scale.{model} in {where} has starts_engines and a command, which would both start engines."
+            yield ConfigError(problem, "Leave one of them out.", param=f"scale.{model}.command")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
 

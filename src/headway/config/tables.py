@@ -122,6 +122,8 @@ class Scale:
     min, max: engines; with min = 0 the last one stops while nothing comes. share: share of the promises to keep.
     start_s: time of an engine's start, until one has been seen. starts_engines: `headway serve` starts and stops the
         engines of this machine by it, copies of the model's first one.
+    command: program and arguments to run instead whenever another number is wanted, by `headway serve` or the
+        controller that leads. In each argument {model} and {wanted} are replaced.
     """
 
     max: Count
@@ -129,6 +131,7 @@ class Scale:
     share: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.99
     start_s: Positive = 60.0
     starts_engines: bool = False
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
 
 @dataclass(frozen=True, config=_STRICT)

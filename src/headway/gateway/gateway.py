@@ -29,6 +29,7 @@ from headway.gateway.control.prewarm import BackendWarmer
 from headway.gateway.control.remote.control import NoPlanner
 from headway.gateway.control.remote.gateway import RemoteGateway
 from headway.gateway.control.remote.orders import RemoteOrders
+from headway.gateway.control.scale_command import commands
 from headway.gateway.control.setup import be_ready, controller_of, engine_maker
 from headway.gateway.control.targets import Paces, measures
 from headway.gateway.control.wiring import LocalGateway
@@ -197,12 +198,12 @@ def _autoscalers(
     if scaling is None or isinstance(wired, RemoteGateway):
         return []
     metrics.wanted.counts = lambda: scaling.current
-    models = [model for model, one in config.scale.items() if one.starts_engines]
-    if not models:
-        return []
+    loops = commands(config.scale, metrics.wanted.counts)
+    if not (models := [model for model, one in config.scale.items() if one.starts_engines]):
+        return loops
     autoscaler = Autoscaler(fleet, scaling, models)
     wired.control.have = autoscaler.have
-    return [autoscaler.run]
+    return [*loops, autoscaler.run]
 
 
 def _bodies(config: Config) -> ByteBudget:

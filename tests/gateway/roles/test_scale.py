@@ -20,8 +20,10 @@ def page(headway: Parts, name: str) -> str:
     return TestClient(app, base_url="http://10.0.0.5:9000").get("/metrics").text
 
 
-def test_the_controller_that_leads_exports_the_number_wanted(fake: Fake, tmp_path: Path) -> None:
-    scale = {"smollm2": Scale(max=3, min=2), "other": Scale(max=4, min=0)}
+def test_the_controller_that_leads_exports_the_number_wanted_and_runs_the_command(fake: Fake, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    command = ("sh", "-c", f"echo $0 >>{told}", "{wanted}")
+    scale = {"smollm2": Scale(max=3, min=2, command=command), "other": Scale(max=4, min=0)}
     config = configuration(tmp_path, fake.url, DEAD, scale=scale)
     with parts(config, tmp_path) as headway:
         headway.controller("c1")
@@ -32,6 +34,7 @@ def test_the_controller_that_leads_exports_the_number_wanted(fake: Fake, tmp_pat
             assert gateway.post(gateway.chat()).status_code == 200
             line = 'headway_wanted_engines{model="smollm2"} 2.0'
             until(lambda: line in page(headway, "c1"), 20)
+            until(lambda: told.exists() and told.read_text() == "2\n")
             assert "headway_wanted_engines{" not in page(headway, "c2")
             assert "headway_wanted_engines{" not in gateway.get("/metrics").text
             leader = headway.controllers["c1"].leader
@@ -44,4 +47,5 @@ def test_the_controller_that_leads_exports_the_number_wanted(fake: Fake, tmp_pat
             until(lambda: leader.have("smollm2") == 2)
             headway.kill("c1")
             until(lambda: line in page(headway, "c2"), 20)
+            until(lambda: told.exists() and told.read_text() == "2\n2\n")
             assert "headway_wanted_engines{" not in page(headway, "c1")

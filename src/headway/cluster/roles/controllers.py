@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
+from headway import clock
 from headway.cluster.roles.leader import Leader
 from headway.cluster.wire.port import Message, WireLink
 from headway.config import Config
@@ -13,6 +14,7 @@ from headway.gateway import tasks
 from headway.gateway.control.control import Control, Inquire
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.control.planning import Execute
+from headway.gateway.control.scale_command import commands
 from headway.gateway.control.setup import controller_of, drops
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
@@ -29,13 +31,13 @@ class ControllerProcess:
     def __init__(self, config: Config, link: WireLink, lengths: LengthService, metrics: Metrics) -> None:
         self._config, self._link, self._lengths, self.metrics = config, link, lengths, metrics
         self.leader: Leader | None = None
-        self._term = 0
+        self._term, self._since = 0, 0.0  # the number of its term, and the instant of its begin
         metrics.wanted.counts = self._wanted
 
     def _wanted(self) -> Mapping[str, int]:
-        """Return how many engines models need; nothing while another controller leads, which knows better."""
-        leader = self.leader if self._link.connected else None
-        scaling = None if leader is None else leader.control.controller.scaling
+        """Return how many engines models need; nothing while it does not lead, or may not have heard of all agents."""
+        knows = self._link.connected and clock.now() - self._since > self._config.wire.lease_seconds
+        scaling = self.leader.control.controller.scaling if self.leader is not None and knows else None
         return {} if scaling is None else scaling.current
 
     def state(self) -> dict[str, int]:
@@ -49,12 +51,11 @@ class ControllerProcess:
             async for message in self._link.messages():
                 if self.leader is None or message.epoch != self._term:
                     await stack.aclose()
-                    self._term, self.leader = message.epoch, self._new_leader()
+                    self._term, self._since, self.leader = message.epoch, clock.now(), self._new_leader()
                     log.info("this controller leads, in term %d", self._term)
                     await self.leader.control.prepare()
-                    await stack.enter_async_context(
-                        tasks.running(*self.leader.loops(), failed=self.metrics.loop_failed)
-                    )
+                    loops = [*self.leader.loops(), *commands(self._config.scale, self._wanted)]
+                    await stack.enter_async_context(tasks.running(*loops, failed=self.metrics.loop_failed))
                 self._receive(self.leader, message)
 
     def _receive(self, leader: Leader, message: Message) -> None:
