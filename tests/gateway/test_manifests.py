@@ -17,11 +17,13 @@ import yaml  # type: ignore[import-untyped]
 
 from headway.cli.main import app
 from headway.config import load
+from headway.gateway.watch.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OVERLAYS = ("kubernetes", "prometheus")  # directories with a kustomization; the second one is on the first
 ANY_FILE = "--load-restrictor", "LoadRestrictionsNone"
 ROLES = {"gateway", "controller", "agent"}
+METRICS = {family.name for family in Metrics().registry.collect()}
 API = {
     "Deployment": "apps/v1",
     "StatefulSet": "apps/v1",
@@ -30,6 +32,7 @@ API = {
     "Ingress": "networking.k8s.io/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "ServiceMonitor": "monitoring.coreos.com/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
 }
 
 
@@ -207,9 +210,34 @@ def test_prometheus_asks_gateways_and_keeps_the_engines_names() -> None:
     assert [one["metadata"]["name"] for one in services] == ["headway"]  # the job of alerts.yml
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in services[0]["spec"]["ports"]}
-    (job,) = yaml.safe_load((DEPLOY / "prometheus" / "scrape.yml").read_text())["scrape_configs"]
+    job, of_controllers = yaml.safe_load((DEPLOY / "prometheus" / "scrape.yml").read_text())["scrape_configs"]
     assert (job["job_name"], job["honor_labels"], endpoint["honorLabels"]) == ("headway", True, True)
     assert "gateway" in {rule["target_label"] for rule in job["relabel_configs"]}
+    (monitor,) = of_kind("PodMonitor")
+    (ports,) = [ports for _, ports in pods(monitor["spec"]["selector"]["matchLabels"])]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"] in ports, of_controllers["job_name"]) == (True, monitor["metadata"]["name"])
+
+
+def test_keda_and_an_hpa_make_as_many_engines_as_are_wanted() -> None:
+    keda, hpa = (yaml.safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text()) for name in ("scale", "hpa"))
+    (rule,) = yaml.safe_load((DEPLOY / "prometheus" / "adapter.yaml").read_text())["rules"]["external"]
+    (trigger,), (metric,) = keda["spec"]["triggers"], hpa["spec"]["metrics"]
+    assert (keda["apiVersion"], hpa["apiVersion"]) == ("keda.sh/v1alpha1", "autoscaling/v2")
+    assert keda["metadata"]["name"] == hpa["metadata"]["name"] == "headway-engines"
+    target = hpa["spec"]["scaleTargetRef"]
+    assert {one: target[one] for one in ("kind", "name")} == keda["spec"]["scaleTargetRef"]
+    bounds = [hpa["spec"]["minReplicas"], hpa["spec"]["maxReplicas"]]
+    assert [keda["spec"]["minReplicaCount"], keda["spec"]["maxReplicaCount"]] == bounds
+    assert keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["spec"]["behavior"]
+    assert trigger["metricType"] == metric["external"]["target"]["type"] == "AverageValue"
+    assert trigger["metadata"]["threshold"] == metric["external"]["target"]["averageValue"] == "1"
+    asked = metric["external"]["metric"]
+    assert rule["seriesQuery"] == asked["name"] in METRICS
+    matchers = ",".join(f'{name}="{value}"' for name, value in asked["selector"]["matchLabels"].items())
+    query = rule["metricsQuery"].replace("<<.Series>>", asked["name"]).replace("<<.LabelMatchers>>", matchers)
+    assert query == trigger["metadata"]["query"]
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
@@ -219,9 +247,8 @@ def test_kubectl_reads_the_manifests_with_the_configuration(name: str) -> None:
     made = subprocess.run(argv, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     found = list(yaml.safe_load_all(made.stdout))
-    assert {one["kind"] for one in found} - {"ConfigMap"} == set(API) - (
-        {"ServiceMonitor"} if name == "kubernetes" else set()
-    )
+    monitors = {kind for kind in API if kind.endswith("Monitor")}
+    assert {one["kind"] for one in found} - {"ConfigMap"} == set(API) - (monitors if name == "kubernetes" else set())
     maps = [one for one in found if one["kind"] == "ConfigMap"]
     assert maps[0]["data"]["headway.toml"] == (DEPLOY / "headway.toml").read_text()
     assert {one["name"] for one in named(found, "configMap")} == {maps[0]["metadata"]["name"]}
