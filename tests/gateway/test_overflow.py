@@ -198,6 +198,30 @@ def test_no_more_is_spent_than_the_budget(opened: Open, paid: Paid) -> None:
         assert gateway.controller.overflow.spent("e1", time.time()) <= 0.0002
 
 
+def test_what_was_spent_counts_after_a_restart_and_for_another_gateway(fake: Fake, paid: Paid, tmp_path: Path) -> None:
+    config = beside(tmp_path, fake.url, paid, hourly_budget=0.00021)  # 0.00015 are reserved, 0.00003 spent
+    with learned(config) as gateway, learned(config) as other:
+        assert ask(gateway).json()["model"] == MODEL
+        assert ask(other).json()["model"] == MODEL
+        gateway.newest()
+    with learned(config) as gateway:
+        assert ask(gateway).json()["model"] == MODEL
+        asked = paid.last()["asked"]
+        assert ask(gateway).json()["model"] == "smollm2"
+        assert paid.last()["asked"] == asked == 3
+        assert gateway.controller.overflow.spent("e1", time.time()) < 0.00005, "it knows of its own alone"
+
+
+def test_what_was_refused_costs_nothing_after_a_restart(fake: Fake, paid: Paid, tmp_path: Path) -> None:
+    config = beside(tmp_path, fake.url, paid, hourly_budget=0.0002)  # for one
+    with learned(config) as gateway:
+        paid.refuse(500)
+        assert ask(gateway).json()["model"] == "smollm2"
+        paid.refuse(200)
+    with learned(config) as gateway:
+        assert ask(gateway).json()["model"] == MODEL
+
+
 @pytest.mark.parametrize("status", [429, 500, 503, 401, 404])
 def test_what_it_refuses_is_answered_here_and_it_is_left_alone(opened: Open, paid: Paid, status: int) -> None:
     with opened() as gateway:

@@ -351,3 +351,33 @@ async def test_forgetting_keeps_leases_that_protect_jobs(two: list[Broker]) -> N
         await first.put(job("b"))
     assert not await first.renew(30.0)
     await first.put(job("b"))
+
+
+# ---- accounts
+
+
+async def test_an_account_holds_for_all_gateways_and_for_an_hour(two: list[Broker]) -> None:
+    first, second = two
+    assert await first.spend("x", "a", 0.6, 1.0, 10.0)
+    assert not await second.spend("x", "b", 0.5, 1.0, 11.0)
+    assert await second.spend("y", "b", 0.5, 1.0, 11.0), "another account"
+    assert await second.spend("x", "b", 0.25, 1.0, 11.0)
+    await first.refund("x", "a", 0.35)
+    assert await second.spend("x", "b", 0.5, 1.0, 12.0), "the same request once more"
+    assert not await first.spend("x", "c", 0.01, 1.0, 3609.0)
+    assert await first.spend("x", "c", 0.25, 1.0, 3610.0), "what the first one has cost is an hour old"
+    assert not await first.spend("x", "d", 0.01, 1.0, 3611.0)
+    assert await first.spend("x", "d", 1.0, 1.25, 3612.0)
+    await second.refund("x", "nothing", 1.0)
+
+
+async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -> None:
+    calls = [broker.spend("x", f"{i}{broker.owner}", 1.0, 10.0, 5.0) for i in range(10) for broker in two]
+    assert sum(await asyncio.gather(*calls)) == 10
+
+
+async def test_an_account_outlives_its_gateway(connect: Connect) -> None:
+    async with gateways(connect, "A") as (broker,):
+        assert await broker.spend("x", "a", 0.6, 1.0, 10.0)
+    async with gateways(connect, "B") as (broker,):
+        assert not await broker.spend("x", "b", 0.6, 1.0, 11.0)

@@ -99,7 +99,7 @@ class InFlightRequest:
     waited: what it waited for in the queue, as in a header of its response; None = nothing.
     refusal: the error that its client gets instead of an answer, None = it is not refused.
     rank: the latest from `Send` or `Rerank`, `Jobs.urgency` in the engine. soft, found: of the latest `Send`.
-    overflow: as in the latest `Send`, None once it came back.
+    overflow: as in the latest `Send`, None once it came back. account: from which that is paid, None = from none.
     attempts: engines that died over it since it was accepted or recovered.
     prompt_tokens: as its engine counts them, 0 = not reported yet.
     cached_tokens: of its prompt, found in the engine's prefix cache; None = not reported.
@@ -129,6 +129,7 @@ class InFlightRequest:
     soft: float | None = None
     found: int = 0
     overflow: Overflowed | None = None
+    account: str | None = None
     attempts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
@@ -201,7 +202,7 @@ class InFlightRequest:
     def await_engine_again(self, reason: ReturnReason) -> None:
         """Replace the engine future: the engine that it named has died, or serves another model."""
         self.engine_future = _new_future()
-        self.returned, self.overflow = (time.monotonic(), reason), None
+        self.returned, self.overflow, self.account = (time.monotonic(), reason), None, None
         self.enter(RequestState.QUEUED)
 
     def promise_headers(self) -> list[tuple[bytes, str]]:

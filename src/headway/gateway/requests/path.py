@@ -34,7 +34,7 @@ from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
-from headway.gateway.requests.overflow import Declined, answered
+from headway.gateway.requests.overflow import Declined, answered, reserve, settle
 from headway.gateway.transcript import Diverged, Transcript
 from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import RequestTracing
@@ -206,6 +206,8 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, _reason_taken_back(engine, in_flight))
             except Declined as declined:
                 log.warning("request %s: %s", in_flight.id, declined)
+                await settle(self.broker, in_flight, 0.0)
+                in_flight.raise_if_refused()
                 self._dispatcher.requeue(in_flight, "declined", declined.aside_s)
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
@@ -286,6 +288,8 @@ class RequestPath:
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        if engine.config.overflow:
+            await reserve(self.broker, engine, in_flight)
         request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
         opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
         if engine.config.overflow:
@@ -375,6 +379,8 @@ class RequestPath:
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, now)
         self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
+        if (units := in_flight.spent("finished", output_tokens)) is not None:
+            await settle(self.broker, in_flight, units)
         return done
 
     async def fail(

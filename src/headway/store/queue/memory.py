@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
 
 
 @dataclass(slots=True)
@@ -21,10 +21,14 @@ class _Lease:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """The state that brokers of one process share: all jobs in the order of their puts, and leases by owner."""
+    """The state that brokers of one process share: all jobs in the order of their puts, and leases by owner.
+
+    spent: account and id -> instant and units.
+    """
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, _Lease] = field(default_factory=dict)
+    spent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
 class MemoryBroker:
@@ -125,6 +129,22 @@ class MemoryBroker:
             return False
         del self._jobs[id]
         return True
+
+    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
+        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
+        spent = self._store.spent
+        for key in [key for key, (at, _) in spent.items() if key[0] == account and at <= now - ACCOUNT_S]:
+            del spent[key]
+        if sum(cost for (name, _), (_, cost) in spent.items() if name == account) + units > most:
+            return False
+        _, before = spent.get((account, id), (now, 0.0))
+        spent[account, id] = now, before + units
+        return True
+
+    async def refund(self, account: str, id: str, units: float) -> None:
+        """Count this much less for a request."""
+        if (found := self._store.spent.get((account, id))) is not None:
+            self._store.spent[account, id] = found[0], found[1] - units
 
     async def close(self) -> None:
         """End the lease."""

@@ -22,6 +22,7 @@ from typing import Protocol
 from headway.errors import HeadwayError
 
 RETRY_S = 10  # seconds until a refused request may be sent again
+ACCOUNT_S = 3600.0  # for which what was spent counts
 
 
 @dataclass(slots=True)
@@ -133,6 +134,16 @@ class Broker(Protocol):
 
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended. False when it is open, unknown or forgotten."""
+
+    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
+        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was.
+
+        It counts for an hour, in the account of this name, which all gateways of the store share. A request that is
+        in the account already costs as much more. It survives a crash when this returns.
+        """
+
+    async def refund(self, account: str, id: str, units: float) -> None:
+        """Count this much less for a request, from the instant at which it was counted."""
 
     async def close(self) -> None:
         """Finish pending writes, end the lease and release files and threads.

@@ -24,9 +24,9 @@ from headway.errors import HeadwayError
 from headway.store.postgres.link import Address, Lost
 from headway.store.postgres.schema import loaded, lock_of, stored
 from headway.store.postgres.session import Lane, Session
-from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
-from headway.store.queue.postgres_schema import JOBS
+from headway.store.queue.postgres_schema import JOBS, SPENT
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
 READS = 16  # limit of reads that share one round trip: each answer may be megabytes
@@ -40,6 +40,11 @@ CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, bo
     WHERE id = $3 AND state = 'open' RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
+EXPIRE_SPENT = "DELETE FROM {s}.spent WHERE account = $1 AND at <= $2"
+SPEND = """INSERT INTO {s}.spent AS one (account, id, at, units) SELECT $1, $2, $3, $4::float8
+    WHERE (SELECT coalesce(sum(units), 0) FROM {s}.spent WHERE account = $1) + $4 <= $5::float8
+    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units RETURNING true"""
+REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
 # For calls whose outcome is unknown as the connection ended: puts are deleted, taken jobs are given back.
 UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
@@ -139,6 +144,14 @@ class PostgresBroker(Session):
         """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
 
+    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
+        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
+        return bool(await self._write("spend", text=account, id=id, instant=now, amounts=(units, most)))
+
+    async def refund(self, account: str, id: str, units: float) -> None:
+        """Count this much less for a request."""
+        await self._write("refund", text=account, id=id, amounts=(units,))
+
     def problem(self) -> str | None:
         """Return why jobs can be neither stored nor read now; None while both connections are up."""
         return None if self._closed else self._writer.problem or self._reader.problem
@@ -156,7 +169,7 @@ class PostgresBroker(Session):
     async def _begin(self, held: AsyncExitStack) -> None:
         if math.isfinite(self._most_apart_s):
             await self._address.check_clock(self._most_apart_s)
-        self._writer, self._reader = await self._link(held, "write", [JOBS]), await self._link(held, "read")
+        self._writer, self._reader = await self._link(held, "write", [JOBS, SPENT]), await self._link(held, "read")
         self._writes = Lane(self._writer, partial(together, limit=GROUP), self._change)
         self._reads = Lane(self._reader, partial(together, limit=READS), self._answer)
         self._lanes += self._writes, self._reads
@@ -183,6 +196,11 @@ class PostgresBroker(Session):
         """Apply the group in one transaction."""
         if group[0].verb == "cancel":
             return [await self._cancel(group[0], connection)]
+        if group[0].verb == "spend":
+            return [await self._spend(group[0], connection)]
+        if group[0].verb == "refund":
+            account, id, amounts = stored(group[0].text), stored(group[0].id), group[0].amounts
+            return [await connection.execute(self.sql(REFUND), account, id, *amounts)]
         # After a failure alone: then no other transaction has locked its rows.
         return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
 
@@ -203,6 +221,15 @@ class PostgresBroker(Session):
 
     async def _cancel(self, call: QueueCall, connection: Connection) -> bool:
         return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
+
+    async def _spend(self, call: QueueCall, connection: Connection) -> bool:
+        """Spend while no other gateway does, so that each sees what the others have spent."""
+        account, id = stored(call.text), stored(call.id)
+        assert call.instant is not None
+        async with connection.transaction():
+            await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} {account}"))
+            await connection.execute(self.sql(EXPIRE_SPENT), account, call.instant - ACCOUNT_S)
+            return bool(await connection.fetchval(self.sql(SPEND), account, id, call.instant, *call.amounts))
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
         """Read taken jobs in a separate statement, so that large answers delay no commit."""

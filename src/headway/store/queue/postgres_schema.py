@@ -113,4 +113,13 @@ _FREE = f"""
 CREATE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
     SELECT ARRAY ({FREE}) $free$;
 """
+# `account` and `id` are escaped as all texts are.
+_SPENT = """
+CREATE TABLE {s}.spent_meta (version integer NOT NULL);
+CREATE TABLE {s}.spent (
+    account text NOT NULL, id text NOT NULL, at double precision NOT NULL, units double precision NOT NULL,
+    PRIMARY KEY (account, id)
+);
+"""
+SPENT = Tables("spent_meta", 1, ("spent",), _SPENT)
 JOBS = Tables("headway_meta", 1, ("jobs", "leases"), _TABLES + _FREE + _APPLY)

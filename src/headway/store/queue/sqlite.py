@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
-from headway.store.queue.port import CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
+from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
@@ -65,6 +65,14 @@ FORGET = """DELETE FROM jobs WHERE seq IN
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
+# Made when something is spent first: gateways of earlier versions use the file, too.
+ACCOUNTS = """CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL,
+    units REAL NOT NULL, PRIMARY KEY (account, id)) WITHOUT ROWID"""
+EXPIRE_SPENT = "DELETE FROM spent WHERE account = ? AND at <= ?"
+SPEND = """INSERT INTO spent (account, id, at, units) SELECT :account, :id, :now, :units
+    WHERE (SELECT coalesce(sum(units), 0) FROM spent WHERE account = :account) + :units <= :most
+    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
+REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
 UNFIT = (
@@ -204,6 +212,15 @@ class SqliteBroker:
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
         return await self._write(partial(_changes, DELETE, [id])) == 1
+
+    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
+        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
+        values = {"account": account, "id": id, "units": units, "most": most, "now": now}
+        return await self._write(partial(_spend, values))
+
+    async def refund(self, account: str, id: str, units: float) -> None:
+        """Count this much less for a request."""
+        await self._write(partial(_refund, [units, account, id]))
 
     def problem(self) -> str | None:
         """Return why no job is accepted now: the file was deleted, replaced or damaged, or its log is too long."""
@@ -407,6 +424,17 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
 def _forget(before: float, db: sqlite3.Connection) -> int:
     db.execute(FORGET_LEASES, [before])
     return db.execute(FORGET, [before, SWEEP]).rowcount
+
+
+def _spend(values: dict[str, Any], db: sqlite3.Connection) -> bool:
+    db.execute(ACCOUNTS)
+    db.execute(EXPIRE_SPENT, [values["account"], values["now"] - ACCOUNT_S])
+    return db.execute(SPEND, values).rowcount == 1
+
+
+def _refund(values: list[Any], db: sqlite3.Connection) -> None:
+    db.execute(ACCOUNTS)  # the file may be new, because another one was damaged
+    db.execute(REFUND, values)
 
 
 def _check_lease(owner: str, db: sqlite3.Connection) -> None:
