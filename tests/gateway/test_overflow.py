@@ -109,11 +109,11 @@ def learned(config: Config) -> Iterator[Gateway]:
         yield gateway
 
 
-def slow(gateway: Gateway) -> None:
+def slow(gateway: Gateway, engine: str = "e0") -> None:
     """Let it know how slow its own engine is."""
 
     async def tell() -> None:
-        gateway.inner.dispatcher.notify(Learned("e0", SLOW))
+        gateway.inner.dispatcher.notify(Learned(engine, SLOW))
 
     gateway.do(tell())
 
@@ -323,6 +323,20 @@ def test_it_comes_and_goes_while_the_gateway_serves(late: Fake, paid: Paid, tmp_
         answer = gateway.post(gateway.chat(service_tier="tight"))
         assert answer.status_code in (404, 503), "alone it serves nothing"
         assert paid.last()["strange"] == []
+
+
+def test_one_that_is_left_alone_keeps_no_other_model_out(late: Fake, fake: Fake, paid: Paid, tmp_path: Path) -> None:
+    with serving(beside(tmp_path, late.url, paid)) as gateway:
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up"})
+        assert order(gateway, "DELETE", "/e0")[0] == 202
+        until(lambda: states(gateway) == {"e1": "up"})
+        assert order(gateway, "POST", json=terms(paid))[0] == 400, "one more would be alone, too"
+        add(gateway, url=fake.url, served_name="another")
+        assert gateway.post(gateway.chat(model="another")).status_code == 200
+        assert gateway.post(gateway.chat(service_tier="tight")).status_code == 404
+        add(gateway, url=late.url)
+        slow(gateway, "e3")
+        assert ask(gateway).json()["model"] == MODEL
 
 
 def test_what_it_has_ends_there_when_it_leaves(fake: Fake, tmp_path: Path) -> None:

@@ -140,9 +140,26 @@ class Fleet(ABC):
     def listed(self) -> list[dict[str, Any]]:
         """Return what operators are told of the engines."""
         return [
-            describe(one) | {"url": one.config.url, "inside": self._work.inside(id), "to_roll": id in self._rolls}
+            describe(one)
+            | {"url": one.config.url, "inside": self._work.inside(id), "to_roll": id in self._rolls}
+            | {"waits_for": self._waits_for(id)}
             for id, one in self.engines.items()
         ]
+
+    def _waits_for(self, id: str) -> str | None:
+        """Return what an engine that leaves or is to be replaced waits for, None = it does neither."""
+        engine = self.engines[id]
+        if engine.leaving is not None and not engine.stopped:
+            most, inside = engine.config.request_timeout_s, self._work.inside(id)
+            return f"the requests inside it ({inside}, each at most {most:g} s)" if inside else "its end"
+        if id not in self._rolls:
+            return None
+        return ", ".join(self._down(id)) or "the one before it"
+
+    def _down(self, id: str) -> list[str]:
+        """Return the engines that are to stay and are not at work, other than this one."""
+        stay = (one for one in self.engines.values() if one.leaving is None and not one.config.overflow)
+        return [one.id for one in stay if not one.serves and one.id != id]
 
     # ---- orders
 
@@ -174,7 +191,7 @@ class Fleet(ABC):
             able = {id: one for id, one in stay.items() if id in new or self.engines[id].leaving is None}
             self._check_work([*roll, *remove], able, "they end with status 503", now=now, force=force)
             if new:
-                await self._prepare(stay, {id: new[id] for id in added})
+                await self._prepare(stay, {id: new[id] for id in new if id in added or self.engines[id].stopped})
             for id in added:
                 await self._start(id, new[id], agent)
                 self._used.add(id)
@@ -261,11 +278,16 @@ class Fleet(ABC):
         old = self.engines[id].config
         return replace(engine, cards=old.cards if old.gpus == engine.gpus else None)
 
-    async def _prepare(self, stay: Mapping[str, Engine], added: Mapping[str, Engine]) -> None:
-        """Check the fleet as it is to be, and load the tokenizers of new models."""
+    async def _prepare(self, stay: Mapping[str, Engine], starting: Mapping[str, Engine]) -> None:
+        """Check the fleet as it is to be, and load the tokenizers of new models.
+
+        starting: settings of those that run beside all that run already.
+        """
         served = {name for one in stay.values() if not one.overflow for name in (*one.served, *one.adapters)}
         aliases = {alias: model for alias, model in self.config.aliases.items() if model in served}
-        named = tuple(replace(one, id=id) for id, one in stay.items())
+        # An overflow engine whose model has no other engine left serves nothing until that is back.
+        checked = (id for id, one in stay.items() if id in starting or not one.overflow or one.name in served)
+        named = tuple(replace(stay[id], id=id) for id in checked)
         own = {one.name for one in named if one.url is None}
         scale = {model: one for model, one in self.config.scale.items() if model in own or not one.starts_engines}
         await asyncio.to_thread(self._check, replace(self.config, engines=named, aliases=aliases, scale=scale))
@@ -282,13 +304,18 @@ class Fleet(ABC):
 
     async def _roll(self) -> None:
         """Replace engines, one after the other; those that are left stay as they are when one does not come up."""
+        waiting: str | None = None
         while self._rolls:
             if (id := self._next_roll()) is None:
+                first = next(iter(self._rolls))
+                if (waits := self._waits_for(first)) != waiting:
+                    log.info("engine %s is replaced when these are up: %s", first, waits)
+                waiting = waits
                 await asyncio.sleep(POLL_S)
             elif self.engines[id].stopped:  # it serves nothing that could wait for the others
                 self._begin(self._start_again(id, self._rolls.pop(id)))
             elif not await self._replace(id, self._rolls.pop(id)):
-                log.error("engine %s does not come up; not replaced: %s", id, ", ".join(self._rolls) or "no other")
+                log.error("engine %s is not replaced; nor are these: %s", id, ", ".join(self._rolls) or "no other")
                 self._rolls.clear()
                 self._update()
 
@@ -298,9 +325,8 @@ class Fleet(ABC):
 
     def _next_roll(self) -> str | None:
         """Return an engine that can be replaced now: it is not at work, or all others that stay are."""
-        stays = [one for one in self.engines.values() if one.leaving is None and not one.config.overflow]
         idle = [id for id in self._rolls if not self.engines[id].serves]
-        ready = [id for id in self._rolls if all(one.serves for one in stays if one.id != id)]
+        ready = [id for id in self._rolls if not self._down(id)]
         return next(iter(idle + ready), None)
 
     # ---- beside

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from headway.config import Config, Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.memory import check_memory
+from headway.errors import ConfigError
 from headway.gateway.control.agents import Agents
 from headway.gateway.control.fleet import POLL_S, Fleet, Work
 from headway.gateway.control.setup import Make
@@ -39,10 +40,10 @@ class OwnFleet(Fleet):
         self._agents, self._make, self._metrics, self._paces = agents, make, metrics, paces or Paces()
         self._cut: set[str] = set()  # engines that leave at once
 
-    async def _prepare(self, stay: Mapping[str, Engine], added: Mapping[str, Engine]) -> None:
-        await super()._prepare(stay, added)
-        if added:
-            await asyncio.to_thread(check_memory, added)
+    async def _prepare(self, stay: Mapping[str, Engine], starting: Mapping[str, Engine]) -> None:
+        await super()._prepare(stay, starting)
+        if starting:
+            await asyncio.to_thread(check_memory, starting)
 
     async def _start(self, id: str, settings: Engine, agent: str | None) -> None:
         await self._agents.start(self._make(id, settings))
@@ -86,6 +87,16 @@ class OwnFleet(Fleet):
             self._work.cut(engine)
             engine.sever()
 
+    async def _fitting(self, id: str, settings: Engine, before: Engine) -> Engine:
+        """Return new settings of an engine that has stopped, or those before if there is not the memory for them."""
+        try:
+            if settings != before:
+                await asyncio.to_thread(check_memory, {id: settings})
+        except ConfigError as error:
+            log.error("engine %s keeps its settings: %s", id, error)
+            return before
+        return settings
+
     async def _replace(self, id: str, settings: Engine) -> bool:
         old = self._agents.engines[id]
         old.leave("roll")
@@ -96,11 +107,12 @@ class OwnFleet(Fleet):
                 await self._stop(old)
                 return True
             await self._agents.stop(id)
-            new = self._make(id, settings)
+            fitting = await self._fitting(id, settings, old.config)
+            new = self._make(id, fitting)
             new.restarts = old.restarts + 1
             await self._agents.start(new)
             self._update()
         while True:
             if (state := new.state) != "starting":
-                return state != "failed"
+                return state != "failed" and fitting is settings
             await asyncio.sleep(POLL_S)
