@@ -125,9 +125,9 @@ def test_kubernetes_has_an_agent_for_each_engine_and_time_to_drain() -> None:
     agent = next(one for one in manifests() if one["kind"] == "StatefulSet")
     config = load(DEPLOY / "headway.toml")
     assert agent["spec"]["replicas"] == len(config.engines)
-    grace = {role: pod["terminationGracePeriodSeconds"] for role, pod, _ in workloads() if role == "gateway"}
+    grace = {role: pod["terminationGracePeriodSeconds"] for role, pod, _ in workloads() if role != "controller"}
     assert config.server.drain_s != "streams"
-    assert grace["gateway"] > config.server.drain_s
+    assert min(grace["gateway"], grace["agent"]) > config.server.drain_s
 
 
 def test_kubernetes_objects_have_their_api_and_a_name_of_their_own() -> None:

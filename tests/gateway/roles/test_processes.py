@@ -120,6 +120,15 @@ def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) ->
         assert made.kill("a1", signal.SIGTERM) == 0
 
 
+def test_an_agent_that_is_to_end_drains_its_engines(tmp_path: Path, fake: Fake) -> None:
+    with cluster(tmp_path, fake) as made, ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(made.chat, "g1", stream=True, **fakes(delay=0.2))
+        until(lambda: fake.last()["open"] == 1)
+        ended = pool.submit(made.kill, "a1", signal.SIGTERM)
+        assert stream.result(30).text.count("fake ") == 8, "it has gone on to its end"
+        assert ended.result(30) == 0
+
+
 def test_a_controller_s_state_needs_the_operator_s_key(tmp_path: Path) -> None:
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}")
     config = replace(configuration(tmp_path, "http://127.0.0.1:9"), wire=wire, keys=(Key("sk-alpha-123", "alpha"),))

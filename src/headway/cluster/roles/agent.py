@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from headway.cluster.wire.messages import (
@@ -31,6 +31,7 @@ from headway.errors import EngineError, HeadwayError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway import tasks
 from headway.gateway.control.agents import Agents
+from headway.gateway.control.fleet import POLL_S
 from headway.gateway.control.own_fleet import OwnFleet
 from headway.gateway.control.setup import Make, drops, engines_of
 from headway.gateway.preflight import preflight
@@ -95,6 +96,7 @@ class Agent:
     ) -> None:
         # Where some class drops requests, gateways want to know what is cached: they refuse by it at arrival.
         self._link, self._drops, self._configured = link, drops(config), config.named
+        self._drain_s = config.server.drain_s
         make = maker(self._tell)
         self.agents = Agents(engines_of(config, make, only), self._tell, self._progressed, apart=True)
         self.fleet = OwnFleet(config, self.agents, make, ReportedWork(), _check, metrics)
@@ -211,6 +213,17 @@ class Agent:
             engine.stopped,
             None if engine.config == self._configured.get(engine.id) else write_engine(engine.config),
         )
+
+    async def drain(self) -> None:
+        """Let all engines end what is inside them and stop, as far as that takes no longer than `server.drain_s`."""
+        limit = self._drain_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if limit == "streams" else limit):
+                for id in self.fleet.settings:
+                    if not self.agents.engines[id].stopped:
+                        await self.fleet.drain(id, force=True)
+                while not all(one.stopped for one in self.agents.engines.values()):
+                    await asyncio.sleep(POLL_S)
 
     def end(self) -> None:
         """Report that these engines are gone."""

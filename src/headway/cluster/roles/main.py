@@ -88,7 +88,7 @@ def controller(config: Config, *, port: int | None = None) -> int:
 def agent(
     config: Config, name: str | None, engines: Sequence[str], *, log_dir: Path | None = None, port: int | None = None
 ) -> int:
-    """Run engines until a signal; return the exit status.
+    """Run engines until a signal, then drain them until a second one at most; return the exit status.
 
     name: of this agent, the same after a restart; None = from the host name. engines: ids of the engines to run,
     empty = all of the configuration. port: for probes, None = none.
@@ -110,6 +110,9 @@ def agent(
             async with _probed(port, config, state, metrics), one.running(), tasks.running(listen):
                 try:
                     await _stop_signal()
+                    draining = [asyncio.create_task(work) for work in (one.drain(), _stop_signal())]
+                    await asyncio.wait(draining, return_when=asyncio.FIRST_COMPLETED)
+                    await tasks.cancel(*draining)
                 finally:
                     one.end()
 
