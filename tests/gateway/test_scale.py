@@ -33,6 +33,7 @@ def test_engines_start_and_stop_by_the_number_wanted(tmp_path: Path, monkeypatch
     with serving(config) as gateway:
         engines = gateway.inner.dispatcher.engines
         until(lambda: engines["e0"].state == "drained", 20)
+        assert gateway.get("/ready").status_code == 200
         assert gateway.post(gateway.chat(model="a")).status_code == 200
         assert {id: one.state for id, one in engines.items()} == {"e0": "up"}
         scaling = gateway.controller.scaling

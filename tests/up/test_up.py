@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ import ray
 from ray.cluster_utils import Cluster  # type: ignore[import-untyped, unused-ignore]
 
 from headway.cluster.up.cluster import Actors, connected
-from headway.cluster.up.parts import HOST, parts_of, template
+from headway.cluster.up.parts import HOST, PYTHON, TEMPLATE, agents_of, parts_of, template, with_copies
 from headway.cluster.up.supervisor import PartState
-from headway.config import Config, Engine, Up, Wire
+from headway.config import Config, Engine, Scale, Up, Wire, parse
 from headway.config import Server as ServerConfig
 from headway.engines.vllm.process.launch import free_port
-from headway.errors import ConfigError
+from headway.errors import ConfigError, EngineError
 from tests.gateway.gateway import CHAT, SAY, WEB, Fake, configuration, until
 from tests.helpers import rabbitmq
 
@@ -59,6 +60,21 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Actors(ray, wired)
 
 
+def test_a_model_that_scales_has_copies_and_a_command() -> None:
+    scale = {"a": Scale(max=3, starts_engines=True), "b": Scale(max=3, command=("true",)), "c": Scale(max=4)}
+    engines = (Engine("/a", gpus=1, cards="0", id="first"), Engine("/b"), Engine("/a", url="http://x", served_name="a"))
+    config = with_copies(Config(engines=engines, scale=scale))
+    assert list(config.named) == ["first", "e1", "e2", "e3"]
+    assert config.engines[3] == replace(engines[0], id=None, cards="1")
+    assert [part.name for part in agents_of(config, "a")] == ["agent-0", "agent-2", "agent-3"]
+    again = parse(tomllib.loads(template(config)))
+    assert not again.scale["a"].starts_engines
+    command = f"{PYTHON} -m headway.cli up --config {TEMPLATE} --engines {{model}}={{wanted}}"
+    assert " ".join(again.scale["a"].command or ()) == command
+    assert again.scale["b"] == scale["b"]
+    assert template(with_copies(again)) == template(config), "so that its parts are those that run"
+
+
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -84,24 +100,56 @@ def fakes(tmp_path: Path) -> Iterator[list[Fake]]:
         fake.stop()
 
 
-def test_parts_move_when_a_node_goes_and_end_together(
-    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def on_nodes(nodes: Cluster, fakes: list[Fake], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return a configuration of an engine on each node."""
     monkeypatch.setenv("HEADWAY_RABBITMQ_URL", rabbitmq.the_url())
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
-    base = configuration(tmp_path, fakes[0].url)
+    base = configuration(folder, fakes[0].url)
     engines = tuple(
         replace(base.engines[0], url=fake.url, resources={"cpus": 0.5, f"{NODE}{i}": 1.0})
         for i, fake in enumerate(fakes)
     )
     up = Up(nodes.address, gateways=1, controllers=1, cpus=0.5, memory_gib=0.1)
-    server = replace(base.server, port=free_port())
-    config = replace(base, wire=wire, engines=engines, up=up, server=server)
+    return replace(base, wire=wire, engines=engines, up=up, server=replace(base.server, port=free_port()))
 
-    def chat(state: PartState) -> int:
-        body = {"model": "smollm2", "messages": SAY, "max_tokens": 8}
-        return int(WEB.post(f"http://{state.host}:{state.port}{CHAT}", json=body, timeout=30).status_code)
 
+def chat(state: PartState) -> int:
+    body = {"model": "smollm2", "messages": SAY, "max_tokens": 8}
+    return int(WEB.post(f"http://{state.host}:{state.port}{CHAT}", json=body, timeout=60).status_code)
+
+
+def test_agents_follow_the_number_wanted(
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To none while nothing comes, and back for a request that waits; by hand; as far as there are nodes."""
+    config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
+    config = replace(config, scale={"smollm2": Scale(max=2, min=0, start_s=1.0, starts_engines=True)})
+    with connected(config) as actors:
+        agents = lambda: {name for name in actors._names() if name.startswith("agent")}  # noqa: E731
+        try:
+            states = actors.up(told)
+            until(lambda: not agents(), 60)
+            assert chat(states["gateway-0"]) == 200
+            assert agents() == {"agent-0"}
+            until(lambda: not agents(), 60)
+            actors.scale("smollm2", 2)
+            assert agents() == {"agent-0", "agent-1"}
+            nodes.remove_node(nodes.second, allow_graceful=False)
+            with pytest.raises(EngineError, match=r"agent-1 has no node yet; it needs 0.5 CPU, 1 headway_node1"):
+                until(lambda: actors.scale("smollm2", 2), 60)
+            actors.scale("smollm2", 1)
+            assert agents() == {"agent-0"}
+            with pytest.raises(ConfigError, match="has 2 engines of 'smollm2', not 3"):
+                actors.scale("smollm2", 3)
+        finally:
+            actors.down(told)
+
+
+def test_parts_move_when_a_node_goes_and_end_together(
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
+    engines = config.engines
     with connected(config) as actors:
         try:
             first = actors.up(told)

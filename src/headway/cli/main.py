@@ -168,14 +168,24 @@ def agent(
 Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster; default: up.address.")]
 
 
+Engines = Annotated[
+    str | None, typer.Option(help="MODEL=NUMBER: only start or stop agents of this model, until it has this number.")
+]
+
+
 @app.command()
-def up(config: ConfigFile = None, address: Address = None) -> None:
+def up(config: ConfigFile = None, address: Address = None, engines: Engines = None) -> None:
     """Run gateways, controllers and agents on a Ray cluster; restart those whose configuration changed."""
+    from headway.cluster.up.command import scale
     from headway.cluster.up.command import up as run
     from headway.config import load
 
     setup = load(config)
-    run(replace(setup, up=replace(setup.up, address=address or setup.up.address)))
+    setup = replace(setup, up=replace(setup.up, address=address or setup.up.address))
+    if engines is None:
+        run(setup)
+    else:
+        scale(setup, engines)
 
 
 @app.command()

@@ -121,7 +121,7 @@ class Scale:
 
     min, max: engines; with min = 0 the last one stops while nothing comes. share: share of the promises to keep.
     start_s: time of an engine's start, until one has been seen. starts_engines: `headway serve` starts and stops the
-        engines of this machine by it, copies of the model's first one.
+        engines of this machine by it, `headway up` agents, with copies of the model's first engine.
     command: program and arguments to run instead whenever another number is wanted, by `headway serve` or the
         controller that leads. In each argument {model} and {wanted} are replaced.
     """

@@ -241,10 +241,14 @@ def _status(app: FastAPI, state: AppState) -> None:
 
 
 def _every_model_is_up(state: AppState) -> bool:
-    """Return whether there are models, and each has an engine that takes any work; those for overflow do not."""
-    engines = state.gateway.dispatcher.engines.values()
+    """Return whether there are models, and each has an engine that takes any work; those for overflow do not.
+
+    A model that may have none (scale.MODEL.min = 0) gets one for its next request.
+    """
+    engines, scale = state.gateway.dispatcher.engines.values(), state.gateway.config.scale
+    idle = {model for model, one in scale.items() if not one.min}
     up = {name for engine in engines if engine.serves and not engine.config.overflow for name in engine.models.names}
-    return bool(state.models.engines) and up >= set(state.models.engines)
+    return bool(state.models.engines) and up | idle >= set(state.models.engines)
 
 
 def _operations(app: FastAPI, state: AppState) -> None:

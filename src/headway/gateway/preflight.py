@@ -50,8 +50,8 @@ def _check_scale(config: Config, starts_engines: bool) -> None:
     """Raise ConfigError for engines that are to follow the promises and cannot."""
     for model in (model for model, one in config.scale.items() if one.starts_engines):
         if not starts_engines:
-            problem = f"scale.{model}.starts_engines is for headway serve; here agents run the engines."
-            hint = "Leave it out, and start engines by headway_wanted_engines (docs/scale.md)."
+            problem = f"scale.{model}.starts_engines is for headway serve and headway up; here you start agents."
+            hint = "Leave it out, and set command, or start agents by headway_wanted_engines (docs/scale.md)."
         elif not any(one.url is None and one.name == model for one in config.engines):
             problem = f"scale.{model}.starts_engines is set, but Headway starts no engine of that model."
             hint = "Leave it out, or add [[engines]] of that model without url."

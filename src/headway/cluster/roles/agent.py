@@ -222,7 +222,9 @@ class Agent:
                 for id in self.fleet.settings:
                     if not self.agents.engines[id].stopped:
                         await self.fleet.drain(id, force=True)
-                while not all(one.stopped for one in self.agents.engines.values()):
+                while True:
+                    if all(one.stopped for one in self.agents.engines.values()):
+                        return
                     await asyncio.sleep(POLL_S)
 
     def end(self) -> None:

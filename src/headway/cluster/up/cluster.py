@@ -6,13 +6,14 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from headway.cluster.up.parts import Part, parts_of, template
+from headway.cluster.up.parts import Part, agents_of, parts_of, template, with_copies
 from headway.cluster.up.supervisor import PartState, Supervisor
 from headway.config import Config
 from headway.errors import ConfigError, EngineError
@@ -28,7 +29,8 @@ class Actors:
     """The parts of one Headway installation on a Ray cluster. ray: the imported module."""
 
     def __init__(self, ray: Any, config: Config) -> None:
-        self._ray, self._config, self._text = ray, config, template(config)
+        self._ray, self._config = ray, with_copies(config)
+        self._text, self._copies = template(self._config), set(self._config.named) - set(config.named)
         self._env = _variables(self._text)
 
     def up(self, on_change: OnChange) -> dict[str, PartState]:
@@ -37,7 +39,7 @@ class Actors:
         Agents and controllers start together. Gateways follow one by one, so that the others keep serving.
         on_change: called with each state seen. EngineError when a part is not ready in time.
         """
-        parts = parts_of(self._config)
+        parts = self.parts()
         self.down(on_change, keep={part.name for part in parts})
         gateways = [part for part in parts if part.name.startswith("gateway")]
         others = [part for part in parts if part not in gateways]
@@ -48,6 +50,38 @@ class Actors:
             self._ensure(part)
             found |= self._ready([part], on_change)
         return found
+
+    def parts(self) -> list[Part]:
+        """Return the parts that are to run: of a model that scales, agents that do, or those that it begins with."""
+        names, left = set(self._names()), set[str]()
+        for model in (model for model, one in self._config.scale.items() if one.starts_engines):
+            agents = [part.name for part in agents_of(self._config, model)]
+            running = names.intersection(agents)
+            left |= set(agents) - (running or {name for name in agents if name not in self._copies})
+        return [part for part in parts_of(self._config) if part.name not in left]
+
+    def scale(self, model: str, wanted: int) -> None:
+        """Have as many agents of a model; those that are not needed drain, then end. Nothing else changes.
+
+        ConfigError for an unknown model, or more agents than engines. EngineError while one has no node, or drains.
+        """
+        agents = agents_of(self._config, model)
+        if not 0 <= wanted <= len(agents):
+            problem = f"The configuration has {len(agents)} engines of {model!r}, not {wanted}."
+            raise ConfigError(problem, "Raise scale.MODEL.max, or add [[engines]].", param="engines")
+        names = self._names()
+        states = {part.name: self.state(part.name) for part in agents if part.name in names}
+        ending = {name for name, state in states.items() if state is not None and state.ending}
+        able = sorted((part for part in agents if part.name not in ending), key=lambda part: part.name not in names)
+        for part in able[:wanted]:
+            self._ensure(part)
+        for part in (part for part in able[wanted:] if part.name in names):
+            self._leave(part.name, states[part.name])
+        if missing := [part for part in able[:wanted] if self.state(part.name) is None]:
+            problem = f"{missing[0].name} has no node yet; it needs {missing[0].needs()}."
+            raise EngineError(problem, "Add such a node (`ray status` lists them), or lower scale.MODEL.max.")
+        if len(able) < wanted:
+            raise EngineError(f"{', '.join(sorted(ending))} must end before starting again.", "Wait.")
 
     def down(self, on_change: OnChange, keep: Sequence[str] | set[str] = ()) -> None:
         """Stop all parts but those to keep, gateways first."""
@@ -103,14 +137,26 @@ class Actors:
             time.sleep(_POLL_S)
         return found
 
+    @property
+    def _grace(self) -> float:
+        drain = self._config.server.drain_s
+        return (_DAY_S if drain == "streams" else drain) + 10.0
+
+    def _leave(self, name: str, state: PartState | None) -> None:
+        """Let a part end by itself, once its process has; one without a node ends now."""
+        with self._unless_gone():
+            actor = self._ray.get_actor(name)
+            if state is None:
+                self._ray.kill(actor)
+            else:
+                self._ray.get(actor.leave.remote(self._grace), timeout=_ASK_S)
+
     def _stop(self, name: str) -> None:
         """End a part: first its process, which may take a while, then its actor."""
-        drain = self._config.server.drain_s
-        grace = (_DAY_S if drain == "streams" else drain) + 10.0
         with self._unless_gone():
             actor = self._ray.get_actor(name)
             with self._unless_gone():
-                self._ray.get(actor.stop.remote(grace), timeout=grace + 30.0)
+                self._ray.get(actor.stop.remote(self._grace), timeout=self._grace + 30.0)
             self._ray.kill(actor)
         while name in self._names():
             time.sleep(_POLL_S)
@@ -130,6 +176,17 @@ class _Located(Supervisor):
         import ray  # type: ignore[import-not-found, unused-ignore]
 
         super().__init__(part, config, str(ray.util.get_node_ip_address()), env)  # type: ignore[no-untyped-call, unused-ignore]
+        self._ray = ray
+
+    def leave(self, grace: float) -> None:
+        """End the process, and then this actor, in the background."""
+        actor = self._ray.get_runtime_context().current_actor
+        self._ends.set()
+        threading.Thread(target=self._end, args=(actor, grace), daemon=True).start()
+
+    def _end(self, actor: Any, grace: float) -> None:
+        self.stop(grace)
+        self._ray.kill(actor)
 
 
 @contextmanager

@@ -7,15 +7,15 @@ from rich.live import Live
 from rich.table import Table
 
 from headway.cluster.up.cluster import connected
-from headway.cluster.up.parts import parts_of
 from headway.cluster.up.supervisor import PartState
 from headway.config import Config
+from headway.errors import ConfigError
 
 
 def up(config: Config) -> None:
     """Run all parts on the cluster, and show their states until all are ready."""
-    states: dict[str, PartState | None] = dict.fromkeys(part.name for part in parts_of(config))
-    with connected(config) as actors, Live(_table(states), console=Console()) as live:
+    with connected(config) as actors, Live(console=Console()) as live:
+        states: dict[str, PartState | None] = dict.fromkeys(part.name for part in actors.parts())
 
         def show(name: str, state: PartState | None) -> None:
             if name in states:
@@ -24,6 +24,15 @@ def up(config: Config) -> None:
 
         states |= actors.up(show)
         live.update(_table(states))
+
+
+def scale(config: Config, engines: str) -> None:
+    """Have as many agents of a model as MODEL=NUMBER says."""
+    model, _, number = engines.rpartition("=")
+    if not (model and number.isdecimal()):
+        raise ConfigError(f"--engines {engines} is not a model and a number.", "Write it like --engines qwen=2.")
+    with connected(config) as actors:
+        actors.scale(model, int(number))
 
 
 def down(config: Config) -> None:

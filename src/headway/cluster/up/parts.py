@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from headway.config import Config, write
+from headway.config import Config, Scale, write
+from headway.config.copies import expanded
 
 CONFIG, PORT = "{config}", "{port}"  # placeholders in `argv`, filled in on the node
-HOST = "{host}"  # placeholder in the configuration
+HOST, PYTHON, TEMPLATE = "{host}", "{python}", "{template}"  # placeholders in the configuration
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CPU, _GPU, _MEMORY = "cpus", "gpus", "memory_gib"  # keys of engines.resources; others are Ray's custom resources
 _GIB = 2**30
@@ -41,10 +42,38 @@ class Part:
 
 
 def template(config: Config) -> str:
-    """Return the configuration file for the nodes: the node's address takes the place of a loopback host."""
+    """Return the configuration file for the nodes: the node's address takes the place of a loopback host.
+
+    A model whose engines are to follow its promises gets a command that starts and stops agents. The template of a
+    template is the same text.
+    """
     server = config.server
     server = replace(server, host=HOST if server.host in _LOOPBACK else server.host)
-    return write(replace(config, server=server, wire=replace(config.wire, host=HOST)))
+    scale = {model: _by_command(one) if one.starts_engines else one for model, one in config.scale.items()}
+    return write(replace(config, server=server, wire=replace(config.wire, host=HOST), scale=scale))
+
+
+def _by_command(scale: Scale) -> Scale:
+    words = (PYTHON, "-m", "headway.cli", "up", "--config", TEMPLATE, "--engines", "{model}={wanted}")
+    return replace(scale, starts_engines=False, command=words)
+
+
+def with_copies(config: Config) -> Config:
+    """Return a configuration with all engines that there may be: copies of the first one of a model that scales."""
+    engines = config.engines
+    for model, scale in config.scale.items():
+        own = [one for one in engines if one.name == model and one.url is None]
+        if scale.starts_engines and own:
+            first = replace(own[0], id=None, port=None, cards=own[0].cards if own[0].gpus is None else None)
+            missing = scale.max - len([one for one in engines if one.name == model])
+            engines += expanded([first] * missing, engines)
+    return replace(config, engines=engines)
+
+
+def agents_of(config: Config, model: str) -> list[Part]:
+    """Return the agents of a model's engines, those for overflow excepted."""
+    pairs = zip(parts_of(config), config.engines, strict=False)  # agents come first
+    return [part for part, engine in pairs if engine.name == model and not engine.overflow]
 
 
 def parts_of(config: Config) -> list[Part]:

@@ -5,6 +5,7 @@ The supervisor is a Ray actor, which Ray restarts on another node if its node is
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.addresses import netloc
-from headway.cluster.up.parts import CONFIG, HOST, PORT, Part
+from headway.cluster.up.parts import CONFIG, HOST, PORT, PYTHON, TEMPLATE, Part
 from headway.engines.vllm.process.launch import Child, free_port
 
 _PAUSE_S, _LONGEST_S = 0.5, 10.0  # pause before a restart, doubled each time
@@ -31,6 +32,7 @@ class PartState:
     """The state of a part.
 
     digest: of part and configuration. pid: 0 = no process. tail: last lines of the log before the last restart.
+    ending: it is to stop, and is not started again.
     """
 
     digest: str
@@ -40,21 +42,24 @@ class PartState:
     ready: bool
     restarts: int
     tail: str
+    ending: bool
 
 
 class Supervisor:
     """Runs a part.
 
-    config: text of the configuration file, with `HOST` for the node's address. host: that address. env: variables
-        to add to the environment.
+    config: text of the configuration file, with `HOST` for the node's address, `PYTHON` for its interpreter and
+        `TEMPLATE` for a file with this text. host: that address. env: variables to add to the environment.
     """
 
     def __init__(self, part: Part, config: str, host: str, env: Mapping[str, str]) -> None:
         self._digest, self._host, self._port = part.digest(config), host, part.port or free_port()
         folder = Path(tempfile.mkdtemp(prefix=f"headway-{part.name}-"))
-        file = folder / "headway.toml"
-        file.touch(0o600)
-        file.write_text(config.replace(HOST, host))
+        file, template = folder / "headway.toml", folder / "template.toml"
+        known = {HOST: host, PYTHON: sys.executable, TEMPLATE: str(template)}
+        for path, words in ((file, known), (template, {})):
+            path.touch(0o600)
+            path.write_text(functools.reduce(lambda text, one: text.replace(*one), words.items(), config))
         known = {CONFIG: str(file), PORT: str(self._port)}
         argv = [sys.executable, "-m", "headway.cli", *(known.get(word, word) for word in part.argv)]
         self._child = Child(argv, {**os.environ, **env}, folder / "log")
@@ -68,7 +73,8 @@ class Supervisor:
         process = self._child.process
         pid = process.pid if process is not None and self._child.alive else 0
         ready = bool(pid) and self._answers()
-        return PartState(self._digest, self._host, self._port, pid, ready, self._restarts, self._tail)
+        ending = self._ends.is_set()
+        return PartState(self._digest, self._host, self._port, pid, ready, self._restarts, self._tail, ending)
 
     def stop(self, grace: float) -> None:
         """End the process, which gets `grace` seconds to finish its work."""

@@ -112,6 +112,10 @@ class RemoteFleet:
         """Return the agent that reports an engine, None = none does at the moment."""
         return self._reports[id].agent if id in self._reports else None
 
+    def was_reported(self, id: str) -> bool:
+        """Tell whether an agent has an engine, or had it when it was last there."""
+        return id in self._owner
+
     @property
     def agents(self) -> set[str]:
         """Return the agents that are not silent."""

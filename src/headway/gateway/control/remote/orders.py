@@ -48,6 +48,9 @@ class RemoteOrders(Fleet):
 
     # ---- what agents report
 
+    def _has_begun(self, id: str) -> bool:
+        return self._fleet.was_reported(id)
+
     def found(self, id: str, settings: Engine) -> None:
         """Take note of an engine that an agent has, and that is not known here."""
         if id not in self._found:
