@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -73,6 +74,15 @@ def test_a_model_that_scales_has_copies_and_a_command() -> None:
     assert " ".join(again.scale["a"].command or ()) == command
     assert again.scale["b"] == scale["b"]
     assert template(with_copies(again)) == template(config), "so that its parts are those that run"
+
+
+def test_a_model_that_scales_begins_with_its_configured_agents_and_keeps_those_that_run() -> None:
+    engines = (Engine("/a"), Engine("/b"), Engine("/a"))
+    config = Config(engines=engines, scale={"a": Scale(max=4, starts_engines=True)}, up=Up(gateways=1, controllers=1))
+    rest = {"agent-1", "controller-0", "gateway-0"}
+    for running, agents in (({"agent-1"}, {"agent-0", "agent-2"}), ({"agent-3"}, {"agent-3"})):
+        there = SimpleNamespace(util=SimpleNamespace(list_named_actors=lambda names=running: [*names]))
+        assert {part.name for part in Actors(there, config).parts()} == rest | agents
 
 
 @pytest.fixture

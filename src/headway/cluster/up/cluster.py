@@ -30,7 +30,9 @@ class Actors:
 
     def __init__(self, ray: Any, config: Config) -> None:
         self._ray, self._config = ray, with_copies(config)
-        self._text, self._copies = template(self._config), set(self._config.named) - set(config.named)
+        self._text = template(self._config)
+        agents = parts_of(self._config)[: len(self._config.engines)]
+        self._copies = {part.name for part in agents[len(config.engines) :]}
         self._env = _variables(self._text)
 
     def up(self, on_change: OnChange) -> dict[str, PartState]:
