@@ -54,6 +54,18 @@ def test_engines_of_agents_come_and_go_under_load(headway: Parts, engines: list[
         assert 'instance="e2"' not in gateway.get("/metrics", headers={"authorization": "Bearer sk-operator-1"}).text
 
 
+def test_engines_that_no_agent_has_had_hold_up_no_roll(tmp_path: Path, engines: list[Fake]) -> None:
+    with parts(configuration(tmp_path, *(one.url for one in engines)), tmp_path) as made:
+        made.controller("c1")
+        made.agent("a1", "e0")
+        made.agent("a2", "e1")
+        with made.gateway("g1") as gateway:
+            until(lambda: states(gateway) == {"e0": "up", "e1": "up", "e2": "starting"})
+            assert order(gateway, "POST", "/roll", json={"set": {"max_running": 7}})[0] == 202
+            sizes = lambda: [one.max_running for one in gateway.controller.cluster.instances.values()]  # noqa: E731
+            until(lambda: sizes() == [7, 7], 20)
+
+
 def test_what_has_not_begun_goes_to_another_agent(headway: Parts, engines: list[Fake]) -> None:
     with headway.gateway("g1") as gateway, ThreadPoolExecutor() as pool:
         until(lambda: states(gateway) == {"e0": "up", "e1": "up"})

@@ -68,7 +68,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         """
         state.check_operator(request)
         body, fleet = parse_as(RollBody, await state.json(request, b"{}")), state.gateway.fleet
-        ids = fleet.settings if body.engines is None else body.engines
+        ids = list(filter(fleet.has_begun, fleet.settings)) if body.engines is None else body.engines
         settings = {id: changed(one, body.set) for id, one in fleet.settings.items() if id in ids}
         fleet.check_known(ids, stays=True)
         await fleet.change(roll=settings, force=_flag(request, "force"))

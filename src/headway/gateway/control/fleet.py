@@ -159,9 +159,9 @@ class Fleet(ABC):
     def _down(self, id: str) -> list[str]:
         """Return the engines that are to stay and are not at work, other than this one."""
         stay = (one for one in self.engines.values() if one.leaving is None and not one.config.overflow)
-        return [one.id for one in stay if not one.serves and one.id != id and self._has_begun(one.id)]
+        return [one.id for one in stay if not one.serves and one.id != id and self.has_begun(one.id)]
 
-    def _has_begun(self, id: str) -> bool:
+    def has_begun(self, id: str) -> bool:
         """Tell whether an engine was ever started."""
         return True
 

@@ -48,7 +48,7 @@ class RemoteOrders(Fleet):
 
     # ---- what agents report
 
-    def _has_begun(self, id: str) -> bool:
+    def has_begun(self, id: str) -> bool:
         return self._fleet.was_reported(id)
 
     def found(self, id: str, settings: Engine) -> None:
