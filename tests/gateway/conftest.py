@@ -43,6 +43,15 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
     engine.stop()
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Fake]]:
+    """Two more fake engines."""
+    engines = [Fake(tmp_path_factory.mktemp("fake")).start() for _ in range(2)]
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[Fake]:
     """A fake engine that the test may stop and start again."""

@@ -1,0 +1,150 @@
+"""Engines that are processes of this machine, the `headway engine` commands, and a configuration file read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli.main import app
+from headway.config import Engine, Tier, parse, write
+from headway.errors import ConfigError, HeadwayError
+from headway.gateway.apis.state import AppState
+from headway.gateway.reload import Reload, paired
+from tests.gateway.conftest import Serve
+from tests.gateway.gateway import DEAD, Fake, configuration, serving, until
+from tests.gateway.swapping import make_model, use_fake_engines
+from tests.gateway.test_engines import add, load, order, states
+
+# ---- processes of this machine
+
+
+def test_processes_start_and_end_with_their_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_engines(monkeypatch)
+    one, other = (str(make_model(tmp_path, name)) for name in "ab")
+    config = configuration(tmp_path, classes={"default": Tier()})
+    with serving(replace(config, engines=(Engine(one, max_running=4),))) as gateway:
+        engines = gateway.inner.dispatcher.engines
+        first = engines["e0"].child.process  # type: ignore[attr-defined]
+        assert add(gateway, model=other, id="more") == "more"
+        assert gateway.post(gateway.chat(model="b")).json()["model"] == "b"
+        assert [one["id"] for one in gateway.get("/v1/models").json()["data"]] == ["a", "b"]
+        second = engines["more"].child.process  # type: ignore[attr-defined]
+        order(gateway, "POST", "/roll", json={"set": {"max_running": 6}})
+        until(lambda: [one.max_running for one in gateway.controller.cluster.instances.values()] == [6, 6])
+        assert first.poll() is not None
+        assert second.poll() is not None
+        third = engines["more"].child.process  # type: ignore[attr-defined]
+        order(gateway, "DELETE", "/more")
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert third.poll() is not None
+        assert gateway.post(gateway.chat(model="b")).status_code == 404
+        assert gateway.post(gateway.chat(model="a")).json()["model"] == "a"
+        order(gateway, "POST", "/roll", json={"set": {"model": other}})
+        until(lambda: [one["id"] for one in gateway.get("/v1/models").json()["data"]] == ["b"])
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert gateway.post(gateway.chat(model="b")).json()["model"] == "b"
+        assert gateway.post(gateway.chat(model="a")).status_code == 404
+        order(gateway, "POST", json={"model": str(make_model(tmp_path, "c", behaviour="refuse"))})
+        until(lambda: states(gateway)["e1"] == "failed", 20)
+        assert "exit code 2" in order(gateway, "GET")[1]["data"][1]["error"]
+        order(gateway, "DELETE", "/e1")
+        until(lambda: states(gateway) == {"e0": "up"})
+
+
+# ---- the command line
+
+
+def test_the_command_line(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    with serve(fake.url) as gateway:
+        file.write_text(write(gateway.config))
+
+        def run(*words: str) -> str:
+            result = CliRunner().invoke(app, ["engine", *words, "-c", str(file)], env={"COLUMNS": "200"})
+            if result.exception is not None and not isinstance(result.exception, SystemExit):
+                raise result.exception
+            return f"{result.exit_code}: {' '.join(result.stdout.split())}"
+
+        assert "e0 │ up" in run("list")
+        assert "e1 │ up" in run("add", "--set", f"url={others[0].url}", "--set", "max_running=4", "--wait")
+        assert "e1 │ drained (drain)" in run("drain", "e1", "--wait")
+        rolled = run("roll", "e1", "--set", "max_running=3", "--wait")
+        assert "e1 │ up" in rolled
+        assert gateway.controller.cluster.instances["e1"].max_running == 3
+        assert "e1" not in run("remove", "e1", "--wait")
+        assert json.loads(run("list", "--json").partition(": ")[2])[0]["id"] == "e0"
+        failed = run("add", "--set", f"url={DEAD}", "--set", "start_timeout_s=0.2", "--wait")
+        assert failed.startswith("1: ")
+        assert "did not answer" in failed
+        with pytest.raises(HeadwayError, match="There is no engine 'e9'"):
+            run("drain", "e9")
+        with pytest.raises(ConfigError, match="--set url has no value"):
+            run("add", "--set", "url")
+        with pytest.raises(HeadwayError, match="does not answer"):
+            run("list", "--server", DEAD)
+        file.write_text("")
+        with pytest.raises(ConfigError, match="operator_key"):
+            run("list")
+
+
+# ---- the file
+
+
+def test_a_file_that_is_read_again(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+    file = tmp_path / "headway.toml"
+    first = [{"url": fake.url}, {"url": others[0].url, "id": "second"}, {"url": others[1].url}]
+
+    def written(engines: list[dict[str, Any]]) -> None:
+        file.write_text(write(parse({"engines": engines})))
+
+    written(first)
+    with serve(fake.url, others[0].url, others[1].url) as gateway:
+        engines = gateway.inner.dispatcher.engines
+
+        async def reload() -> Reload:
+            return Reload(file, AppState(gateway.inner))
+
+        again = gateway.do(reload())
+        again._engines = dict(zip(engines, again._engines.values(), strict=True))  # as if it was started with it
+        with load(gateway):
+            before = dict(engines)
+            written([{"url": others[1].url, "max_running": 7}, {"url": fake.url}, {"url": others[0].url, "id": "new"}])
+            gateway.do(again.run())
+            until(lambda: states(gateway) == {"e0": "up", "e2": "up", "new": "up"})
+            until(lambda: gateway.controller.cluster.instances["e2"].max_running == 7)
+        assert engines["e0"] is before["e0"]
+        assert engines["e2"] is not before["e2"]
+        written([{"url": fake.url, "max_model_len": 16}, {"url": fake.url, "max_model_len": 32}])
+        gateway.do(again.run())
+        assert states(gateway) == {"e0": "up", "e2": "up", "new": "up"}, "a file with errors changes nothing"
+
+
+def engine(model: str, **more: Any) -> Engine:
+    return Engine(model, **more)
+
+
+@pytest.mark.parametrize(
+    ("new", "ids"),
+    [
+        ([engine("a"), engine("b"), engine("c", id="x")], ["e0", "e1", "x"]),
+        ([engine("b"), engine("a")], ["e1", "e0"]),
+        ([engine("b", max_running=2), engine("a")], ["e1", "e0"]),
+        ([engine("d"), engine("b")], ["e0", "e1"]),
+        ([engine("a"), engine("c")], ["e0", "e1"]),
+        ([engine("a", id="x"), engine("a"), engine("b"), engine("b")], ["x", "e0", "e1", None]),
+        ([engine("c", id="y"), engine("b")], [None, "e1"]),
+    ],
+)
+def test_tables_are_known_again(new: list[Engine], ids: list[str | None]) -> None:
+    old = {"e0": engine("a"), "e1": engine("b"), "x": engine("c", id="x")}
+    assert paired(old, new) == ids
+
+
+def test_gpus_that_were_chosen_do_not_count_as_a_change() -> None:
+    old = {"e0": engine("a", gpus=1, cards="0"), "e1": engine("b", gpus=1, cards="1")}
+    assert paired(old, [engine("b", gpus=1, cards="0")]) == ["e1"]
