@@ -177,7 +177,8 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
 def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None, port: int = 0) -> Iterator[Gateway]:
     """Run `headway serve` in a thread of this process until the block ends.
 
-    link: to a controller and agents elsewhere. port: 0 = a free one.
+    link: to a controller and agents elsewhere. port: 0 = a free one. At the end of the block no client is about to ask,
+    so the gateway does not wait for connections to send their last requests: half a second of each test.
     """
     with bind(config.server.host, port, shared=config.server.reuse_port) as sock:
         port = sock.getsockname()[1]
@@ -193,6 +194,7 @@ def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None,
                 until(lambda: gateway.get("/ready").status_code == 200)
             yield gateway
         finally:
+            server.last_connections_s = 0.0
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()

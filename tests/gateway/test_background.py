@@ -151,8 +151,11 @@ def test_another_gateway_takes_over_what_a_stopping_one_gives_back(fake: Fake, t
 
 
 def test_any_gateway_cancels_what_another_runs(fake: Fake, tmp_path: Path) -> None:
-    """The end counts at once; the one that runs it stops with its next renewal, and its engine is let go."""
-    broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    """The end counts at once; the one that runs it stops with its next renewal, and its engine is let go.
+
+    The lease is longer than a busy machine stands still: the other gateway would take its work.
+    """
+    broker = Broker(lease_seconds=9, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with (
         serving(configuration(tmp_path, fake.url, broker=broker)) as runs,
         serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as other,
@@ -165,8 +168,8 @@ def test_any_gateway_cancels_what_another_runs(fake: Fake, tmp_path: Path) -> No
             assert answer.json()["status"] == "cancelled"
             assert {look(one, id)["status"] for one in (runs, other)} == {"cancelled"}
             assert gateway.post(None, f"/v1/responses/{id}/cancel").status_code == 409
-        until(lambda: fake.last()["open"] == 0)
-        until(lambda: not runs.controller.requests and not other.controller.requests)
+        until(lambda: fake.last()["open"] == 0, 20)
+        until(lambda: not runs.controller.requests and not other.controller.requests, 20)
         assert set(runs.jobs().values()) == {("failed", "cancelled")}
 
 

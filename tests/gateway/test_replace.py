@@ -65,6 +65,7 @@ def test_a_new_gateway_takes_over_port_streams_background_work_and_batches(tmp_p
         until(lambda: mortal.last()["open"] == 21)
         with serving(config, ready=False, port=port) as new, asking(new.url) as seen:
             until(lambda: up(new) and seen["200"] > 20)
+            old.server.last_connections_s = 3.0  # a client on a busy machine may be slow to ask
             stop(old)
             until(lambda: len(new.inner.background.ids()) == 20)
             assert old.inner.background.ids() == []

@@ -46,7 +46,6 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
-_LAST_CONNECTIONS_S = 0.5  # for connections that came before to send their requests
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
@@ -128,6 +127,7 @@ class GatewayServer(uvicorn.Server):
 
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
     failed: no engine could be started.
+    last_connections_s: seconds in which connections that came before the end may still send their requests.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class GatewayServer(uvicorn.Server):
         )
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
+        self.last_connections_s = 0.5
         self._state: AppState | None = None  # until the gateway is open
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -190,7 +191,7 @@ class GatewayServer(uvicorn.Server):
         else:
             for server in self.servers:
                 server.close()
-        await asyncio.sleep(_LAST_CONNECTIONS_S)
+        await asyncio.sleep(self.last_connections_s)
         if self._state is not None:
             await self._hand_over(self._state)
         state, drain = self.server_state, self._settings.server.drain_s
