@@ -18,7 +18,7 @@ WORKERS ?= 3
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit clients loops model peers install ready servers serve test test-fast test-vllm explore lint bench clean
+.PHONY: audit clients loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -76,8 +76,15 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
+# pytest rewrites the assertions of all test files, half of what it does before the first test: it is done once, before
+# several workers would each do so, and kept also where no process may write bytecode. What fails, `make test` reports.
+rewritten: $(VENV)/.rewritten
+$(VENV)/.rewritten: $(VENV)/.installed
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -q > /dev/null 2>&1 || true
+	@touch $@
+
 # All that tests need.
-ready: loops model clients servers
+ready: loops model clients servers rewritten
 
 test: ready
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)

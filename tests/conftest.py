@@ -43,12 +43,13 @@ MARKERS = {
     "test_model.py": ("slow",),
 }
 assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has moved"
-# These go first, since they take longest. The tests that share a server with a real engine go to one worker; the rest
-# is handed out file by file.
-E2E = "tests/e2e/"
+# Some go first, since they take longest. The tests that share a server with a real engine go to one worker, and so do
+# those that load vLLM's engine into their own process, which takes 10 s; the rest is handed out file by file.
+E2E, ENGINE = "tests/e2e/", "tests/engine/"
 SERVERS = tuple(f"{E2E}test_{name}.py" for name in ("clients", "crash", "examples", "serve"))
-ENGINES = (E2E, *(f"tests/engine/test_{name}.py" for name in ("exact", "two_ends", "every_feature", "prewarming")))
-assert all((ROOT.parent / path).exists() for path in (*SERVERS, *ENGINES)), "a path in SERVERS or ENGINES has moved"
+LOADED = tuple(f"{ENGINE}test_{name}.py" for name in ("exact", "two_ends", "continuations", "async"))
+FIRST = (E2E, *LOADED, *(f"{ENGINE}test_{name}.py" for name in ("every_feature", "prewarming", "triton")), "tests/up/")
+assert all((ROOT.parent / path).exists() for path in (*SERVERS, *FIRST)), "a path in SERVERS or FIRST has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
 TIMEOUTS = {"engine": 1200, "e2e": 1800}
 
@@ -64,8 +65,8 @@ settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give every test the markers and the time limit of its file and folder; engines go first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+    """Give every test the markers and the time limit of its file and folder; the longest go first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for item in items:
         path = item.path.relative_to(ROOT)
         for key in (path.parts[0], path.as_posix()):
@@ -76,11 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Return the scheduler: tests go to workers file by file, those of `SERVERS` all to one."""
+    """Return the scheduler: tests go to workers file by file, those of `SERVERS` and of `LOADED` to one each."""
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return E2E if nodeid.startswith(SERVERS) else nodeid.split("::", 1)[0]
+            if nodeid.startswith(SERVERS):
+                return E2E
+            return ENGINE if nodeid.startswith(LOADED) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 

@@ -25,16 +25,19 @@ from headway.gateway.parsing.tokens import TokenCounter
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Forecast, Request
 from tests.conftest import CORE
+from tests.engine.conftest import LAYERS
 
 BLOCK = 32
-LAYERS, HIDDEN, RANK = 30, 576, 8
+HIDDEN, RANK = 576, 8
 SYSTEM = " ".join(f"Rule {i}: be brief and kind." for i in range(20))
 
 
 @asynccontextmanager
-async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(folder: Path, model: str) -> AsyncIterator[VllmEngine]:
     """Run one engine with Headway's scheduler, a prefix cache, and memory for one adapter of two."""
     config = Engine(
+        model,
+        served_name="smollm2",
         cores=CORE,
         max_running=4,
         max_model_len=512,
@@ -150,7 +153,7 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
         await running.load_adapter("rude")
 
 
-async def test_warm_ups_on_a_real_engine(tmp_path: Path) -> None:
-    async with engine(tmp_path) as running:
+async def test_warm_ups_on_a_real_engine(tmp_path: Path, few_layers: str) -> None:
+    async with engine(tmp_path, few_layers) as running:
         await prefixes_are_held(running)
         await adapters_are_loaded(running)
