@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -254,10 +255,11 @@ class _Bytes:
         return -(-len(text.encode("utf-8", "ignore").translate(None, self.lost)) // self.most)
 
 
-def _symbols() -> set[tuple[int, str]]:
+@cache
+def _symbols() -> frozenset[tuple[int, str]]:
     """Return how byte-level tokenizers write each byte of UTF-8."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     begins = (*range(0x800), *range(0x800, 0xD000, 0x800), 0xE000, 0xF000, 0x10000, *range(2**18, 0x110000, 2**18))
-    return {pair for code in begins for pair in zip(chr(code).encode(), split(chr(code))[0][0], strict=True)}
+    return frozenset(pair for code in begins for pair in zip(chr(code).encode(), split(chr(code))[0][0], strict=True))
