@@ -23,7 +23,7 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-LAYERS = 3  # of the model's 30: what happens to KV happens to that of each layer, and tokens depend on all
+LAYERS = 5  # of the model's 30: what happens to KV happens to that of each layer, and tokens depend on all
 HOST_GIB = 0.25 * LAYERS / 30  # room for about half of what the tests save, so that the pool runs out too
 BLOCKS = 96  # x 32 tokens: small, so that KV runs out
 
@@ -84,7 +84,7 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def few_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The default model's first layers: the same tokenizer and KV per layer in a tenth of the time."""
+    """The default model's first layers: the same tokenizer and KV per layer in a sixth of the time."""
     out = tmp_path_factory.mktemp("model") / "few-layers"
     return str(vary(str(resolve.fetch()), out, scale=0.0, layers=LAYERS))
 

@@ -32,6 +32,14 @@ def each_alone(engine: Engine) -> list[list[int]]:
     return out
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_packer(engine: Engine) -> Iterator[None]:
+    """Give the engine back as it was: other modules use it, too."""
+    before = engine.scheduler.packer
+    yield
+    engine.scheduler.packer = before
+
+
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
     return each_alone(engine)
