@@ -116,6 +116,10 @@ class Gateway:
     def controller(self) -> Controller:
         return self.inner.dispatcher.control.controller
 
+    def all_up(self) -> bool:
+        """Return whether every engine is up: a gateway is ready with the first one."""
+        return all(engine.up.is_set() for engine in self.inner.dispatcher.engines.values())
+
     def get(self, path: str, **more: Any) -> httpx.Response:
         return WEB.get(self.url + path, **more)
 

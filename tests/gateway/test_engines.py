@@ -34,11 +34,6 @@ def states(gateway: Gateway) -> dict[str, str]:
     return {one["id"]: one["state"] for one in body["data"]}
 
 
-def all_up(gateway: Gateway) -> None:
-    """Wait until every engine is up: a gateway is ready with the first one."""
-    until(lambda: {*states(gateway).values()} == {"up"})
-
-
 def add(gateway: Gateway, **settings: Any) -> str:
     """Add an engine and wait until it is up; return its id."""
     status, body = order(gateway, "POST", json=settings)
@@ -287,7 +282,7 @@ def test_an_engine_that_is_never_ready_fails_and_can_be_removed(serve: Serve, fa
 
 def test_engines_are_replaced_one_after_the_other_under_load(serve: Serve, fake: Fake, others: list[Fake]) -> None:
     with serve(fake.url, *(one.url for one in others)) as gateway, load(gateway):
-        all_up(gateway)
+        until(gateway.all_up)
         least, engines = Counter[int](), dict(gateway.inner.dispatcher.engines)
         status, body = order(gateway, "POST", "/roll", json={"set": {"max_running": 5}})
         assert (status, len(body["data"])) == (202, 3)
@@ -358,7 +353,7 @@ def test_the_list_says_what_engines_wait_for(serve: Serve, fake: Fake, others: l
 
 def test_a_roll_ends_at_an_engine_that_does_not_come_up(serve: Serve, fake: Fake, others: list[Fake]) -> None:
     with serve(fake.url, others[0].url) as gateway:
-        all_up(gateway)
+        until(gateway.all_up)
         order(gateway, "POST", "/roll", json={"set": {"url": DEAD, "start_timeout_s": 0.3}})
         until(lambda: states(gateway) == {"e0": "failed", "e1": "up"})
         until(lambda: not any(one["to_roll"] for one in order(gateway, "GET")[1]["data"]))

@@ -23,7 +23,7 @@ from headway.errors import ConfigError
 from headway.gateway.http.listening import inherited
 from tests.gateway import batches
 from tests.gateway import test_background as background
-from tests.gateway.gateway import CHAT, SAY, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import CHAT, SAY, WEB, Fake, configuration, serving, until
 from tests.gateway.test_connections import rest
 from tests.gateway.test_request_ends import fakes, hanging
 from tests.gateway.test_stop import stop
@@ -53,10 +53,6 @@ def asking(url: str) -> Iterator[Counter[str]]:
         one.result()
 
 
-def up(gateway: Gateway) -> bool:
-    return all(engine.up.is_set() for engine in gateway.inner.dispatcher.engines.values())
-
-
 def test_a_new_gateway_takes_over_port_streams_background_work_and_batches(tmp_path: Path, mortal: Fake) -> None:
     config, port = configuration(tmp_path, mortal.url, server={"reuse_port": True, "drain_s": "streams"}), free_port()
     with serving(config, port=port) as old, hanging(old, stream=True, **fakes(hold="stream")) as line:
@@ -64,7 +60,7 @@ def test_a_new_gateway_takes_over_port_streams_background_work_and_batches(tmp_p
         batch = batches.begin(old, batches.lines(10, **batches.held("work")))
         until(lambda: mortal.last()["open"] == 21)
         with serving(config, ready=False, port=port) as new, asking(new.url) as seen:
-            until(lambda: up(new) and seen["200"] > 20)
+            until(lambda: new.all_up() and seen["200"] > 20)
             old.server.last_connections_s = 3.0  # a client on a busy machine may be slow to ask
             stop(old)
             until(lambda: len(new.inner.background.ids()) == 20)

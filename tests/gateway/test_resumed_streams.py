@@ -161,6 +161,7 @@ def test_an_engine_without_headway_is_asked_for_nothing(serve: Serve, stock: Fak
 def test_a_stream_does_not_go_on_at_an_engine_without_headway(serve: Serve, mortal: Fake, stock: Fake) -> None:
     slow = fakes(tokens=100, delay=0.05)
     with serve(mortal.url, stock.url) as gateway, ThreadPoolExecutor(6) as pool:
+        until(gateway.all_up)
         asked = [pool.submit(gateway.post, gateway.chat(stream=True, max_tokens=100, **slow)) for _ in range(6)]
         until(lambda: sum(one.first_token is not None for one in gateway.inner.dispatcher.in_flight.values()) == 6)
         lost = mortal.last()["open"]
