@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.reload import Reload, paired
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import DEAD, Fake, configuration, serving, until
+from tests.gateway.gateway import DEAD, Fake, Gateway, configuration, serving, until
 from tests.gateway.swapping import make_model, use_fake_engines
 from tests.gateway.test_engines import add, load, order, states
+from tests.gateway.test_request_ends import fakes
 
 # ---- processes of this machine
 
@@ -56,7 +58,51 @@ def test_processes_start_and_end_with_their_engines(tmp_path: Path, monkeypatch:
         until(lambda: states(gateway) == {"e0": "up"})
 
 
+def test_replaced_engines_have_the_memory_or_their_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_fake_engines(monkeypatch)
+    model = str(make_model(tmp_path, "a"))
+    config = replace(configuration(tmp_path), engines=(Engine(model), Engine(model)))
+    with serving(config) as gateway:
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up"}, 20)
+        assert order(gateway, "POST", "/roll", json={"set": {"kv_gib": 100_000}})[0] == 202
+        until(lambda: "keeps its settings: There is not enough memory for e0 (memory: " in caplog.text, 20)
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up"}, 20)
+        assert all(one.config.kv_gib < 100_000 for one in gateway.inner.dispatcher.engines.values())
+        order(gateway, "POST", "/e1/drain")
+        until(lambda: states(gateway)["e1"] == "drained", 20)
+        status, body = order(gateway, "POST", "/roll", json={"engines": ["e1"], "set": {"kv_gib": 100_000}})
+        assert (status, "not enough memory for e1" in body["error"]["message"]) == (400, True)
+        assert order(gateway, "POST", "/roll", json={"engines": ["e1"]})[0] == 202
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up"}, 20)
+
+
 # ---- the command line
+
+
+def test_the_list_says_what_engines_wait_for(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+    def waits(gateway: Gateway) -> dict[str, str]:
+        return {one["id"]: one["waits_for"] for one in order(gateway, "GET")[1]["data"] if one["waits_for"]}
+
+    with serve(fake.url, others[0].url) as gateway, ThreadPoolExecutor(1) as pool:
+        assert waits(gateway) == {}
+        assert order(gateway, "POST", json={"url": DEAD})[0] == 202
+        order(gateway, "POST", "/roll", json={"engines": ["e0", "e1"]})
+        assert waits(gateway) == {"e0": "e2", "e1": "e2"}
+        order(gateway, "DELETE", "/e2?now=true")
+        until(lambda: waits(gateway) == {} and states(gateway) == {"e0": "up", "e1": "up"}, 20)
+        order(gateway, "POST", "/e1/drain")
+        held = pool.submit(gateway.post, gateway.chat(**fakes(hold="waits")))
+        until(lambda: fake.last()["open"] == 1)
+        order(gateway, "POST", "/e0/drain?force=true")
+        until(lambda: waits(gateway) == {"e0": "the requests inside it (1, each at most 21600 s)"})
+        file = tmp_path / "headway.toml"
+        file.write_text(write(gateway.config))
+        listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)], env={"COLUMNS": "200"})
+        assert "waits for the requests inside it (1, each at most 21600 s)" in listed.stdout
+        fake.release("waits")
+        assert held.result().status_code == 200
 
 
 def test_the_command_line(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:

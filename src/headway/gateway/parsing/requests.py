@@ -342,7 +342,7 @@ def _tier(body: Body, headers: Mapping[str, str], config: Config) -> tuple[str, 
 
 
 def _slo(body: Body, headers: Mapping[str, str], tier: Tier) -> Slo:
-    own: dict[str, float | None] = {
+    own: dict[str, Any] = {
         target: value for target, names in _SLO_NAMES.items() if (value := _target(names, body, headers)) is not None
     }
     if not body.stream and ("itl" in own or tier.itl_ms is not None):
