@@ -310,8 +310,19 @@ def elastic(
         str | None, typer.Option(help="Comma-separated grounds (docs/scale.md); unset, all whose traces are there.")
     ] = None,
     starts: Annotated[str | None, typer.Option(help="Seconds of an engine's start; unset, 60,300.")] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="Streams of two real vLLM engines while engines and the gateway change.")
+    ] = False,
 ) -> None:
-    """Let the number of engines follow changing loads by Headway's rule and by other autoscalers (SIMULATED)."""
+    """Let engines follow the load by Headway's rule and by other autoscalers (SIMULATED without --real)."""
+    if real and (systems or grounds or starts):
+        problem = "--systems, --grounds and --starts are for simulated runs."
+        raise ConfigError(problem, "Leave them out with --real.")
+    if real:
+        from benchmarks.elastic.real import main as on_engines
+
+        on_engines(ask)
+        return
     from benchmarks.elastic.simulated import main
 
     main(ask, listed(systems or ""), listed(grounds or ""), numbers(starts) if starts else ())

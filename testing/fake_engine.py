@@ -33,7 +33,7 @@ from testing.nonsense import NONSENSE, send_nonsense
 NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first; clients count tokens by it
 _BLOCKS, _BLOCK = 100_000, 16
-_FIRST_ID, _ID = 1000, b"[-1]"  # the id of an answer's first token; what stands for a token's id
+FIRST_ID, _ID = 1000, b"[-1]"  # the id of an answer's first token; what stands for a token's id
 _COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
 # TYPE vllm:num_preemptions_total counter
@@ -289,7 +289,7 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
         if gone.done():
             return
         again = token == len(ask.said) > 0
-        await _part(send, _said_again(ask) if again else chunk.replace(_ID, b"[%d]" % (_FIRST_ID + token)), ask.split)
+        await _part(send, _said_again(ask) if again else chunk.replace(_ID, b"[%d]" % (FIRST_ID + token)), ask.split)
         if token + 1 == ask.cut:
             raise ConnectionAbortedError(f"{NAME}: asked to")
     if ask.end == "cut":
@@ -339,7 +339,7 @@ def _of_choices(ask: _Ask, delta: dict[str, str], reason: str | None, **more: An
 def _said_again(ask: _Ask) -> bytes:
     """Return the first event of an answer that goes on: all that was said, and the next token."""
     word, tokens = "other " if ask.end == "other" else WORD, len(ask.said) + 1
-    return _of_choices(ask, {"content": word * tokens}, None, token_ids=[*ask.said, _FIRST_ID + tokens - 1])
+    return _of_choices(ask, {"content": word * tokens}, None, token_ids=[*ask.said, FIRST_ID + tokens - 1])
 
 
 def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:

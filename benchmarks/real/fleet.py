@@ -206,6 +206,14 @@ class FleetState:
     loading: str | None = None
 
 
+def kill_engine(ancestor: int, port: str) -> None:
+    """Kill all processes of the engine at a port (SIGKILL). ancestor: a process above it."""
+    for process in psutil.Process(ancestor).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if port in process.cmdline() and os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True, slots=True)
 class ServedFleet:
     """A running system.
@@ -236,11 +244,7 @@ class ServedFleet:
 
     def kill(self, instance: str) -> None:
         """Kill all processes of an engine (SIGKILL)."""
-        port = self.ports[instance]
-        for process in psutil.Process(self.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if port in process.cmdline() and os.getpgid(process.pid) == process.pid:
-                    os.killpg(process.pid, signal.SIGKILL)
+        kill_engine(self.pid, self.ports[instance])
 
     async def _get(self, path: str) -> Any:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import numpy as np
 
+from benchmarks.real import streams
 from benchmarks.real.attack_clients import exchange, request, say
 from benchmarks.real.soak_history import SoakHistory
-from testing.fake_engine import WORD
+from testing.fake_engine import FIRST_ID, WORD
 
 _CLIENTS, _TOKENS, _DELAY_S = 8, 4, 0.02
+_LONG, _LONG_DELAY_S = (20, 150), 0.05  # tokens of a long stream, and seconds from one to the next
 _PAUSE_S = 0.05  # mean pause between two requests of a client
 _END_S = 120.0  # time limit for the remaining answers, once nothing is broken
 _POLLS = 40  # background requests polled per round
-_REFUSED = (429, 503)
 _MARK = WORD.encode()
 
 
@@ -44,14 +46,16 @@ class Endpoint:
 class Clients:
     """Clients in a separate thread, which send each request to an endpoint with a live gateway.
 
-    background: share of background requests. pause: mean seconds between two requests of a client. unfinished:
-    background requests not yet seen as ended. refused: number of 429 and 503 responses.
+    background: share of background requests. pause: mean seconds between two requests of a client. readers: further
+    clients, each of one long stream after the other. unfinished: background requests not yet seen as ended. refused:
+    number of 429 and 503 responses.
     """
 
     endpoints: list[Endpoint]
     seed: int
     background: float = 0.6
     pause: float = _PAUSE_S
+    readers: int = 0
     history: SoakHistory = field(default_factory=SoakHistory)
     stop: bool = False
     unfinished: set[str] = field(default_factory=set)
@@ -69,8 +73,10 @@ class Clients:
             thread.join()
 
     async def _all(self) -> None:
-        rngs = np.random.default_rng([self.seed, 13]).spawn(_CLIENTS + 1)
-        await asyncio.gather(self._watch(rngs[-1]), *(self._client(rng) for rng in rngs[:-1]))
+        rngs = np.random.default_rng([self.seed, 13]).spawn(_CLIENTS + 1 + self.readers)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            lines = (self._read_streams(http, rng) for rng in rngs[_CLIENTS + 1 :])
+            await asyncio.gather(self._watch(rngs[_CLIENTS]), *map(self._client, rngs[:_CLIENTS]), *lines)
 
     async def _client(self, rng: np.random.Generator) -> None:
         while not self.stop:
@@ -90,7 +96,7 @@ class Clients:
 
     async def _background(self, endpoint: Endpoint) -> None:
         status, body = await exchange(endpoint.port, request("/v1/chat/completions", _ask(background=True)))
-        self.refused += status in _REFUSED
+        self.refused += status in streams.REFUSED
         if status == 202:
             id = json.loads(body)["id"]
             self.history.looks[id] = []
@@ -100,7 +106,7 @@ class Clients:
         """Send a request and wait; a missing answer counts as lost unless the gateway was killed meanwhile."""
         life = endpoint.lives
         status, body = await exchange(endpoint.port, request("/v1/chat/completions", _ask(stream=stream)))
-        if status in _REFUSED:
+        if status in streams.REFUSED:
             self.refused += 1
             return
         tokens, failed = body.count(_MARK), status not in (0, 200) or b'"error":' in body
@@ -110,6 +116,23 @@ class Clients:
             self.history.doubled += tokens > _TOKENS or body.count(b"[DONE]") > 1
         elif life == endpoint.lives:
             self.history.silent += 1
+
+    async def _read_streams(self, http: aiohttp.ClientSession, rng: np.random.Generator) -> None:
+        """Read long streams, every second one with its token ids; all are of the FAKE engine's word."""
+        while not self.stop:
+            await asyncio.sleep(float(rng.exponential(self.pause)))
+            endpoint, tokens = self._endpoint(rng), int(rng.integers(*_LONG))
+            if endpoint is None:
+                continue
+            life, url = endpoint.lives, f"http://127.0.0.1:{endpoint.port}/v1/chat/completions"
+            paced = {"fake_tokens": tokens, "fake_delay": _LONG_DELAY_S}
+            body = say(max_tokens=tokens, vllm_xargs=paced, return_token_ids=tokens % 2 == 0)
+            seen = await streams.read(http, url, body)
+            lived = life == endpoint.lives
+            if seen.status in streams.REFUSED:
+                self.refused += 1
+            else:
+                self.history.streams[seen.id or str(seen.began)] = judged(seen, tokens, lived), seen.error
 
     async def _watch(self, rng: np.random.Generator) -> None:
         """Poll the unfinished background requests."""
@@ -153,3 +176,16 @@ async def probe(port: int) -> bool:
 
 def _ask(**more: Any) -> dict[str, Any]:
     return say(max_tokens=_TOKENS, vllm_xargs={"fake_tokens": _TOKENS, "fake_delay": _DELAY_S}, **more)
+
+
+def judged(seen: streams.Stream, tokens: int, lived: bool) -> str:
+    """Return what became of a FAKE engine's stream of so many tokens.
+
+    One that did not end counts for nothing when its gateway did not live until then ("gateway gone").
+    """
+    verdict = seen.verdict(seen.text.count(WORD), tokens)
+    if verdict == "broken" and not lived:
+        return "gateway gone"
+    if verdict == "whole" and seen.ids and seen.ids != list(range(FIRST_ID, FIRST_ID + tokens)):
+        return "twice" if len(set(seen.ids)) < len(seen.ids) else "lost"
+    return verdict

@@ -21,6 +21,7 @@ class SoakHistory:
     silent: foreground requests whose connection ended without an answer while the gateway was alive
     doubled: foreground requests whose answer had more tokens or ends than a single answer
     computed: id -> number of times that an engine received it
+    streams: id of each long stream -> what became of it (`soak_clients.judged`), and its error
     """
 
     looks: dict[str, list[End]] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class SoakHistory:
     silent: int = 0
     doubled: int = 0
     computed: Counter[str] = field(default_factory=Counter)
+    streams: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def saw(self, id: str, state: str, answer: str) -> None:
         """Record the result of polling a background request, unless it equals the previous one."""

@@ -44,11 +44,18 @@ def test_nothing_is_lost_or_answered_twice(outcome: FaultsOutcome) -> None:
     assert all(record.recovered is not None for record in outcome.records)
 
 
+def test_no_stream_is_broken(outcome: FaultsOutcome) -> None:
+    assert outcome.streams["whole"] > 0
+    assert {kind: outcome.streams[kind] for kind in ("broken", "lost", "twice")} == dict.fromkeys(
+        ("broken", "lost", "twice"), 0
+    ), outcome.broken
+
+
 def test_it_is_written_with_each_fault(outcome: FaultsOutcome, journal: io.StringIO, tmp_path: Path) -> None:
     save(main.main.report(main.result(outcome)), tmp_path, {"faults": main.plot(outcome)})
     found = {(row["id"], row["setting"]) for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     assert {("faults.recover_s.p99", kind) for kind in (main.ALL, *FEW)} <= found
-    assert ("faults.lost", "4 faults, RabbitMQ of 1") in found
+    assert {(id, "4 faults, RabbitMQ of 1") for id in ("faults.lost", "faults.streams.broken")} <= found
     assert NAME in (tmp_path / "report.html").read_text()
     written = [json.loads(line) for line in journal.getvalue().splitlines()]
     assert [one["number"] for one in written] == [0, 1, 2, 3]

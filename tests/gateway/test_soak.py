@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.real import soak
+from benchmarks.real.soak_clients import judged
 from benchmarks.real.soak_history import End, SoakHistory, check
+from benchmarks.real.streams import Stream
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask, Row, save
 from testing.fake_engine import NAME
@@ -47,6 +50,24 @@ def test_answers_to_waiting_clients_and_computations_count() -> None:
     computed = Counter({"a": 1, "b": 3})
     verdict = check(SoakHistory({"a": [DONE]}, whole=5, silent=2, doubled=1, computed=computed))
     assert (verdict.accepted, verdict.lost, verdict.twice, verdict.recomputed) == (8, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("seen", "lived", "verdict"),
+    [
+        ({"text": "fake fake "}, True, "whole"),
+        ({"text": "fake fake ", "ids": [1000, 1001]}, True, "whole"),
+        ({"text": "fake fake ", "ids": [1000, 1000]}, True, "twice"),
+        ({"text": "fake fake ", "ids": [1000, 1002]}, True, "lost"),
+        ({"text": "fake "}, True, "lost"),
+        ({"text": "fake fake fake "}, True, "twice"),
+        ({"text": "fake ", "done": 0}, True, "broken"),
+        ({"text": "fake ", "done": 0}, False, "gateway gone"),
+        ({"text": "fake "}, False, "lost"),  # it has an end
+    ],
+)
+def test_a_long_stream_is_judged(seen: dict[str, Any], lived: bool, verdict: str) -> None:
+    assert judged(Stream(0.0, 200, **{"ends": ["length"], "done": 1, **seen}), 2, lived) == verdict
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ ALL = "all kinds"
 WORKLOAD = (
     f"Headway in parts: two gateways, two controllers, two agents with a {NAME} each, RabbitMQ and "
     "PostgreSQL, each in its own process on this machine. Clients "
-    "ask at both gateways all the time, 60 % of the requests in the background, while one part after the "
-    "other is killed (and started again at once), paused, or cut off."
+    "ask at both gateways all the time, 60 % of the requests in the background, and read twelve streams of up to "
+    "150 tokens (7.5 s), while one part after the other is killed (and started again at once), paused, or cut off."
 )
 _NOTES = (
     "lost: accepted requests without an answer: background ones that did not complete, others that neither "
@@ -36,7 +36,10 @@ _NOTES = (
     "computations of background requests beyond the first. told: requests that were answered with an error, "
     "since their engine died after the first token. refused: 429 or 503, to be sent again. recover_s: from "
     "the end of a fault (a resumed part, a restarted process) until both gateways are ready and have "
-    f"answered a new request. stuck: faults after which that took more than {PATIENCE_S:g} s.",
+    f"answered a new request. stuck: faults after which that took more than {PATIENCE_S:g} s. "
+    "streams: long ones; moved: begun at one engine, ended at another, or there after its restart; gateway_gone: ended "
+    "early with the gateway that served them; broken: all others with an error event or without an end; lost, twice: "
+    "ended, but with a token missing or twice.",
 )
 
 
@@ -82,10 +85,14 @@ def rows(outcome: FaultsOutcome) -> list[Row]:
         "recomputed": verdict.recomputed,
         "told": outcome.told,
         "refused": outcome.refused,
+        "streams": outcome.streams.total(),
+        "streams.moved": outcome.moved,
+        "streams.gateway_gone": outcome.streams["gateway gone"],
+        **{f"streams.{name}": outcome.streams[name] for name in ("broken", "lost", "twice")},
     }
-    units = {"stuck": "faults", "recomputed": "computations"}
+    units = {"stuck": "faults", "recomputed": "computations", "streams": "streams"}
     made = [
-        Row(f"faults.{name}", HEADWAY, setting, float(value), units.get(name, "requests"))
+        Row(f"faults.{name}", HEADWAY, setting, float(value), units.get(name.partition(".")[0], "requests"))
         for name, value in counts.items()
     ]
     for kind in (ALL, *KINDS):
@@ -105,10 +112,11 @@ def _seconds(outcome: FaultsOutcome, kind: str) -> list[float]:
 
 
 def result(outcome: FaultsOutcome) -> Result:
-    """Return the findings, with the ids of lost and twice answered requests as notes."""
+    """Return the findings, with the ids of lost and twice answered requests and of broken streams as notes."""
     verdict = outcome.verdict
     found = [f"lost: {', '.join(verdict.lost_ids)}"] * bool(verdict.lost_ids)
     found += [f"answered twice: {', '.join(verdict.twice_ids)}"] * bool(verdict.twice_ids)
+    found += [f"broken: {', '.join(f'{id} ({error})' for id, error in outcome.broken.items())}"] * bool(outcome.broken)
     return Result(rows(outcome), WORKLOAD, lambda: {"faults": plot(outcome)}, notes=(*_NOTES, *found))
 
 

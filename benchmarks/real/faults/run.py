@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from testing.servers.parts import ClusterPart, ClusterShape, HeadwayCluster, clu
 PATIENCE_S = 60.0  # time limit for a recovery
 _BETWEEN_S = (0.1, 0.5)  # from a recovery to the next fault
 _PAUSE_S = 0.4  # between two requests of a client: a light load
+_READERS = 12  # clients of long streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class FaultsOutcome:
     """The faults of a run, and the verdict on the clients' requests.
 
     told: requests answered with an error. refused: requests refused with 429 or 503, to be sent again.
-    nodes: RabbitMQ nodes.
+    nodes: RabbitMQ nodes. streams: how many long streams were whole, broken, lost, twice or with a gateway that is
+    gone. moved: those that several engines have computed. broken: errors by id.
     """
 
     records: tuple[FaultRecord, ...]
@@ -66,6 +69,9 @@ class FaultsOutcome:
     told: int
     refused: int
     nodes: int
+    streams: Counter[str]
+    moved: int
+    broken: dict[str, str]
 
 
 def drawn(count: int, only: Sequence[str], rng: np.random.Generator) -> list[str]:
@@ -90,7 +96,7 @@ def measure(
     with clusters(folder, ClusterShape(sizes.nodes, proxies=True)) as cluster:
         endpoints = [Endpoint(part.port, lives=1) for part in cluster.gateways]
         clients, scene, records = (
-            Clients(endpoints, seed, pause=_PAUSE_S),
+            Clients(endpoints, seed, pause=_PAUSE_S, readers=_READERS),
             FaultScene(cluster, endpoints, rng, sizes.longest_s),
             list[FaultRecord](),
         )
@@ -104,8 +110,19 @@ def measure(
                 journal.flush()
                 time.sleep(float(rng.uniform(*_BETWEEN_S)))
         _settle(cluster, clients)
+        computed = Counter(cluster.computed())
     history = clients.history
-    return FaultsOutcome(tuple(records), check(history), history.told, clients.refused, sizes.nodes)
+    history.computed.update({id: count for id, count in computed.items() if id in history.looks})
+    return FaultsOutcome(
+        tuple(records),
+        check(history),
+        history.told,
+        clients.refused,
+        sizes.nodes,
+        streams=Counter(kind for kind, _ in history.streams.values()),
+        moved=sum(computed[id] > 1 for id in history.streams),
+        broken={id: error for id, (kind, error) in history.streams.items() if kind == "broken"},
+    )
 
 
 def _strike(scene: FaultScene, number: int, kind: str, began: float) -> FaultRecord:
@@ -141,4 +158,3 @@ def _settle(cluster: HeadwayCluster, clients: Clients) -> None:
     """Wait until all parts are ready and every gateway reports all accepted requests as ended."""
     cluster.wait()
     asyncio.run(clients.look_at_all())
-    clients.history.computed.update(id for id in cluster.computed() if id in clients.history.looks)
