@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway import clock
+from headway.store.queue import SqliteBroker
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, until
 from tests.gateway.test_hung import PATIENCE, SOON, pid, stopped
@@ -99,6 +102,38 @@ def test_a_stream_of_an_engine_that_dies_goes_on_elsewhere(serve: Serve, mortal:
         assert metric(gateway, "resumed") == 1
         assert gateway.metric('headway_requeue_seconds_count{reason="engine_gone"}') == 1
         assert in_queue.startswith("hw-")
+
+
+async def end_lease(path: str, *, closes: bool) -> str:
+    """Take the only open job as another gateway does once the lease has ended; then close it or give it back."""
+    broker = SqliteBroker(path, "another", synchronous="normal")
+    await broker.renew(clock.now() + 1e6)
+    (job,) = await broker.take(clock.now() + 1e6, 10)
+    await (broker.fail(job.id, "client_gone", clock.now()) if closes else broker.give_back(job.id))
+    await broker.close()
+    return job.id
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_stream_goes_on_though_the_gateway_s_lease_has_ended(
+    serve: Serve, mortal: Fake, other: Fake, closes: bool
+) -> None:
+    slow = fakes(tokens=100, delay=0.05)
+    with serve(mortal.url, other.url) as gateway, hanging(gateway, stream=True, max_tokens=100, **slow) as line:
+        seen = line.recv(65536)
+        while b"fake " not in seen:
+            seen += line.recv(65536)
+        id = asyncio.run(end_lease(str(gateway.config.broker.sqlite.path), closes=closes))
+        gone = gateway.inner.broker.gone
+        held = {id: True} if closes else {}
+        until(lambda: asyncio.run_coroutine_threadsafe(gone([id]), gateway.loop).result() == held)
+        (mortal if mortal.last()["open"] else other).stop()
+        line.settimeout(PATIENCE)
+        while b"[DONE]" not in seen:
+            seen += line.recv(65536)
+        assert seen.count(b"fake ") == 100
+        assert b"error" not in seen
+        assert until(lambda: closed(gateway)) == [("failed", "client_gone") if closes else ("done", None)]
 
 
 def test_a_stream_of_an_engine_that_hangs_goes_on_at_it_once_it_is_back(serve: Serve, mortal: Fake) -> None:

@@ -55,7 +55,8 @@ class Server:
         see /metrics, the dashboard and the details of /ready, also on controllers and agents; unset, true if there
         are keys.
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
-    max_queued_mib: limit of bodies being uploaded or waiting for an engine; background requests wait on disk.
+    max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
+        until they end; background requests wait on disk.
     head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.
     write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.
     keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.

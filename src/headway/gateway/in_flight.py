@@ -59,6 +59,7 @@ class RequestState(Enum):
 Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
+KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -211,6 +212,15 @@ class InFlightRequest:
         targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e), (b"itl", slo.itl)
         headers = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
         return [(b"x-headway-class", quote(request.tier)), *headers]
+
+    def note_begun(self) -> None:
+        """Let go of the body, as an engine has it, but keep a small one of a stream that may go on elsewhere.
+
+        In the broker it may not be there any more: when this gateway's lease ends, another one fails the job.
+        """
+        small = self.upstream is not None and len(self.upstream.content) <= KEPT
+        if self.transcript is None or not small:
+            self.drop_body()
 
     def drop_body(self) -> None:
         """Let go of the body: it is on disk, or an engine has it."""

@@ -226,7 +226,7 @@ class RequestPath:
                 if in_flight.transcript is not None and not engine.api.vllm:
                     in_flight.transcript.unable = True  # its tokens are not known
                 in_flight.enter(RequestState.ANSWERING)
-                in_flight.drop_body()
+                in_flight.note_begun()
                 self._dispatcher.notify(Started(in_flight.id))
                 return response
 

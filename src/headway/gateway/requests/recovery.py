@@ -29,15 +29,22 @@ log = logging.getLogger("headway.gateway")
 class Recovery:
     """Renews the lease and takes over free jobs.
 
+    in_flight: ids of the requests here; a job of one is kept, not recovered, when it was free for a moment.
     models: those that are served here; a background job for another one fails.
     config: after `broker.lease_seconds` without a renewal other gateways may take this one's jobs; one over
         which `server.max_attempts` engines have died is not run again.
     """
 
     def __init__(
-        self, broker: Broker, closings: Closings, background: BackgroundWork, models: Container[str], config: Config
+        self,
+        broker: Broker,
+        closings: Closings,
+        background: BackgroundWork,
+        in_flight: Container[str],
+        models: Container[str],
+        config: Config,
     ) -> None:
-        self._broker, self._closings, self._background = broker, closings, background
+        self._broker, self._closings, self._background, self._in_flight = broker, closings, background, in_flight
         self._models, self._lease_seconds = models, config.broker.lease_seconds
         self._max_attempts = config.server.max_attempts
         self._unasked: list[str] = []  # background jobs that the broker is still to be asked about
@@ -99,7 +106,7 @@ class Recovery:
 
         One that was free for a moment and comes back here still runs, or its end waits to be stored.
         """
-        if job.id in self._background or job.id in self._closings:
+        if job.id in self._background or job.id in self._in_flight or job.id in self._closings:
             return
         reason = "client_gone: the gateway ended before the answer"
         if job.attempts >= self._max_attempts:
