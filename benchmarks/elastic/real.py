@@ -364,5 +364,5 @@ def plot(streams: Sequence[Seen], events: Events) -> bytes:
     for name, (since, until) in events.items():
         axes.axvspan(since - start, until - start, color="0.9", zorder=0)
         axes.text(since - start, len(streams), name, fontsize=7, va="bottom")
-    axes.set(xlabel="seconds", ylabel="streams, a dot per event (orange: moved to another engine)")
+    axes.set(xlabel="seconds", ylabel="streams by their beginning (orange: moved)")
     return png(figure)
