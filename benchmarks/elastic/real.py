@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from rich.console import Console
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.fleet import kill_engine
@@ -139,7 +140,7 @@ class Load:
         greedy = [number for number in range(DISTINCT) if number % _KINDS < _KINDS - 1]
         found = dict(zip(greedy, await asyncio.gather(*map(self.read, greedy)), strict=True))
         if broken := [one for one in found.values() if one.error or not one.done]:
-            raise EngineError(f"A stream broke before any event: {broken[0].error}", "See the logs.")
+            raise EngineError(f"A stream broke before any event: {broken[0].error}", "See the gateway's log.")
         return found
 
     async def more(self) -> None:
@@ -323,7 +324,9 @@ def main(ask: Ask) -> Result:
     if len(os.sched_getaffinity(0)) < 2:
         raise ConfigError("Two engines need two cores.", "Run it where this process may use two.")
     sizes = QUICK if ask.quick else Sizes()
-    streams, events = asyncio.run(measure(sizes, Path(tempfile.mkdtemp(prefix="headway-elastic-"))))
+    folder = Path(tempfile.mkdtemp(prefix="headway-elastic-"))
+    Console(stderr=True).print(f"[dim]logs: {folder}[/]")
+    streams, events = asyncio.run(measure(sizes, folder))
     found = rows(streams, events)
     workload = (
         f"Two engines of smollm2 in float32, a core each; {sizes.clients}, later {2 * sizes.clients} clients, each of "

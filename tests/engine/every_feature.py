@@ -185,8 +185,8 @@ def shared_prefixes(llm: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
     return asks
 
 
-def write_adapter(path: Path, model: str, seed: int) -> None:
-    """Write a random LoRA adapter of the test model."""
+def write_adapter(path: Path, model: str, seed: int, spread: float = 0.03) -> None:
+    """Write a random LoRA adapter of the test model. spread: of its weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -197,7 +197,7 @@ def write_adapter(path: Path, model: str, seed: int) -> None:
     for layer in range(layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         for part, size in (("lora_A", (8, width)), ("lora_B", (width, 8))):
-            weights[f"{name}.{part}.weight"] = torch.tensor(rng.normal(0, 0.03, size), dtype=torch.float32)
+            weights[f"{name}.{part}.weight"] = torch.tensor(rng.normal(0, spread, size), dtype=torch.float32)
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}

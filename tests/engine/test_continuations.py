@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from tests.engine.conftest import Engine, prompts, started
+from tests.engine.every_feature import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 TOKENS = 40
@@ -17,19 +19,20 @@ PROMPT = prompts(1, seed=8)[0]
 
 @pytest.fixture(scope="module")
 def caching(few_layers: str) -> Iterator[Engine]:
-    """An engine that finds in its prefix cache what another request has computed."""
-    yield from started(few_layers, worker_extension_cls=WORKER_EXTENSION, enable_prefix_caching=True)
+    """An engine that finds in its prefix cache what another request has computed, and has adapters."""
+    more = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    yield from started(few_layers, worker_extension_cls=WORKER_EXTENSION, **more)
 
 
-def answers(engine: Engine, *saids: list[int], **params: Any) -> list[Any]:
-    """Return the answers behind what was said, all computed at once."""
+def answers(engine: Engine, *saids: list[int], adapter: Any = None, **params: Any) -> list[Any]:
+    """Return the answers behind what was said, all computed at once. adapter: a `LoRARequest`."""
     from vllm import SamplingParams
 
     options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False} | params
     for i, said in enumerate(saids):
         extra = {"headway_id": f"a{i}"} | ({"headway_said": said} if said else {})
         request = SamplingParams(**options, extra_args=extra)
-        engine.llm.llm_engine.add_request(f"a{i}", {"prompt_token_ids": PROMPT}, request)
+        engine.llm.llm_engine.add_request(f"a{i}", {"prompt_token_ids": PROMPT}, request, lora_request=adapter)
     done = {}
     while engine.llm.llm_engine.has_unfinished_requests():
         done |= {out.request_id: out.outputs[0] for out in engine.llm.llm_engine.step() if out.finished}
@@ -59,6 +62,14 @@ def test_what_was_said_is_found_in_the_prefix_cache(caching: Engine) -> None:
     (again,) = answers(caching, tokens[:-1])  # of which all whole blocks are cached
     assert list(again.token_ids) == tokens
     assert caching.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+
+
+def test_an_adapter_s_answer_goes_on(caching: Engine, few_layers: str, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    write_adapter(tmp_path, few_layers, seed=1, spread=0.2)
+    tokens = check_each_prefix(caching, range(1, TOKENS, 6), adapter=LoRARequest("a", 1, str(tmp_path)))
+    assert tokens != list(answers(caching, [])[0].token_ids)
 
 
 @pytest.mark.parametrize(
