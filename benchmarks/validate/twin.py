@@ -51,7 +51,7 @@ def pair(replay: Replay, run: ReplayRun, setup: ReplaySetup) -> TwinPair:
 def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:
     """Return the requests of a replay with the lengths that they had in the real run."""
     tiers = tuple(dict.fromkeys(call.tier for call, _ in kept))
-    slo = {name: np.array([getattr(c.slo, name) or np.inf for c, _ in kept]) for name in ("ttft", "tpot", "e2e")}
+    slo = {name: np.array([getattr(c.slo, name) or np.inf for c, _ in kept]) for name in ("ttft", "tpot", "e2e", "itl")}
     output = np.array([record.output_tokens for _, record in kept])
     zeros = np.zeros(len(kept), np.int64)
     return Workload(

@@ -143,6 +143,9 @@ def _pair(kept: SloResult) -> str:
 def _window(story: Timeline, promise: str) -> tuple[float, float]:
     """Return the interval over which an SLO metric is measured."""
     first = story.first if math.isfinite(story.first) else story.end
+    stops = [span for span in story.spans if span.start >= first and span.state != "running"]
+    if promise == "itl" and stops:  # the longest of them, as the gap is
+        return max((span.seconds, span.start, span.end) for span in stops)[1:]
     return (first if promise in ("tpot", "itl") else story.arrival, story.end if promise != "ttft" else first)
 
 

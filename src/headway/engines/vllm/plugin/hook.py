@@ -193,6 +193,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
             arrival=metadata.arrival,
             first=(metadata.first or metadata.arrival) if said else 0.0,
             last=self.clock() if said else 0.0,
+            gap=math.inf if said and metadata.itl < math.inf else 0.0,  # it was silent for longer
             ttft=metadata.ttft,
             tpot=metadata.tpot,
             e2e=metadata.e2e,

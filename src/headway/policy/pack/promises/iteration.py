@@ -29,6 +29,7 @@ from headway.policy.pack.promises.outlook import (
     lead_of,
     reserved_of,
     rest_of,
+    until_gap,
 )
 from headway.policy.pack.promises.queue import Queue
 from headway.types import Floats, Ints
@@ -166,7 +167,8 @@ def _beside(
             rest = _rest_of(params, jobs, kept, i, now)
             if rest > wait > -np.inf:
                 continue
-            least = min(least, rest if rest > pace.token else max(jobs["tpot"][row], pace.token))
+            slow = max(min(jobs["tpot"][row], until_gap(params.keep, jobs, row, now)), pace.token)
+            least = min(least, rest if rest > pace.token else slow)
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]
     return Shape(decodes, context, prompt.prompt, prompt.first_computed, prompt.first_missing, 0.0), float(least)

@@ -11,7 +11,7 @@ from headway.policy.core.engine_spec import PackerParams, PromisesConfig
 from headway.policy.core.feasibility import Pace
 from headway.policy.forecast.latency.online import prefill_of, seconds_of
 from headway.policy.pack.kernels import Rows, missing_of
-from headway.policy.pack.promises.outlook import ANSWER, PROMPT, Outlook, lead_of, pace_to_catch_up, rest_of
+from headway.policy.pack.promises.outlook import ANSWER, PROMPT, Outlook, lead_of, pace_to_catch_up, rest_of, until_gap
 from headway.types import Floats, Ints
 
 
@@ -52,7 +52,8 @@ def seconds_allowed(
             # One that is behind need not catch up at once; to stop all prompts for it would not save it.
             catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
             rest = rest_of(params.keep, jobs, row, now)
-            first = min(first, rest if rest > pace.token else max(catch_up, pace.token))
+            slow = max(min(catch_up, until_gap(params.keep, jobs, row, now)), pace.token)
+            first = min(first, rest if rest > pace.token else slow)
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again
                 share = min(share, params.keep.leading_share)

@@ -59,7 +59,7 @@ def in_progress(jobs: Rows, rows: Ints, now: float) -> Ints:
     size, found = 0, np.empty(rows.size, np.int64)
     for row in rows:
         begun = jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row)
-        late = now > jobs["arrival"][row] + jobs["e2e"][row]
+        late = now > jobs["arrival"][row] + jobs["e2e"][row] or jobs["gap"][row] > jobs["itl"][row]
         if begun and not late and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
             found[size], size = row, size + 1
     return found[:size][np.argsort(jobs["serial"][found[:size]])]
@@ -296,13 +296,11 @@ def outlook_of(params: PackerParams, jobs: Rows, row: int, now: float, theta: Fl
         due = tpot_from(jobs, row) + made * jobs["tpot"][row] - prompt
         catch_up = due + 2.0 * jobs["tokens_left"][row] * max(jobs["tpot"][row] - pace.token, 0.0)
         lost = lost or catch_up < now
+        next_start = jobs["last"][row] + jobs["itl"][row] - prompt  # and a gap that was too long stays
+        lost = lost or jobs["gap"][row] > jobs["itl"][row] or next_start < now
         if _is_paused(jobs, row) and not lost:
-            return PROMPT, due  # so that it goes on before it is behind
-        start = min(start, catch_up)
-        if jobs["itl"][row] < np.inf:  # a gap that was too long stays
-            next_due = jobs["last"][row] + jobs["itl"][row]
-            lost = lost or jobs["gap"][row] > jobs["itl"][row] or next_due < now + prompt
-            start = min(start, next_due - prompt)
+            return PROMPT, min(due, next_start)  # so that it goes on before it is behind
+        start = min(start, catch_up, next_start)
     if lost:
         return LOST, -np.inf
     deferred = start - now > params.keep.defer_beyond_s and not (made and caution.keeps_begun)
@@ -328,9 +326,14 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
 
 @compiled
 def rest_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
-    """Return the seconds for which an answer can stand still: by its lead, and until its gap is too long."""
-    gap = jobs["last"][row] + (1.0 - keep.itl_margin) * jobs["itl"][row] - now
-    return float(min(lead_of(keep, jobs, row, now), gap))
+    """Return the seconds for which an answer can stand still: by its lead, and by its itl."""
+    return float(min(lead_of(keep, jobs, row, now), until_gap(keep, jobs, row, now)))
+
+
+@compiled
+def until_gap(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
+    """Return the seconds until an answer's gap is too long, less a margin; inf = it has no itl."""
+    return float(jobs["last"][row] + (1.0 - keep.itl_margin) * jobs["itl"][row] - now)
 
 
 @compiled
