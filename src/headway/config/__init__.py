@@ -62,7 +62,8 @@ class Server:
     keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.
     max_connections: limit of client connections; unset, from the limit of open files, at most 16,384. Connections
         without a request in progress are closed to make room for new ones.
-    drain_s: time for requests in progress when the gateway stops; "streams" = until the last one has ended.
+    drain_s: time for requests in progress when the gateway, or an agent with its engines, stops; "streams" = until
+        the last one has ended.
     reuse_port: share the port (SO_REUSEPORT), so that a new gateway takes over before this one stops.
     tenant_share: with keys of several tenants: share that one tenant may take of the room that the others leave
         in the queue (max_queued and max_queued_mib) and among a backend's workers. class_share: share of its

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
@@ -30,6 +30,7 @@ from headway.cluster.wire.messages import (
     Waiting,
 )
 from headway.cluster.wire.port import Message, WireLink
+from headway.config import Engine
 from headway.events import (
     Arrived,
     Cached,
@@ -98,7 +99,7 @@ class Leader:
     engines: ids of the configured engines.
     """
 
-    def __init__(self, link: WireLink, make: Make, lease_s: float, engines: Collection[str]) -> None:
+    def __init__(self, link: WireLink, make: Make, lease_s: float, engines: Mapping[str, Engine]) -> None:
         self._link, self._lease_s, self._configured = link, lease_s, engines
         self.control = make(self._execute, self._inquire)
         self.control.have = self.have
@@ -273,14 +274,14 @@ class Leader:
         """Take note of an engine that is new or was doubted; all other changes come as events."""
         agent = self._agents.setdefault(name, _Agent(clock.now()))
         agent.at_work.pop(state.id, None)
-        if _at_work(state):
-            agent.at_work[state.id] = state.current
         new = state.id not in agent.engines
         if new and (why := self._refusal(name, state)) is not None:
             if state.id not in agent.refused:
                 log.warning("%s has an engine %s, which gets no work: %s", name, state.id, why)
             agent.refused.add(state.id)
             return
+        if _at_work(state, self._configured.get(state.id)):
+            agent.at_work[state.id] = state.current
         agent.refused.discard(state.id)
         agent.engines.add(state.id)
         self._agent_of[state.id] = name
@@ -416,9 +417,9 @@ class Leader:
             self._link.send(self._agent_of[instance], Asked(instance, tuple(ids)))
 
 
-def _at_work(state: EngineState) -> bool:
+def _at_work(state: EngineState, configured: Engine | None) -> bool:
     """Tell whether an engine takes work when it is up, and is up or starting; those for overflow do not count."""
-    if state.leaving not in (None, "roll"):
+    if state.leaving not in (None, "roll") or (configured is not None and configured.overflow):
         return False
     return state.failure is None if state.instance is None else state.instance.overflow is None
 

@@ -56,14 +56,15 @@ class Actors:
     def parts(self) -> list[Part]:
         """Return the parts that are to run: of a model that scales, agents that do, or those that it begins with."""
         names, left = set(self._names()), set[str]()
+        controllers = {part.name for part in parts_of(self._config) if part.name.startswith("controller")}
         for model in (model for model, one in self._config.scale.items() if one.starts_engines):
             agents = [part.name for part in agents_of(self._config, model)]
-            running = names.intersection(agents)
-            left |= set(agents) - (running or {name for name in agents if name not in self._copies})
+            begins = set() if names & controllers else {name for name in agents if name not in self._copies}
+            left |= set(agents) - (names.intersection(agents) or begins)
         return [part for part in parts_of(self._config) if part.name not in left]
 
     def scale(self, model: str, wanted: int) -> None:
-        """Have as many agents of a model; those that are not needed drain, then end. Nothing else changes.
+        """Start or stop agents until a model has this number; they drain before they end. Nothing else changes.
 
         ConfigError for an unknown model, or more agents than engines. EngineError while one has no node, or drains.
         """
@@ -75,7 +76,7 @@ class Actors:
         states = {part.name: self.state(part.name) for part in agents if part.name in names}
         ending = {name for name, state in states.items() if state is not None and state.ending}
         able = sorted((part for part in agents if part.name not in ending), key=lambda part: part.name not in names)
-        for part in able[:wanted]:
+        for part in (part for part in able[:wanted] if part.name not in names):
             self._ensure(part)
         for part in (part for part in able[wanted:] if part.name in names):
             self._leave(part.name, states[part.name])

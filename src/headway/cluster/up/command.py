@@ -27,7 +27,7 @@ def up(config: Config) -> None:
 
 
 def scale(config: Config, engines: str) -> None:
-    """Have as many agents of a model as MODEL=NUMBER says."""
+    """Start or stop agents until a model has the number in MODEL=NUMBER."""
     model, _, number = engines.rpartition("=")
     if not (model and number.isdecimal()):
         raise ConfigError(f"--engines {engines} is not a model and a number.", "Write it like --engines qwen=2.")

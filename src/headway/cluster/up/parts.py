@@ -65,7 +65,7 @@ def with_copies(config: Config) -> Config:
         own = [one for one in engines if one.name == model and one.url is None]
         if scale.starts_engines and own:
             first = replace(own[0], id=None, port=None, cards=own[0].cards if own[0].gpus is None else None)
-            missing = scale.max - len([one for one in engines if one.name == model])
+            missing = scale.max - len([one for one in engines if one.name == model and not one.overflow])
             engines += expanded([first] * missing, engines)
     return replace(config, engines=engines)
 

@@ -79,8 +79,9 @@ class Supervisor:
     def stop(self, grace: float) -> None:
         """End the process, which gets `grace` seconds to finish its work."""
         self._ends.set()
-        self._thread.join()  # from then on nothing starts it again
-        self._child.stop(grace)
+        while self._thread.is_alive():  # until it ends nothing signals the process but this
+            self._child.stop(grace)
+            self._thread.join(_POLL_S)
 
     def _watch(self) -> None:
         pause = _PAUSE_S
@@ -88,9 +89,10 @@ class Supervisor:
             began = time.monotonic()
             self._child.start()
             while self._child.alive:
-                if self._ends.wait(_POLL_S):
-                    return
+                time.sleep(_POLL_S)
             self._child.signal(signal.SIGKILL)  # its remaining processes
+            if self._ends.is_set():
+                return
             self._restarts, self._tail = self._restarts + 1, self._child.tail()
             pause = _PAUSE_S if time.monotonic() - began > _STABLE_S else min(2 * pause, _LONGEST_S)
             if self._ends.wait(pause):

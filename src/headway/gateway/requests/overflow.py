@@ -1,10 +1,11 @@
-"""Requests at overflow engines: whatever such an engine answers but an answer, the request goes back to the queue.
+"""Requests at overflow engines: anything but an answer sends the request back to the queue.
 
 What they cost is counted in the broker: a budget holds over restarts, and for all gateways that share the broker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable
 
@@ -54,13 +55,17 @@ async def reserve(broker: Broker, engine: EngineView, in_flight: InFlightRequest
     if not (units := in_flight.overflow.reserved):
         return
     account, most = f"{engine.config.name} at {engine.config.url}", in_flight.overflow.terms.budget
+    in_flight.account = account
     try:
         counted = await broker.spend(account, in_flight.id, units, most, clock.now())
+    except asyncio.CancelledError:
+        await settle(broker, in_flight, 0.0)  # it may have been counted, and nothing was sent
+        raise
     except HeadwayError as error:
         raise Declined(engine.id, error.message, _ASIDE_S) from error
     if not counted:
+        in_flight.account = None
         raise Declined(engine.id, "its hourly_budget is spent", _SPENT_S)
-    in_flight.account = account
 
 
 async def settle(broker: Broker, in_flight: InFlightRequest, units: float) -> None:

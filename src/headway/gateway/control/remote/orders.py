@@ -126,7 +126,7 @@ class RemoteOrders(Fleet):
             await self._order(self._agent_of(id), remove=(id,), now=now)
 
     async def _replace(self, id: str, settings: Engine) -> bool:
-        before = self.engines[id].restarts
+        before, old = self.engines[id].restarts, self.engines[id].config
         try:
             await self._order(self._agent_of(id), roll={id: write_engine(settings)})
         except HeadwayError as error:
@@ -137,7 +137,10 @@ class RemoteOrders(Fleet):
                 log.error("engine %s: its agent has ended", id)
                 return False
             if engine.restarts > before and engine.state in ("up", "failed"):
-                return engine.state == "up"
+                kept = engine.config == old and write_engine(replace(settings, id=id)) != write_engine(
+                    replace(old, id=id)
+                )
+                return engine.state == "up" and not kept  # there was not the memory for its new settings
             await asyncio.sleep(POLL_S)
         return True
 
