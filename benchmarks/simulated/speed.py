@@ -1,12 +1,13 @@
 """Speed of the simulator, and the cost of a packer's decision beside vLLM's `schedule()`.
 
 Simulator: one hour of ShareGPT-like chat on OPT-13B / A100, on one core, at rates up to several times the
-engine's capacity. Decision: 256 running and 1,000 waiting requests against stock `schedule()`, alternating
-within one run.
+engine's capacity; then fleets with `headway`: the same chat, and conversations with prefix caches. Decision: 256
+running and 1,000 waiting requests against stock `schedule()`, alternating within one run.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
+from benchmarks.placement import grounds
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory.budget import KvBudget
 from headway.policy.recipes.registry import find
+from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, make, poisson
 from headway.types import Floats, Jobs, Slo
@@ -29,6 +32,8 @@ from headway.whatif.output.results import SIMULATED, Ask, Row
 PROFILE = "opt-13b-a100"
 RECIPES = ("vllm", "priority", "edf", "slack", "headway")
 RATES = (2.0, 4.0, 7.0, 14.0, 28.0)
+ENGINES = (4, 16, 64)
+FLEET_RATE, FLEET_LOAD = 4.0, 0.7  # chat per second and engine; conversations, as a share of the capacity
 RUNNING, WAITING = 256, 1000
 _SLO = Slo(ttft=0.4, tpot=0.2)
 
@@ -37,12 +42,14 @@ _SLO = Slo(ttft=0.4, tpot=0.2)
 class SpeedPoint:
     """One simulation.
 
+    setting: as rows name it
     wall: seconds of wall time
     simulated: seconds of virtual time
     traced: those of the virtual seconds that have arrivals
     """
 
     recipe: str
+    setting: str
     rate: float
     requests: int
     iterations: int
@@ -53,47 +60,74 @@ class SpeedPoint:
 
 @experiment("speed", "sim", f"Speed of the simulator ({SIMULATED})")
 def main(ask: Ask) -> Result:
-    """Measure; `quick` simulates 10 minutes instead of an hour, at the highest rate only."""
+    """Measure; `quick` simulates 10 minutes instead of an hour, at the highest rate and for the smallest fleet only."""
     duration, rates = (600.0, RATES[-1:]) if ask.quick else (3600.0, RATES)
     points = simulate(rates, duration, ask.seed, bar=not ask.as_json)
+    of_fleets = fleets(ENGINES[:1] if ask.quick else ENGINES, duration / 15, ask.seed, bar=not ask.as_json)
     ratios = decisions(200 if ask.quick else 1000, ask.seed)
     workload = (
         f"{SIMULATED}: {PROFILE}, batch limit 256, ShareGPT-like lengths, Poisson, {duration:g} s of "
-        f"arrivals; x_realtime = seconds of arrivals / wall seconds, one core. Decision: {RUNNING} "
-        f"running, {WAITING} waiting."
+        f"arrivals ({duration / 15:g} s of a fleet's; with prefix caches, conversations of interactive-chat at "
+        f"{FLEET_LOAD:g}x on {grounds.PROFILE}); x_realtime = seconds of arrivals / wall seconds, one core. Decision: "
+        f"{RUNNING} running, {WAITING} waiting."
     )
-    rows = [*(row for point in points for row in rows_of(point)), *ratios]
+    rows = [*(row for point in points + of_fleets for row in rows_of(point)), *ratios]
     return Result(rows, workload, lambda: {"speed": plot(points)})
 
 
 def simulate(rates: Sequence[float], duration: float, seed: int, *, bar: bool) -> list[SpeedPoint]:
     """Run every recipe at every rate, after one short run that compiles."""
     fleet = Fleet(PROFILE)
+
+    def point(recipe: str, rate: float, seconds: float) -> SpeedPoint:
+        workload = chat(rate, seconds, seed, fleet.max_model_len)
+        return _point(recipe, fleet.instances(workload.models[0]), workload, seconds, f"{rate:g} req/s", rate)
+
     for recipe in RECIPES:
-        _point(recipe, fleet, 1.0, 60.0, seed)
+        point(recipe, 1.0, 60.0)
     jobs = track([*product(rates, RECIPES)], "simulating", disable=not bar)
-    return [_point(recipe, fleet, rate, duration, seed) for rate, recipe in jobs]
+    return [point(recipe, rate, duration) for rate, recipe in jobs]
+
+
+def fleets(engines: Sequence[int], seconds: float, seed: int, *, bar: bool) -> list[SpeedPoint]:
+    """Run `headway` on fleets without and with prefix caches, after a short run of each kind that compiles."""
+
+    def point(count: int, seconds: float, caches: bool) -> SpeedPoint:
+        setting = f"{count} engines"
+        if caches:
+            ground = grounds.GROUNDS["interactive-chat"]
+            work = ground.workload(count, FLEET_LOAD, seconds, seed).between(ground.warm, math.inf)
+            return _point("headway", grounds.fleet(count), work, seconds, f"{setting}, prefix caches")
+        fleet, rate = Fleet(PROFILE, count), count * FLEET_RATE
+        work = chat(rate, seconds, seed, fleet.max_model_len)
+        return _point("headway", fleet.instances(work.models[0]), work, seconds, setting, rate)
+
+    for caches in (False, True):
+        point(2, 10.0, caches)
+    jobs = track([*product(engines, (False, True))], "simulating fleets", disable=not bar)
+    return [point(count, seconds, caches) for count, caches in jobs]
 
 
 def rows_of(point: SpeedPoint) -> list[Row]:
     """Return the figures of one simulation."""
-    setting = f"{point.rate:g} req/s"
     figures = (
         ("sim.x_realtime", point.traced / point.wall, "x"),
         ("sim.x_simulated", point.simulated / point.wall, "x"),
         ("sim.requests", float(point.requests), "requests"),
         ("sim.iteration_us", point.wall / point.iterations * 1e6, "us"),
     )
-    return [Row(id, point.recipe, setting, ours, unit) for id, ours, unit in figures]
+    return [Row(id, point.recipe, point.setting, ours, unit) for id, ours, unit in figures]
 
 
-def _point(recipe: str, fleet: Fleet, rate: float, duration: float, seed: int) -> SpeedPoint:
-    workload = chat(rate, duration, seed, fleet.max_model_len)
-    simulation = Simulation(find(recipe), fleet.instances(workload.models[0]), workload)
+def _point(
+    recipe: str, instances: Sequence[InstanceSpec], workload: Workload, traced: float, setting: str, rate: float = 0.0
+) -> SpeedPoint:
+    simulation = Simulation(find(recipe), instances, workload)
     began = time.perf_counter()
     outcome = simulation.run()
     wall = time.perf_counter() - began
-    return SpeedPoint(recipe, rate, len(workload), outcome.iterations, wall, float(np.nanmax(outcome.end)), duration)
+    end = float(np.nanmax(outcome.end) - workload.arrival[0])
+    return SpeedPoint(recipe, setting, rate, len(workload), outcome.iterations, wall, end, traced)
 
 
 def chat(rate: float, duration: float, seed: int, longest: int) -> Workload:

@@ -19,9 +19,11 @@ class Table:
     COLUMNS: ClassVar[dict[str, type]] = {}
     DEFAULTS: ClassVar[dict[str, float]] = {}  # of columns whose rows do not begin at zero
     DTYPE: ClassVar[np.dtype[np.void]]
+    _NEW: ClassVar[dict[str, float | bool]]  # a new row, in the order of the columns
 
     def __init_subclass__(cls) -> None:
         cls.DTYPE = np.dtype([*cls.COLUMNS.items(), ("live", np.bool_)], align=True)
+        cls._NEW = dict.fromkeys(cls.COLUMNS, 0) | cls.DEFAULTS | {"live": True}
 
     def __init__(self, capacity: int = 64) -> None:
         self._hold(np.zeros(capacity, self.DTYPE))
@@ -32,8 +34,7 @@ class Table:
     def _hold(self, data: NDArray[np.void]) -> None:
         """Keep the rows as one array, which compiled loops take whole; columns are views of it."""
         self.data = data
-        self._cols: dict[str, NDArray[Any]] = {name: data[name] for name in self.COLUMNS}
-        self.__dict__.update(self._cols)  # so that reading a column is one lookup
+        self.__dict__.update({name: data[name] for name in self.COLUMNS})  # so that reading a column is one lookup
         self.live: NDArray[np.bool_] = data["live"]
 
     def __len__(self) -> int:
@@ -55,10 +56,10 @@ class Table:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        for name, column in self._cols.items():
-            column[row] = values.pop(name, self.DEFAULTS.get(name, 0))
-        assert not values, f"no such columns: {sorted(values)}"
-        self.live[row], self.keys[row], self.row_of[key] = True, key, row
+        values = self._NEW | values
+        assert len(values) == len(self._NEW), f"no such columns: {sorted(values.keys() - self._NEW)}"
+        self.data[row] = tuple(values.values())
+        self.keys[row], self.row_of[key] = key, row
         return row
 
     def remove(self, key: str) -> None:

@@ -225,7 +225,7 @@ def test_recipes_swap_beside_a_prefix_cache(recipe: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(CachingEngine, "schedule", counted)
     for gib in ("0", "1"):
-        found = Simulation(find(recipe), build([spec(f"{text}={gib}")]), load).run()
+        found = Simulation(find(recipe), build([spec(f"{text}={gib}")]), load, fast=False).run()
         assert np.isfinite(found.end).all()
         assert found.hits > 0
     assert copied["0"] == 0 < copied["1"]

@@ -12,20 +12,14 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled
-from headway.engines.simulated import kernels as engine
+from headway.engines.simulated import iteration
 from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, FAR, FAR_S, LATE, ON_TIME, level_of
 from headway.policy.core.sorting import before, pop, push
-from headway.policy.forecast.latency.laws import law_seconds
-from headway.policy.forecast.latency.online import learn, shape
-from headway.policy.forecast.latency.profiles import SHORTEST
 from headway.policy.forecast.lengths.task import TELLING
-from headway.policy.memory.budget import KvBudget
-from headway.policy.memory.preemption_cost import are_swapped
-from headway.policy.pack.compiled_packers import pack
-from headway.policy.pack.kernels import PROMISES, SLACK
+from headway.policy.pack.kernels import PROMISES
 from headway.policy.pack.promises.sight import due_order, is_overdue
 from headway.simulate.compiled_state import RunState
-from headway.types import UNLIMITED, Floats, Ints
+from headway.types import Floats, Ints
 
 
 @compiled
@@ -34,30 +28,30 @@ def advance(run: RunState, stop: int, until: float) -> None:
 
     until: instant at which the run ends in any case.
     """
-    progress = run.progress[0]
-    size = run.output.size
-    while progress["now"] < until and (progress["arrived"] < stop or (stop == size and progress["running"])):
+    progress, total, clock, arrival = run.progress[0], run.totals[0], run.engine.clock[0], run.engine.jobs["arrival"]
+    size = arrival.size
+    while total["now"] < until and (progress["arrived"] < stop or (stop == size and clock["rows"])):
         i = progress["arrived"]
-        if progress["running"] and (i == size or progress["iteration_end"] <= run.jobs["arrival"][i]):
-            progress["now"] = progress["iteration_end"]
-            done = _end_iteration(run, progress["now"])
+        if clock["rows"] and (i == size or clock["end"] <= arrival[i]):
+            total["now"] = clock["end"]
+            done = _end_iteration(run, total["now"])
             if progress["rows"] or progress["after_late"] > progress["first_late"]:
-                _begin(run, progress["now"])
+                _begin(run, total["now"])
             changes = done.size
         else:
-            progress["now"] = run.jobs["arrival"][i]
+            total["now"] = arrival[i]
             _arrive(run, i)
             done, changes = run.rows[:0], 1
         for k in range(changes):
             if done.size:
                 _leave(run, done[k])
-            while _send_heads(run, progress["now"]):
-                _begin(run, progress["now"])
+            while _send_heads(run, total["now"]):
+                _begin(run, total["now"])
 
 
 @compiled
 def _arrive(run: RunState, i: int) -> None:
-    run.requests["blocks"][i] = np.ceil((run.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
+    run.requests["blocks"][i] = np.ceil((run.engine.jobs["prompt"][i] + _forecast(run, i)) / run.planner.block_size)
     run.progress[0]["arrived"] += 1
     _add(run, level_of(run.keys[0, i], False) if run.planner.kind == ATTAINABLE else ON_TIME, i)
 
@@ -68,48 +62,27 @@ def _arrive(run: RunState, i: int) -> None:
 @compiled
 def _begin(run: RunState, now: float) -> None:
     """Start the next iteration if there is anything to compute."""
-    progress = run.progress[0]
-    rows = _in_sight(run, now)
-    free, limits = run.usage["free_blocks"], run.limits
-    kv_budget = KvBudget(run.planner.blocks, free, limits.size, limits.slots, UNLIMITED)
-    step = pack(run.packer, run.jobs, rows, kv_budget, now, run.theta)
-    copied = _yield(run, step.evict)
-    paused = run.usage["held_slots"] - np.count_nonzero(run.jobs["running"][step.order])
-    budget = run.packer.budget if run.packer.budget else limits.budget
-    ran = engine.run(run.jobs, run.usage, limits, step.order, step.caps, run.packer.max_running, budget)
-    progress["on_host"] -= ran.copied
-    size = ran.rows.size
-    progress["running"] = size
-    if size == 0:
-        return
-    for row in ran.rows[size - ran.admitted :]:
+    ran = iteration.begin(run.engine, _in_sight(run, now), now, run.totals)
+    for row in ran.rows[ran.rows.size - ran.admitted :]:
         if not np.isnan(run.due[0, row]):
             _begin_late(run, row)
-    run.iteration[0, :size], run.iteration[1, :size] = ran.rows, ran.tokens
-    progress["iterations"] += 1
-    progress["preempted"] += ran.lost.size
-    progress["paused"] += paused
-    copies = (copied + ran.copied) * run.packer.copy_seconds  # beside the computation
-    seconds = max(_seconds(run, ran.rows, ran.tokens), copies if copied + ran.copied else 0.0)
-    progress["busy"] += seconds
-    progress["iteration_end"] = now + seconds
 
 
 @compiled
 def _in_sight(run: RunState, now: float) -> Ints:
     """Return the rows that the packer looks at, as `sight.in_sight` finds them; what is overdue stays sorted."""
     progress, rows = run.progress[0], run.rows
-    if run.packer.kind != PROMISES:
+    if run.engine.packer.kind != PROMISES:
         return rows[: progress["rows"]]
     kept = 0
     for k in range(progress["rows"]):
         row = rows[k]
-        if is_overdue(run.jobs, row, now):
+        if is_overdue(run.engine.jobs, row, now):
             _add_late(run, row)
         else:
             rows[kept], kept = row, kept + 1
     progress["rows"] = kept
-    late, most = run.late[progress["first_late"] : progress["after_late"]], run.packer.keep.overdue_seen
+    late, most = run.late[progress["first_late"] : progress["after_late"]], run.engine.packer.keep.overdue_seen
     if late.size <= 2 * most:
         return np.concatenate((rows[:kept], late))
     return np.concatenate((rows[:kept], late[:most], late[late.size - most :]))
@@ -118,12 +91,12 @@ def _in_sight(run: RunState, now: float) -> Ints:
 @compiled
 def _add_late(run: RunState, row: int) -> None:
     """Add a row to those that are overdue: mostly at the end, as it has become so just now."""
-    progress, late, serial = run.progress[0], run.late, run.jobs["serial"]
+    progress, late, serial = run.progress[0], run.late, run.engine.jobs["serial"]
     first, end = progress["first_late"], progress["after_late"]
     if end == late.size:
         late[: end - first] = late[first:end].copy()
         first, end = 0, end - first
-    run.due[0, row], at = due_order(run.jobs, row), end
+    run.due[0, row], at = due_order(run.engine.jobs, row), end
     while at > first and before(run.due, serial, row, late[at - 1]):
         late[at], at = late[at - 1], at - 1
     late[at] = row
@@ -137,7 +110,7 @@ def _begin_late(run: RunState, row: int) -> None:
     low, high = progress["first_late"], progress["after_late"]
     while low < high:
         middle = (low + high) // 2
-        if before(run.due, run.jobs["serial"], late[middle], row):
+        if before(run.due, run.engine.jobs["serial"], late[middle], row):
             low = middle + 1
         else:
             high = middle
@@ -155,47 +128,11 @@ def _begin_late(run: RunState, row: int) -> None:
 
 
 @compiled
-def _yield(run: RunState, evict: Ints) -> int:
-    """Free the KV of rows that yield; return the tokens that are copied to the host for that.
-
-    Rows go there as long as it has room (`two_ended.HostPoolEngine`).
-    """
-    if not evict.size or not run.packer.host:
-        engine.evict(run.jobs, run.usage, evict)
-        return 0
-    swapped = are_swapped(run.jobs["computed"][evict], run.theta, run.packer.copy_seconds)
-    left = run.packer.host - run.progress[0]["on_host"]
-    for i in range(evict.size):
-        if swapped[i]:
-            left -= run.jobs["computed"][evict[i]]
-            swapped[i] = left >= 0
-    engine.evict(run.jobs, run.usage, evict[~swapped])
-    saved = engine.save(run.jobs, run.usage, evict[swapped])
-    run.progress[0]["on_host"] += saved
-    return int(saved)
-
-
-@compiled
-def _seconds(run: RunState, rows: Ints, tokens: Ints) -> float:
-    """Return how long an iteration takes; the packer's latency model learns from it."""
-    decodes, context, prefill, pairs = shape(run.jobs, rows, tokens)
-    seconds = max(law_seconds(run.law_kind, run.law, decodes, context, prefill, pairs), SHORTEST)
-    if run.packer.kind >= SLACK:
-        parts = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(run.theta, run.cov, run.cap, *parts, seconds * run.error, run.forget, run.surprise)
-    return float(seconds)
-
-
-@compiled
 def _end_iteration(run: RunState, now: float) -> Ints:
     """Return the rows that are complete."""
-    progress = run.progress[0]
-    size = progress["running"]
-    done = engine.complete(run.jobs, run.usage, run.output, run.iteration[0, :size], run.iteration[1, :size], now)
-    progress["running"] = 0
+    done = iteration.complete(run.engine, now)
     for row in done:
-        run.jobs["live"][row] = False
-        run.first[row], run.end[row] = run.jobs["first"][row], now
+        run.first[row], run.end[row] = run.engine.jobs["first"][row], now
     if done.size:
         _drop_ended(run)
     return done
@@ -206,7 +143,7 @@ def _drop_ended(run: RunState) -> None:
     progress = run.progress[0]
     kept = 0
     for k in range(progress["rows"]):
-        if run.jobs["live"][run.rows[k]]:
+        if run.engine.jobs["live"][run.rows[k]]:
             run.rows[kept] = run.rows[k]
             kept += 1
     progress["rows"] = kept
@@ -248,7 +185,7 @@ def _spread(run: RunState, i: int) -> float:
 @compiled
 def _learn_length(run: RunState, i: int) -> None:
     task = run.requests["task"][i]
-    run.lengths[task, run.learned[task] % run.lengths.shape[1]] = run.output[i]
+    run.lengths[task, run.learned[task] % run.lengths.shape[1]] = run.engine.output[i]
     run.learned[task] += 1
 
 
@@ -272,9 +209,9 @@ def _send_heads(run: RunState, now: float) -> bool:
         i, progress["refused"] = _take_first(run, heap), -1
         _put_inside(run, i)
         if run.planner.ranked:
-            run.jobs["urgency"][i] = run.keys[0, i]
+            run.engine.jobs["urgency"][i] = run.keys[0, i]
         _submit(run, i)
-        if not progress["running"]:
+        if not run.engine.clock[0]["rows"]:
             return True
 
 
@@ -362,10 +299,10 @@ def _inside_first(
 def _submit(run: RunState, i: int) -> None:
     progress = run.progress[0]
     progress["serial"] += 1
-    run.jobs["serial"][i] = progress["serial"]
-    run.jobs["tokens_left"][i] = _forecast(run, i)
-    run.jobs["spread"][i] = _spread(run, i)
-    run.jobs["live"][i] = True
+    run.engine.jobs["serial"][i] = progress["serial"]
+    run.engine.jobs["tokens_left"][i] = _forecast(run, i)
+    run.engine.jobs["spread"][i] = _spread(run, i)
+    run.engine.jobs["live"][i] = True
     run.rows[progress["rows"]] = i
     progress["rows"] += 1
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.engines.simulated import kernels as engine
-from headway.engines.simulated.kernels import Limits, Usage
-from headway.policy.core.engine_spec import PackerParams
+from headway.engines.simulated.iteration import CLOCK, TOTALS, EngineState, state_of
+from headway.engines.simulated.kernels import Limits
 from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY, SOFT, due_at, first_keys
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.forecast.latency.profiles import FixedLatency
 from headway.policy.forecast.lengths.task import TaskLengths
-from headway.policy.pack.kernels import Rows
+from headway.policy.pack.kernels import SLACK, Rows
 from headway.policy.plan.by_fleet import ByFleet
 from headway.policy.plan.ordered import Ordered
 from headway.policy.plan.sent import kv_room
@@ -38,7 +38,6 @@ RequestColumns = np.dtype(
 )
 Progress = np.dtype(
     [
-        ("now", float),
         ("arrived", int),
         ("serial", int),  # requests that have arrived, and been sent
         ("inside", int),
@@ -46,15 +45,8 @@ Progress = np.dtype(
         ("rows", int),  # lengths in use of `RunState.inside` and `RunState.rows`
         ("first_late", int),
         ("after_late", int),  # of `RunState.late`, from where to where it is in use
-        ("on_host", int),  # tokens whose KV is there
         ("refused", int),  # the head of the queue that does not belong inside as it is, -1 = not known
         ("late_at", float),  # when the next request inside is late, as of the last look at them
-        ("running", int),  # rows that the iteration in progress computes, 0 = the engine is idle
-        ("iteration_end", float),
-        ("iterations", int),
-        ("preempted", int),
-        ("paused", int),
-        ("busy", float),  # as in `Outcome`
     ]
 )
 
@@ -78,34 +70,27 @@ class PlannerParams(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """The state of a run. Row i of `jobs` and `requests` is request i; no row is moved or used again.
+    """The state of a run. Row i of the engine's jobs and `requests` is request i; no row is moved or used again.
 
-    progress: one row of `Progress`.
+    progress: one row of `Progress`, totals: one of `iteration.TOTALS`.
     requests: `RequestColumns`.
     keys: the planner's rank of each, most significant first, shape (2, requests); order: their numbers.
-    output: output tokens, by request.
     heaps: waiting requests, one heap per row; heap_sizes: their lengths.
     inside: requests that were sent and have not ended for the planner; place: a request's index in it.
     rows: the requests that the engine has, without those in `late`.
     late: the overdue ones (`promises/sight.py`) by `due`, shape (1, requests), nan for all others.
-    iteration: rows and tokens of the iteration in progress.
     lengths: the last output lengths by task; learned: how many there have been.
-    theta, cov, cap, forget, surprise: the packer's `OnlineLatency`.
-    law, law_kind: the instance's latency model.
-    usage: the engine's KV account.
     first, end: as in `Outcome`.
     given: forecast output tokens and their spread by request, shape (2, requests); (2, 0) = learned by task.
     prior: forecast output tokens of a task without any answer.
-    error: `InstanceSpec.latency_error`.
-    packer: the packer's `params`.
     """
 
     progress: Rows
-    jobs: Rows
+    totals: Rows
+    engine: EngineState
     requests: Rows
     keys: Floats
     order: Ints
-    output: Ints
     heaps: Ints
     heap_sizes: Ints
     inside: Ints
@@ -113,25 +98,13 @@ class RunState(NamedTuple):
     rows: Ints
     late: Ints
     due: Floats
-    iteration: Ints
     lengths: Ints
     learned: Ints
-    theta: Floats
-    cov: Floats
-    cap: Floats
-    law: Floats
-    usage: Usage
     first: Floats
     end: Floats
     given: Floats
-    law_kind: int
     prior: int
-    packer: PackerParams
     planner: PlannerParams
-    limits: Limits
-    forget: float
-    surprise: float
-    error: float
 
 
 def initial_state(recipe: Recipe, spec: InstanceSpec, workload: Workload, lengths: Lengths) -> RunState | None:
@@ -151,40 +124,40 @@ def initial_state(recipe: Recipe, spec: InstanceSpec, workload: Workload, length
     n, tasks = len(workload), len(workload.tiers)
     given, learned = forecasts
     blocks, size = instance.blocks_total, instance.block_size
+    jobs, output = _jobs(workload), workload.output.copy()
     return RunState(
-        progress=_progress(), jobs=_jobs(workload), requests=_requests(workload),
-        keys=_keys(workload, planner), order=np.arange(n),
-        output=workload.output.copy(), heaps=np.zeros((_HEAPS, n), np.int64),
+        progress=_progress(), totals=np.zeros(1, TOTALS), requests=_requests(workload),
+        engine=state_of(
+            np.zeros(1, CLOCK), jobs, output, engine.account_of(blocks), latency, spec.latency, params,
+            Limits(size, spec.slots, spec.budget, instance.max_model_len), blocks, spec.latency_error,
+            learns=params.kind >= SLACK,
+        ),
+        keys=_keys(workload, planner), order=np.arange(n), heaps=np.zeros((_HEAPS, n), np.int64),
         heap_sizes=np.zeros(_HEAPS, np.int64), inside=np.zeros(n, np.int64), place=np.zeros(n, np.int64),
         rows=np.zeros(n, np.int64), late=np.zeros(n, np.int64), due=np.full((1, n), np.nan),
-        iteration=np.zeros((2, spec.slots), np.int64),
         lengths=np.zeros((tasks, learned.window), np.int64), learned=np.zeros(tasks, np.int64),
-        theta=latency.theta, cov=latency.cov, cap=latency.cap, law=spec.latency.compiled_law[1],
-        usage=engine.usage_of(blocks), first=np.full(n, np.nan), end=np.full(n, np.nan),
-        given=given, law_kind=spec.latency.compiled_law[0], prior=learned.prior, packer=params,
+        first=np.full(n, np.nan), end=np.full(n, np.nan), given=given, prior=learned.prior,
         planner=PlannerParams(
             planner.kind, planner.ranked, planner.counts_late, instance.window + (planner.ahead or 0),
             kv_room(instance, planner.ahead), blocks, size,
         ),
-        limits=Limits(size, spec.slots, spec.budget, instance.max_model_len),
-        forget=latency.forget, surprise=latency.surprise, error=spec.latency_error,
     )  # fmt: skip
 
 
 def outcome(state: RunState) -> Outcome:
     """Return what became of the requests of a run that has ended."""
-    progress = state.progress[0]
-    evictions = np.where(np.isnan(state.end), 0, state.jobs["evictions"])
+    total, jobs = state.totals[0], state.engine.jobs
+    evictions = np.where(np.isnan(state.end), 0, jobs["evictions"])
     return Outcome(
         state.first,
         state.end,
-        np.where(state.jobs["serial"] > 0, 0, -1),
+        np.where(jobs["serial"] > 0, 0, -1),
         evictions,
-        np.where(np.isnan(state.end), 0.0, state.jobs["gap"]),
-        int(progress["iterations"]),
-        float(progress["busy"]),
-        int(progress["preempted"]),
-        int(progress["paused"]),
+        np.where(np.isnan(state.end), 0.0, jobs["gap"]),
+        int(total["iterations"]),
+        float(total["busy"]),
+        int(total["preempted"]),
+        int(total["paused"]),
     )
 
 

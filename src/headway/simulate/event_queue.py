@@ -6,9 +6,12 @@ Callbacks of one instant run in the order in which they were scheduled, so equal
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable
+
+import numpy as np
+
+from headway.types import Ints
 
 Callback = Callable[[float], None]  # is called with the instant
 
@@ -32,14 +35,14 @@ class Timer:
 
 
 class EventQueue:
-    """A heap of (instant, serial, timer).
+    """A heap of (instant, serial, timer). serial: an array of one, the next serial.
 
     A cancelled timer stays in the heap until its instant: simulated time stops there all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, serial: Ints | None = None) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
-        self._serial = itertools.count()
+        self._serial = np.zeros(1, np.int64) if serial is None else serial
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -49,10 +52,18 @@ class EventQueue:
         """The earliest instant at which a timer is due, inf = the queue is empty."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def at(self, when: float, callback: Callback) -> Timer:
-        """Schedule a callback."""
+    @property
+    def head(self) -> tuple[float, int]:
+        """The earliest timer's instant and serial."""
+        return self._heap[0][:2] if self._heap else (math.inf, 0)
+
+    def at(self, when: float, callback: Callback, serial: int | None = None) -> Timer:
+        """Schedule a callback. serial: its place among those of one instant, None = behind them."""
         timer = Timer(callback)
-        heapq.heappush(self._heap, (when, next(self._serial), timer))
+        if serial is None:
+            serial = int(self._serial[0])
+            self._serial[0] += 1
+        heapq.heappush(self._heap, (when, serial, timer))
         return timer
 
     def run_next(self) -> float:

@@ -1,7 +1,8 @@
 """The readable simulation loop: arrivals in order, and an `EventQueue` for everything that ends later.
 
 The loop drives the server's own `Controller` and one `SimulatedInstance` per engine. `compiled_loop.py`
-computes the same outcome for the runs of which it knows every part.
+computes the same outcome for the runs of which it knows every part, `compiled_fleet.py` the iterations of engines
+between two events outside them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran
@@ -40,10 +42,14 @@ from headway.simulate.workload.traffic import Workload
 from headway.stages import Prewarm
 from headway.types import Command, Recall, Reject, Request, Rerank, Send, Swap, Warm
 
+if TYPE_CHECKING:
+    from headway.simulate.compiled_fleet import CompiledFleet
+
 CHUNK = 2048  # arrivals between two reports of progress
 _LOOK = 0.5  # seconds between two looks at the engines' prefix caches, as in the gateway
 _POLL = 1.0  # seconds between two looks at what engines have learned, as in the gateway
 _PATIENCE = 3600  # ticks without any event after which the queued requests are given up
+_LAST = 1 << 62  # behind all that is scheduled at one instant
 
 
 class Loop:
@@ -51,6 +57,7 @@ class Loop:
 
     controller: the server's slow loop.
     instances: the simulated engines by id.
+    compiled: the same engines, where their iterations run in compiled loops.
     outcome: what became of the requests so far. now: the instant at which the run ended.
     """
 
@@ -64,18 +71,23 @@ class Loop:
         tick: float,
         failures: Sequence[Failure] = (),
         observer: Observer | None = None,
+        compiled: CompiledFleet | None = None,
     ) -> None:
+        self.compiled = compiled
         self.workload, self.outcome = workload, Outcome.of(len(workload))
         self.controller, self.observer = controller, observer
         self.instances = {instance.id: instance for instance in instances}
         self._numbers = {name: number for number, name in enumerate(self.instances)}
         self._arrivals: list[float] = workload.arrival.tolist()
         self._tick = tick
-        self._future = EventQueue()
+        self._future = EventQueue(None if compiled is None else compiled.totals["serial"])
         self._planning = PlanningTime(controller, plan_seconds, self._future, self._execute)
         self._inbox: deque[Event] = deque()  # events that the controller has not been told yet
         self._preempted: dict[str, Preempted] = {}
-        self._running, self.now = 0, 0.0  # iterations in progress
+        self._running, self.now = 0, 0.0  # iterations in progress, without compiled ones
+        self._settled = 0.0  # the instant at which compiled engines are
+        others = any(one.spec.token_overhead or one.spec.instance.overflow is not None for one in instances)
+        self._plain = not (others or controller.planner.reranks or any(workload.runs))
         self._check_at = math.inf  # when the controller is asked next for what is overdue
         self._caches = len(self.instances) > 1 and any(one.spec.prefix_caching for one in instances)
         self._looked = -math.inf
@@ -93,8 +105,11 @@ class Loop:
         i, size, now, idle = 0, len(arrivals), 0.0, 0
         while now < until and (i < size or self.controller.requests or self._more):
             arrival = arrivals[i] if i < size else math.inf
+            if self.compiled is not None and self._advance(self.compiled, arrival, until):
+                now, idle = self._settled, 0
+                continue
             upcoming = min(arrival, self._future.next_time)
-            if self.controller.queued and not self._running and upcoming > now + self._tick:
+            if self.controller.queued and not self._runs and upcoming > now + self._tick:
                 now, idle = now + self._tick, idle + 1
                 self._wait(now, idle, last=math.isinf(upcoming))
             elif self._future and self._future.next_time <= arrival:
@@ -111,7 +126,40 @@ class Loop:
         if progress is not None:
             progress(size)
         self.outcome.planning, self.now = self._planning.spent, now
+        if self.compiled is not None:
+            self.compiled.count(self.outcome)
         return self.outcome
+
+    def _advance(self, compiled: CompiledFleet, arrival: float, until: float) -> bool:
+        """Run compiled iterations up to the next event outside the engines, or to news that the planner may act on.
+
+        While nothing is queued, first tokens and ends change nothing before that event, unless the planner does more
+        than to send. Returns whether there was any iteration.
+        """
+        calm = self._plain and not self.controller.queued and not self.controller.planner.thinks
+        news = compiled.advance(min((arrival, _LAST), self._future.head), until, eager=not calm)
+        if news is None:
+            return False
+        self._settled = compiled.now
+        for at, number, id, end in news:
+            if end is not None:
+                self.outcome.gap[self.workload.row_of(id)] = end.gap
+                self._end_request(id, end.first, end.evictions, compiled.instances[number].spec.token_overhead, at)
+            elif len(self.instances) > 1:
+                self.controller.note(Started(id), at)
+        return True
+
+    def _attend(self, instance: SimulatedInstance) -> None:
+        """Let a compiled iteration in progress end here, because something waits for its end."""
+        if self.compiled is not None and (taken := self.compiled.take(self._numbers[instance.id])) is not None:
+            end, serial, instance.running = taken
+            self._running += 1
+            instance.timers["iteration"] = self._future.at(end, partial(self._end_iteration, instance), serial)
+
+    @property
+    def _runs(self) -> bool:
+        """Tell whether an iteration is in progress."""
+        return self._running > 0 or (self.compiled is not None and self.compiled.runs)
 
     def open(self) -> None:
         """Bring up the engines."""
@@ -137,11 +185,13 @@ class Loop:
         self._set_check()
 
     def _execute(self, commands: Sequence[Command], now: float) -> None:
+        assert not commands or now >= self._settled, "engines have gone on without these commands"
         for command in commands:
             match command:
                 case Send(id, name):
                     self._send(command, self.instances[name], now)
                 case Recall(id, name):
+                    self._attend(self.instances[name])
                     self.instances[name].recalled.append(id)
                     if self.instances[name].running is None:
                         self._take_back(self.instances[name], now)
@@ -207,7 +257,8 @@ class Loop:
             preempted = self._preempted.pop(id, None)
             told = forecast.mean, forecast.spread, send.rank, send.soft
             instance.submit(Submission(request, output, *told, preempted))
-            if instance.running is None:
+            inside = self.compiled is not None and self.compiled.admit(self._numbers[instance.id])
+            if instance.running is None and not inside:
                 self._begin(instance, now)
 
     def _rerank(self, instance: SimulatedInstance, ranks: Mapping[str, float], now: float) -> None:
@@ -215,6 +266,9 @@ class Loop:
 
     def _begin(self, instance: SimulatedInstance, now: float) -> None:
         """Start the next iteration, with every request submitted by now, if there is work."""
+        if self.compiled is not None:
+            self.compiled.begin(self._numbers[instance.id], now)
+            return
         for id, row in instance.admit():
             if self.observer is not None:
                 self.observer.entered(self.workload.row_of(id), self._numbers[instance.id], row)
@@ -331,6 +385,7 @@ class Loop:
         refused = bool(overdue.rejects)
         for name, ids in overdue.inside.items():
             instance = self.instances[name]
+            self._attend(instance)
             instance.asked += ids
             if instance.running is None:
                 refused |= self._answer(instance, now)
@@ -379,6 +434,7 @@ class Loop:
 
     def _swap(self, instance: SimulatedInstance, model: str, now: float) -> None:
         """Stop taking work; the iteration in progress ends first, since no engine stops in the middle."""
+        self._attend(instance)
         instance.leaving = model
         self._cancel(instance, "warm-up")  # the load has the disk for itself
         if instance.running is None:
@@ -386,6 +442,7 @@ class Loop:
 
     def _unload(self, instance: SimulatedInstance, now: float) -> None:
         """Take back the unfinished requests, whose KV is lost, and begin to load."""
+        self._attend(instance)
         if instance.running is not None:  # what was sent together with the swap began at this instant
             self._cancel(instance, "iteration")
             self._running -= 1
@@ -416,6 +473,7 @@ class Loop:
         """Kill an instance: its requests come back and begin anew; a load or a warm-up is void."""
         if not instance.up:
             return
+        self._attend(instance)
         for kind in tuple(instance.timers):
             self._cancel(instance, kind)
         self._running -= instance.running is not None

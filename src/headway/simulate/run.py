@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from headway.simulate.observer import Observer
 from headway.simulate.outcome import Failure, Outcome
 from headway.simulate.workload.traffic import Workload
 from headway.types import Floats
+
+if TYPE_CHECKING:
+    from headway.simulate.compiled_fleet import CompiledFleet
 
 __all__ = ["Failure", "InstanceSpec", "Load", "Outcome", "Simulation", "no_time"]
 
@@ -119,8 +123,15 @@ class Simulation:
             running=running,
             decide=self.decide,
             rng=np.random.default_rng(self.seed),
+            compiled=self._fleet(instances) if self.fast and observer is None else None,
         )
         return loop.run(progress, self.until)
+
+    def _fleet(self, instances: Sequence[SimulatedInstance]) -> CompiledFleet | None:
+        """Return the engines as compiled loops take them; None when one of them cannot be compiled."""
+        from headway.simulate.compiled_fleet import CompiledFleet  # brings numba
+
+        return CompiledFleet.of(instances)
 
     def _scaling(self) -> Scaling:
         """Return the scaling, which knows the history."""

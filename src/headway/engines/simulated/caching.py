@@ -11,9 +11,7 @@ the cache has of it when it is admitted again is not copied back.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Mapping
-from itertools import islice
 
 import numpy as np
 
@@ -24,12 +22,11 @@ from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.engines.simulated.prefix_blocks import PrefixBlocks
 from headway.errors import ConfigError
 from headway.policy.pack.allocation import missing
-from headway.policy.pack.kernels import NO_CAP, missing_of
+from headway.policy.pack.kernels import NO_CAP, CompiledStep, missing_of
 from headway.ports import Packer
 from headway.prefix import CacheReport, Prefix
 from headway.types import UNLIMITED, Bools, Ints, Slo
 
-_RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 _AHEAD = 64  # waiting requests that are looked up again when the cache has changed, as in the plugin
 
 
@@ -42,6 +39,7 @@ class CachingEngine(SimulatedEngine):
     host: tokens that a host pool holds, None = room for all; it counts whole blocks.
     pool: the blocks and what is cached in them.
     follows: the packer decides on the order, so it is told what the cache holds of waiting requests.
+    defers: requests that come are looked up when the next iteration begins, by a compiled loop.
     """
 
     def __init__(
@@ -73,15 +71,10 @@ class CachingEngine(SimulatedEngine):
             overlap=overlap,
         )
         self._host_blocks = UNLIMITED if host is None else host // size
-        self._released = 0  # host blocks of requests that were aborted since the last step
         self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
-        self.follows = not packer.own_order
-        self._waiting: OrderedDict[int, None] = OrderedDict()  # rows in the order of vLLM's queue
-        self._named = np.empty(0, np.int64)  # rows that the packer wanted in the last step and that waited
-        self._found: deque[int] = deque(maxlen=_RECENT)  # tokens that were cached when a request came
+        self.follows, self.defers = not packer.own_order, False
         self._pinned: dict[str, Ints] = {}
         self._reported = 0
-        self._looked_up = 0, 0  # tokens of requests that came in first, and how many of them were cached
 
     @property
     def free(self) -> int:
@@ -91,7 +84,7 @@ class CachingEngine(SimulatedEngine):
     def host_room(self) -> int:
         """Free blocks of the host pool; those of an aborted request are free after the next step, as in the plugin."""
         held = -(-self.jobs.saved[self.jobs.live] // self.size)
-        return self._host_blocks - int(held.sum()) - self._released
+        return self._host_blocks - int(held.sum()) - int(self.pool.state[0]["released"])
 
     @property
     def longest(self) -> int:
@@ -99,7 +92,7 @@ class CachingEngine(SimulatedEngine):
 
         Longer than any prompt where the packer leaves the order to the engine.
         """
-        return max(self._found, default=0) if self.follows else UNLIMITED
+        return int(self.pool.recent.max()) if self.follows else UNLIMITED
 
     @property
     def cache_stats(self) -> Mapping[str, int]:
@@ -126,22 +119,24 @@ class CachingEngine(SimulatedEngine):
         keys = prefix_blocks.keys_of(prefix, self._serial, (prompt + int(self.target[row])) // size, size)
         self.pool.keys[row, : keys.size] = keys
         if self.follows:
-            self._waiting[row] = None
-            prefix_blocks.look_up(self.pool, row, prompt, size)
-            self._found.append(int(self.pool.found_tokens[row]))
+            prefix_blocks.enqueue(self.pool, row)
+            if not self.defers:
+                prefix_blocks.look_up_fresh(self.pool, self.jobs.data, size)
 
     def drop(self, id: str) -> None:
         row = self.jobs.row_of[id]
-        self._released += -(-int(self.jobs.saved[row]) // self.size)
+        self.pool.state[0]["released"] += -(-int(self.jobs.saved[row]) // self.size)
         super().drop(id)
         prefix_blocks.end(self.pool, row)
-        self._waiting.pop(row, None)
+        prefix_blocks.leave(self.pool, row)
 
     def schedule(self, now: float) -> Ran:
         """Decide on one iteration, account its KV and cache the blocks that it fills."""
         jobs, pool, limits = self.jobs, self.pool, self.limits
         if self.follows:
-            prefix_blocks.fill_columns(pool, jobs.data, jobs.rows(), self._named)
+            if self.defers:
+                prefix_blocks.look_up_fresh(pool, jobs.data, limits.size)
+            prefix_blocks.fill_columns(pool, jobs.data, jobs.rows())
         step = self.packer.pack(jobs, self.kv_budget, now)
         saved, unsaved, copied = self._save(step.save) if step.save.size else (step.save, step.save, 0)
         for row in step.evict.tolist():
@@ -151,18 +146,13 @@ class CachingEngine(SimulatedEngine):
         if step.tokens is not None:  # as in the plugin: a row that may compute all that it misses has no cap
             caps = np.where(step.tokens < missing(jobs, step.order), step.tokens, NO_CAP)
         if self.follows:
-            self._named = step.order[~jobs.running[step.order]]
-        ahead = np.fromiter(islice(self._waiting, _AHEAD), np.int64)
+            prefix_blocks.name(pool, step.order[~jobs.running[step.order]])
         running = limits.slots if step.max_running is None else step.max_running
         budget = limits.budget if step.token_budget is None else step.token_budget
-        paused, before = self._paused(step.order), self._looked_up
-        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, self._named, ahead)
+        paused, before = self._paused(step.order), pool.state.copy()[0]
+        ran = _run(jobs.data, pool, self.usage, limits, step.order, caps, running, budget, _AHEAD)
         self._requeue(ran.lost)
-        for row in ran.rows[ran.rows.size - ran.admitted :].tolist():
-            self._waiting.pop(row, None)
-        self._released = 0
-        if ran.admitted:
-            self._looked_up = int(pool.state[0]["queries"]), int(pool.state[0]["hits"])
+        pool.state[0]["released"] = 0
         lost = np.concatenate([unsaved, step.evict, ran.lost])
         return Ran(
             now,
@@ -174,8 +164,8 @@ class CachingEngine(SimulatedEngine):
             ran.admitted,
             copied + ran.copied,
             saved,
-            queried=self._looked_up[0] - before[0],
-            hits=self._looked_up[1] - before[1],
+            queried=int(pool.state[0]["queries"] - before["queries"]),
+            hits=int(pool.state[0]["hits"] - before["hits"]),
         )
 
     def complete(self, ran: Ran, now: float) -> Done:
@@ -217,9 +207,7 @@ class CachingEngine(SimulatedEngine):
     def _requeue(self, rows: Ints) -> None:
         """Put rows that have lost their KV first in the queue."""
         if self.follows:
-            for row in rows.tolist():
-                self._waiting[row] = None
-                self._waiting.move_to_end(row, last=False)
+            prefix_blocks.requeue(self.pool, rows)
 
 
 @compiled
@@ -243,6 +231,7 @@ def _save(jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, rows: In
         _preempt(jobs, pool, usage, limits, row)
         if computed and blocks <= room:
             jobs["computed"][row] = jobs["saved"][row] = computed
+            usage["on_host"] += computed
             kept[i], room, copied = True, room - blocks, copied + computed
     return kept, copied
 
@@ -257,15 +246,10 @@ def _run(
     caps: Ints,
     max_running: int,
     budget: int,
-    named: Ints,
-    ahead: Ints,
+    ahead: int,
 ) -> kernels.Ran:
-    """Account one iteration of the rows of `order`; see `kernels.run_reserved`.
-
-    named: waiting rows of `order`, which are looked up; if what is found has changed, so are those `ahead`.
-    """
-    if prefix_blocks.look_up_again(pool, jobs, named, limits.size):
-        prefix_blocks.look_up_again(pool, jobs, ahead, limits.size)
+    """Account one iteration of the rows of `order`; see `kernels.run_reserved`. ahead: as in `look_up_again`."""
+    prefix_blocks.look_up_again(pool, jobs, ahead, limits.size)
     budget = min(budget, limits.budget)
     live = jobs["running"][order]
     chosen, waiting = order[live], order[~live]
@@ -353,10 +337,56 @@ def _admit(
         prefix_blocks.begin(pool, row, cached)
         prefix_blocks.record(pool, whole, found, jobs["evictions"][row] > 0)
         copied += computed - found
+        usage["on_host"] -= jobs["saved"][row]
         jobs["computed"][row], jobs["saved"][row] = computed, 0
         jobs["running"][row] = True
+        pool.place[row] = 0
         usage["held_slots"] += 1
         _compute(jobs, pool, limits, row, tokens)
         granted[size] = tokens
         size, budget, free_slots = size + 1, budget - tokens, free_slots - 1
     return granted[:size], copied
+
+
+# ---- an iteration as a part of compiled loops
+
+
+@compiled
+def prepare(jobs: Rows, pool: PrefixBlocks, limits: Limits, rows: Ints, follows: bool) -> None:
+    """Tell the packer what the cache holds of the engine's rows."""
+    if follows:
+        prefix_blocks.look_up_fresh(pool, jobs, limits.size)
+        prefix_blocks.fill_columns(pool, jobs, rows)
+
+
+@compiled
+def account(
+    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, step: CompiledStep, save: Bools, host_blocks: int,
+    max_running: int, budget: int, follows: bool,
+) -> tuple[kernels.Ran, int, int]:  # fmt: skip
+    """Account one iteration as `CachingEngine.schedule` does; save: rows of `step.evict` that the host may keep.
+
+    Returns also the tokens copied to the host and the number of paused rows.
+    """
+    order, saved, evicted, copied = step.order, step.evict[save], step.evict[~save], 0
+    if saved.size:
+        room = host_blocks - pool.state[0]["released"]
+        for row in np.flatnonzero(jobs["live"]):
+            room -= -(-jobs["saved"][row] // limits.size)
+        copied = _save(jobs, pool, usage, limits, saved, room)[1]
+    for row in evicted:
+        _preempt(jobs, pool, usage, limits, row)
+    caps = np.empty_like(step.caps)
+    for i in range(order.size):
+        caps[i] = step.caps[i] if step.caps[i] < missing_of(jobs, order[i]) else NO_CAP
+    running = jobs["running"][order]
+    if follows:
+        prefix_blocks.requeue(pool, saved)
+        prefix_blocks.requeue(pool, evicted)
+        prefix_blocks.name(pool, order[~running])
+    paused = usage["held_slots"] - np.count_nonzero(running)
+    ran = _run(jobs, pool, usage, limits, order, caps, max_running, budget, _AHEAD)
+    if follows:
+        prefix_blocks.requeue(pool, ran.lost)
+    pool.state[0]["released"] = 0
+    return ran, copied, paused

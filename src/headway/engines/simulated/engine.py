@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.engines.simulated import kernels
-from headway.engines.simulated.kernels import Limits
+from headway.engines.simulated.kernels import Limits, Usage
 from headway.policy.forecast.latency.online import batch_of
 from headway.policy.memory import reservations
 from headway.policy.memory.budget import KvBudget
@@ -92,7 +92,8 @@ class SimulatedEngine:
         self.packer, self.blocks, self.size = packer, blocks, size
         self.copy_seconds, self.overlap = copy_seconds, overlap
         self.limits = Limits(size, slots, budget, max_model_len)
-        self.usage = kernels.usage_of(blocks)
+        self.account = kernels.account_of(blocks)
+        self.usage: Usage = self.account[0]
         self.jobs = Jobs(256)
         self.target: Ints = np.zeros(256, np.int64)
         self._serial = 0

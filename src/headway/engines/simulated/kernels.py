@@ -18,13 +18,19 @@ from headway.types import Ints
 
 Rows = NDArray[np.void]
 Usage = np.void  # a record of USAGE
-USAGE = np.dtype([("free_blocks", np.int64), ("held_slots", np.int64)])  # held by running and paused rows
+# held_slots: by running and paused rows. on_host: tokens whose KV is there.
+USAGE = np.dtype([("free_blocks", np.int64), ("held_slots", np.int64), ("on_host", np.int64)])
 
 
 def usage_of(free_blocks: int, held_slots: int = 0) -> Usage:
     """Return a new record of what an engine has in use."""
-    record: Usage = np.array([(free_blocks, held_slots)], USAGE)[0]
+    record: Usage = account_of(free_blocks, held_slots)[0]
     return record
+
+
+def account_of(free_blocks: int, held_slots: int = 0) -> Rows:
+    """Return an array of one such record."""
+    return np.array([(free_blocks, held_slots, 0)], USAGE)
 
 
 class Limits(NamedTuple):
@@ -64,6 +70,7 @@ def release(jobs: Rows, usage: Usage, row: int) -> None:
         usage["free_blocks"] -= end_loans(jobs, row)
     usage["free_blocks"] += jobs["blocks"][row]
     usage["held_slots"] -= jobs["running"][row]
+    usage["on_host"] -= jobs["saved"][row]
     jobs["blocks"][row] = 0
     jobs["computed"][row] = 0
     jobs["saved"][row] = 0
@@ -87,6 +94,7 @@ def save(jobs: Rows, usage: Usage, rows: Ints) -> int:
         release(jobs, usage, row)
         jobs["computed"][row] = computed
         jobs["saved"][row] = computed
+        usage["on_host"] += computed
         jobs["evictions"][row] += 1
         moved += computed
     return moved
@@ -185,6 +193,7 @@ def _admit(
         usage["free_blocks"] -= blocks
         usage["held_slots"] += 1
         copied += jobs["saved"][row]
+        usage["on_host"] -= jobs["saved"][row]
         jobs["saved"][row] = 0
         jobs["blocks"][row] = blocks
         jobs["running"][row] = True

@@ -23,6 +23,12 @@ _STATE = np.dtype(
         ("free", np.int64),
         ("recount", np.bool_),
         ("changes", np.int64),
+        ("first", np.int64),
+        ("last", np.int64),
+        ("named", np.int64),
+        ("fresh", np.int64),
+        ("found", np.int64),
+        ("released", np.int64),
         *((name, np.int64) for name in ("requests", "queries", "hits")),
         *((f"preempted_{name}", np.int64) for name in ("requests", "queries", "hits")),
     ]
@@ -52,7 +58,12 @@ class PrefixBlocks(NamedTuple):
     found_tokens, found_blocks: of a waiting row, the tokens that were cached when it was looked up last, and
         how many of their blocks were held.
     shared: of a running row, how many of its blocks others hold, too, when they were counted last.
+    place: of a waiting row in vLLM's queue, from `first` to `last` in `state`; 0 = it does not wait.
+    named: rows that the packer wanted in the last step and that waited. fresh: rows that have come and were not looked
+        up yet. `state` has the numbers of both.
 
+    recent: the tokens that were cached of the last requests when they were looked up first; `found` in `state` counts.
+    `released` there: host blocks of requests that were aborted since the last step.
     changed, taken_in: a log since the last `drain`: a key, and whether the cache took it in or gave it up. Its length
         is `changes` in `state`; entries beyond its capacity are only counted.
     state: one record: free blocks; whether `shared` is out of date; and the requests, queried tokens and hits
@@ -73,12 +84,17 @@ class PrefixBlocks(NamedTuple):
     found_tokens: Ints
     found_blocks: Ints
     shared: Ints
+    place: Ints
+    named: Ints
+    fresh: Ints
+    recent: Ints
     changed: Ints
     taken_in: NDArray[np.bool_]
     state: NDArray[np.void]
 
 
-_BY_ROW = ("tables", "held", "cached", "keys", "found_tokens", "found_blocks", "shared")
+_BY_ROW = ("tables", "held", "cached", "keys", "found_tokens", "found_blocks", "shared", "place", "named", "fresh")
+_RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 
 
 def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
@@ -104,6 +120,10 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
         flat.copy(),
         flat.copy(),
         flat.copy(),
+        flat.copy(),
+        flat.copy(),
+        flat.copy(),
+        np.zeros(_RECENT, np.int64),
         np.zeros(4 * blocks, np.int64),
         np.zeros(4 * blocks, np.bool_),
         state,
@@ -395,13 +415,68 @@ def record(pool: PrefixBlocks, tokens: int, hits: int, preempted: bool) -> None:
         state["hits"] += hits
 
 
+# ---- the queue of waiting rows
+
+
 @compiled
-def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
+def enqueue(pool: PrefixBlocks, row: int) -> None:
+    """Put a row that has come last in the queue, to be looked up before the next step."""
+    state = pool.state[0]
+    state["last"] += 1
+    pool.place[row], pool.fresh[state["fresh"]] = state["last"], row
+    state["fresh"] += 1
+
+
+@compiled
+def requeue(pool: PrefixBlocks, rows: Ints) -> None:
+    """Put rows that have lost their KV first in the queue."""
+    for row in rows:
+        pool.state[0]["first"] -= 1
+        pool.place[row] = pool.state[0]["first"]
+
+
+@compiled
+def look_up_fresh(pool: PrefixBlocks, jobs: NDArray[np.void], size: int) -> None:
+    """Look up rows that have come."""
+    state = pool.state[0]
+    for row in pool.fresh[: state["fresh"]]:
+        look_up(pool, row, jobs["prompt"][row], size)
+        pool.recent[state["found"] % pool.recent.size] = pool.found_tokens[row]
+        state["found"] += 1
+    state["fresh"] = 0
+
+
+@compiled
+def leave(pool: PrefixBlocks, row: int) -> None:
+    """Take a row that was aborted out of the queue."""
+    state, kept = pool.state[0], 0
+    pool.place[row] = 0
+    for other in pool.fresh[: state["fresh"]]:
+        if other != row:
+            pool.fresh[kept], kept = other, kept + 1
+    state["fresh"] = kept
+
+
+@compiled
+def name(pool: PrefixBlocks, rows: Ints) -> None:
+    """Note the waiting rows that the packer wants in this step."""
+    pool.named[: rows.size], pool.state[0]["named"] = rows, rows.size
+
+
+@compiled
+def _ahead(pool: PrefixBlocks, most: int) -> Ints:
+    """Return the first rows of the queue."""
+    rows = np.flatnonzero(pool.place)
+    return rows[np.argsort(pool.place[rows])[:most]]
+
+
+@compiled
+def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints) -> None:
     """Set `computed`, `found`, `blocks` and `shared` of the engine's rows to what is known of the cache.
 
-    Of a row whose KV is on the host, that is what it has computed. named: rows that the packer wanted in the last step.
+    Of a row whose KV is on the host, that is what it has computed.
     """
-    _count_shared(pool, jobs, rows, named)
+    _count_shared(pool, jobs, rows)
     for row in rows:
         if jobs["running"][row]:
             jobs["shared"][row] = pool.shared[row]
@@ -415,13 +490,13 @@ def fill_columns(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: 
 
 
 @compiled
-def _count_shared(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named: Ints) -> None:
+def _count_shared(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints) -> None:
     """Count the blocks that running rows share, if it may have changed.
 
-    A row of `named` that has come in with blocks of others has those first.
+    A row that was named and has come in with blocks of others has those first.
     """
     changed = pool.state[0]["recount"]
-    for row in named:
+    for row in pool.named[: pool.state[0]["named"]]:
         changed |= pool.held[row] > 0 and pool.references[pool.tables[row, 0]] > 1
     if not changed:
         return
@@ -432,9 +507,11 @@ def _count_shared(pool: PrefixBlocks, jobs: NDArray[np.void], rows: Ints, named:
 
 
 @compiled
-def look_up_again(pool: PrefixBlocks, jobs: NDArray[np.void], named: Ints, size: int) -> bool:
-    """Look up waiting rows that the packer names; tell whether other parts of them are cached than before."""
+def look_up_again(pool: PrefixBlocks, jobs: NDArray[np.void], most: int, size: int) -> None:
+    """Look up the rows that the packer names; if other parts of them are cached, the first `most` that wait, too."""
     changed = False
-    for row in named:
+    for row in pool.named[: pool.state[0]["named"]]:
         changed |= look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], size)
-    return bool(changed)
+    if changed:
+        for row in _ahead(pool, most):
+            look_up(pool, row, jobs["prompt"][row] + jobs["output_tokens"][row], size)

@@ -69,8 +69,8 @@ class HostPoolEngine(SimulatedEngine):
 
     def fitting(self, rows: Ints) -> int:
         """Return how many of `rows`, from the first on, still fit on the host."""
-        saved = int(self.jobs.saved[self.jobs.live].sum())
-        return int(np.searchsorted(saved + np.cumsum(self.jobs.computed[rows]), self.host, "right"))
+        saved = int(self.usage["on_host"]) + np.cumsum(self.jobs.computed[rows])
+        return int(np.searchsorted(saved, self.host, "right"))
 
 
 class _Bounded(Packer):

@@ -71,7 +71,7 @@ class Cluster:
         codes: names of models, instances and tenants -> their number in the backlog's columns.
         loading: instances in a model swap, as they were, and the model that they load.
         warming: instance -> the model on its way into that instance's host memory.
-        sent: code of an instance -> the rows inside it.
+        sent: code of an instance -> the rows inside it. sent_count: all of them.
         version: number of events so far; a plan says with it what it was based on.
         fleet_version: changes whenever `instances` or `loading` does.
     """
@@ -82,6 +82,7 @@ class Cluster:
     loading: dict[str, tuple[Instance, str]] = field(default_factory=dict)
     warming: dict[str, str] = field(default_factory=dict)
     sent: defaultdict[int, RowSet] = field(default_factory=lambda: defaultdict(RowSet))
+    sent_count: int = 0
     placement: Placement = field(default_factory=Placement)
     version: int = 0
     fleet_version: int = 0
@@ -99,17 +100,20 @@ class Cluster:
         code = self.code(name)
         self.backlog.sent[row], self.backlog.instance[row] = True, code
         self.sent[code].add(row)
+        self.sent_count += 1
 
     def unsend(self, row: int) -> None:
         """Note that a sent row is queued again."""
         self.sent[int(self.backlog.instance[row])].discard(row)
         self.backlog.sent[row] = False
+        self.sent_count -= 1
 
     def remove(self, id: str) -> None:
         """Forget a request that has ended."""
         row = self.backlog.row_of[id]
         if self.backlog.sent[row]:
             self.sent[int(self.backlog.instance[row])].discard(row)
+            self.sent_count -= 1
         self.backlog.remove(id)
 
     def snapshot(self) -> Cluster:

@@ -80,7 +80,7 @@ class Controller:
     @property
     def queued(self) -> int:
         """Requests accepted and not inside an engine."""
-        return len(self.requests) - sum(map(len, self.cluster.sent.values()))
+        return len(self.requests) - self.cluster.sent_count
 
     @property
     def _waiting(self) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
-from headway.types import Backlog, Batch, Bools, Floats, Instance, Request, Slo
+from headway.types import Backlog, Batch, Bools, Floats, Instance, Ints, Request, Slo
 
 BUSY_DELAY, ANSWER = 0.05, 0.05
 _CHUNK = 2048  # prompt tokens of an iteration
@@ -111,6 +111,7 @@ class _Load:
     rate: float = 0.0
     since: float = 0.0
     _pace: tuple[float, float] | None = None
+    _chunk: float | None = None  # seconds of an iteration of `_CHUNK` prompt tokens
 
     def prompt_seconds(self, tokens: int, found: int) -> float:
         """Return what it takes to compute a prompt of which so many tokens are in the cache."""
@@ -124,7 +125,9 @@ class _Load:
         """
         if self._pace is None:
             alone = self.latency(Batch(self.answers, int(self.context), 0)) if self.answers else 0.0
-            slower = 1 + alone / self.prompt_seconds(_CHUNK, 0)
+            if self._chunk is None:
+                self._chunk = self.prompt_seconds(_CHUNK, 0)
+            slower = 1 + alone / self._chunk
             if self.answers:
                 taken = min(alone * self.rate / self.answers, _MOST_ANSWERS)
                 slower = max(slower, 1 / (1 - taken))
@@ -179,7 +182,7 @@ class _Load:
 
     def learn(self, latency: Latency) -> None:
         """Take note of what the engine has learned."""
-        self.latency, self._pace = latency, None
+        self.latency, self._pace, self._chunk = latency, None, None
 
 
 @dataclass(slots=True)
@@ -335,7 +338,11 @@ class Placement:
             return planned[1]
         if (one := self._inside.get(id)) is not None and one.name == name:
             return one.found
-        return min(self.index.tokens(name, np.frombuffer(keys or self.keys(id), np.int64)), prompt - 1)
+        return self._cached(name, prompt, np.frombuffer(keys or self.keys(id), np.int64))
+
+    def _cached(self, name: str, prompt: int, keys: Ints) -> int:
+        """Return the tokens of a prompt that an engine holds; the last one is always computed."""
+        return min(self.index.tokens(name, keys) if keys.size else 0, prompt - 1)
 
     def computed(self, id: str, request: Request) -> int:
         """Return the prompt tokens of a request inside an engine that its cache did not hold."""
@@ -351,20 +358,31 @@ class Placement:
         """Return what a queued request costs on each of these engines."""
         id, prompt, tokens = str(backlog.keys[row]), backlog.prompt.item(row), backlog.tokens.item(row)
         loads = [self._load(instance) for instance, *_ in engines]
+        queued = id not in self._planned and id not in self._inside
+        keys = np.frombuffer(self.keys(id), np.int64)
+        known = dict[tuple[Latency, int], float]()  # engines of one profile share its latency
+
+        def seconds_on(load: _Load, found: int) -> float:
+            if (key := (load.latency, found)) not in known:
+                known[key] = load.prompt_seconds(prompt, found)
+            return known[key]
+
+        kinds = dict[Latency, _Load]()
         for load in loads:
             load.settle(backlog, now)
-        fastest = min(loads, key=lambda load: load.prompt_seconds(prompt, 0))
+            kinds.setdefault(load.latency, load)
+        fastest = min(kinds.values(), key=lambda load: seconds_on(load, 0))
         ahead, out = self._ahead(backlog, row, engines, now), list[Cost]()
         free = sum(load.free for load in loads) / len(loads)
         delay = BUSY_DELAY + (1 - BUSY_DELAY) * free
         for (instance, code, sent), load in zip(engines, loads, strict=True):
-            found, (pace, slower) = self.found(id, instance.id, prompt), load.pace()
-            own = load.prompt_seconds(prompt, found)
+            found = self._cached(instance.id, prompt, keys) if queued else self.found(id, instance.id, prompt)
+            pace, slower = load.pace()
+            own = seconds_on(load, found)
             waits = float(ahead[code]) if code < ahead.size else 0.0
             waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
             first = waits + (sent + own) * slower + load.room.seconds(instance, pace, tokens - found)
-            work = own if load is fastest else fastest.prompt_seconds(prompt, found)
-            seconds = work + delay * first + ANSWER * pace * (tokens - prompt)
+            seconds = seconds_on(fastest, found) + delay * first + ANSWER * pace * (tokens - prompt)
             out.append(Cost(seconds, load.room.places / instance.window, found, own, first))
         return out
 

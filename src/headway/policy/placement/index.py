@@ -15,6 +15,7 @@ prompt that an engine holds is found by bisection.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class _Cache:
     most: int
     corrections: int = 0
     held: dict[int, None] = field(default_factory=dict)
-    expected: dict[int, int] = field(default_factory=dict)
+    expected: Counter[int] = field(default_factory=Counter)
     epoch: str = ""
     position: int = 0
 
@@ -64,18 +65,14 @@ class _Cache:
 
     def begin(self, keys: Ints) -> None:
         """Expect a prompt that was sent."""
-        for key in self.own(keys):
-            self.expected[key] = self.expected.get(key, 0) + 1
+        self.expected.update(self.own(keys))
 
     def end(self, keys: Ints) -> None:
         """Expect it no longer: it is in the next report, or is assumed where there are none."""
-        own = self.own(keys)
+        own, expected = self.own(keys), self.expected
         for key in own:
-            left = self.expected.get(key, 1) - 1
-            if left:
-                self.expected[key] = left
-            else:
-                self.expected.pop(key, None)
+            if (count := expected.pop(key, 1)) > 1:
+                expected[key] = count - 1
         if not self.epoch:
             self._assume(own)
 

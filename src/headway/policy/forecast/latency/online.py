@@ -28,7 +28,7 @@ class OnlineLatency:
     surprise: a step that took far longer than forecast, because another process had the core, moves the fit
         no more than this many times its forecast.
     theta: the five scaled coefficients, which compiled loops read in place.
-    steps: iterations that it was taught by `learn`.
+    taught: iterations that it was taught by `learn`, in an array of one, which compiled loops write in place.
     """
 
     def __init__(self, forget: float = 0.998, surprise: float = 2.0) -> None:
@@ -36,7 +36,12 @@ class OnlineLatency:
         self.theta: Floats = _PRIOR * _SCALE
         self.cov: Floats = np.diag(np.square(self.theta) * 4e3)
         self.cap: Floats = np.diag(self.cov).copy()
-        self.steps = 0
+        self.taught: Ints = np.zeros(1, np.int64)
+
+    @property
+    def steps(self) -> int:
+        """Iterations that it was taught."""
+        return int(self.taught[0])
 
     @property
     def telling(self) -> bool:
@@ -58,7 +63,7 @@ class OnlineLatency:
         """Move the fit towards one measured iteration."""
         shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
         learn(self.theta, self.cov, self.cap, *shape, seconds, self.forget, self.surprise)
-        self.steps += 1
+        self.taught[0] += 1
 
 
 def batch_of(jobs: Jobs, rows: Ints, tokens: Ints) -> Batch:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class LatencyProfile:
 
     def latency(self) -> FixedLatency:
         """Return the forecast of iteration times by the profile's best law."""
-        return FixedLatency(self.law)
+        return _fixed(self.law)
 
     def coefficients(self) -> Floats:
         """Return the additive [base, decodes, context, prefill, prefill_context] in seconds, as float64."""
@@ -111,6 +112,12 @@ class FixedLatency:
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """Do nothing: a latency profile is a record. `OnlineLatency` learns."""
+
+
+@cache
+def _fixed(law: LatencyLaw) -> FixedLatency:
+    """Return the forecast by a law: the same object for equal laws, so that what it says is computed once for all."""
+    return FixedLatency(law)
 
 
 def names() -> list[str]:
