@@ -12,7 +12,7 @@ def test_every_recipe_is_simulated_and_timed() -> None:
     assert [point.recipe for point in points] == list(speed.RECIPES)
     for point in points:
         rows = {row.id: row for row in speed.rows_of(point)}
-        assert rows["sim.x_realtime"].ours == pytest.approx(20.0 / point.wall)
+        assert rows["sim.x_realtime"].ours == pytest.approx(20.0 / point.core_s)
         assert rows["sim.requests"].ours == point.requests > 20
         assert point.simulated >= point.traced - 5
         assert all(row.system == point.recipe and row.setting == "3 req/s" for row in rows.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,31 +102,23 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
     ring = np.arange(blocks + 2)
     none = np.zeros(blocks + 1, np.int64)
     slots = np.zeros(1 << (2 * blocks).bit_length(), np.int64)
-    wide, flat = np.zeros((rows, longest), np.int64), np.zeros(rows, np.int64)
     state = np.zeros(1, _STATE)
     state["free"] = blocks
+    shape = {"tables": (rows, longest), "keys": (rows, longest)}  # pages take memory once they are written to
+    by_row: dict[str, Any] = {name: np.zeros(shape.get(name, rows), np.int64) for name in _BY_ROW}
     return PrefixBlocks(
-        none,
-        none.copy(),
-        none.copy(),
-        ring - 1,
-        ring + 1,
-        slots,
-        slots.copy(),
-        wide,
-        flat,
-        flat.copy(),
-        wide.copy(),
-        flat.copy(),
-        flat.copy(),
-        flat.copy(),
-        flat.copy(),
-        flat.copy(),
-        flat.copy(),
-        np.zeros(_RECENT, np.int64),
-        np.zeros(4 * blocks, np.int64),
-        np.zeros(4 * blocks, np.bool_),
-        state,
+        references=none,
+        key=none.copy(),
+        same=none.copy(),
+        before=ring - 1,
+        after=ring + 1,
+        slot_key=slots,
+        slot_block=slots.copy(),
+        recent=np.zeros(_RECENT, np.int64),
+        changed=np.zeros(4 * blocks, np.int64),
+        taken_in=np.zeros(4 * blocks, np.bool_),
+        state=state,
+        **by_row,
     )
 
 
