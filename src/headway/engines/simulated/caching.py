@@ -305,15 +305,9 @@ def _continue(
 
 @compiled
 def _admit(
-    jobs: Rows,
-    pool: PrefixBlocks,
-    usage: Usage,
-    limits: Limits,
-    waiting: Ints,
-    caps: Ints,
-    budget: int,
+    jobs: Rows, pool: PrefixBlocks, usage: Usage, limits: Limits, waiting: Ints, caps: Ints, budget: int,
     free_slots: int,
-) -> tuple[Ints, int]:
+) -> tuple[Ints, int]:  # fmt: skip
     """Admit waiting rows in order until one does not fit whole, or slots or budget run out.
 
     Returns the tokens of each, and those copied back from the host.
