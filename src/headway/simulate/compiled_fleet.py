@@ -244,7 +244,7 @@ def _begin(one: _Engine, now: float, totals: Rows) -> None:
         if packer.host:
             save = are_swapped(jobs["computed"][step.evict], engine.theta, packer.copy_seconds)
         queries, hits = cache["queries"], cache["hits"]
-        most, budget = packer.max_running, iteration.budget_of(engine)
+        most, budget = packer.max_running, packer.budget if packer.budget else engine.limits.budget
         ran, copied, paused = caching.account(
             jobs, pool, usage, engine.limits, step, save, one.host_blocks, most, budget, one.follows
         )

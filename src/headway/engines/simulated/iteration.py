@@ -91,21 +91,16 @@ def decide(engine: EngineState, rows: Ints, free: int, now: float) -> CompiledSt
 def account(engine: EngineState, step: CompiledStep) -> tuple[Ran, int, int]:
     """Account one iteration; return also the tokens copied to the host and the number of paused rows."""
     jobs, usage, packer = engine.jobs, engine.account[0], engine.packer
-    copied = _yield(engine, step.evict)
+    copied = _yield(engine, step.evict) if step.evict.size else 0
     paused = usage["held_slots"] - np.count_nonzero(jobs["running"][step.order])
-    ran = kernels.run(jobs, usage, engine.limits, step.order, step.caps, packer.max_running, budget_of(engine))
+    budget = packer.budget if packer.budget else engine.limits.budget
+    ran = kernels.run(jobs, usage, engine.limits, step.order, step.caps, packer.max_running, budget)
     return ran, copied, paused
 
 
 @compiled
-def budget_of(engine: EngineState) -> int:
-    """Return the tokens of an iteration."""
-    return int(engine.packer.budget if engine.packer.budget else engine.limits.budget)
-
-
-@compiled
 def start(engine: EngineState, ran: Ran, copied: int, paused: int, now: float, totals: Rows) -> None:
-    """Start an iteration that is accounted; without rows the engine idles."""
+    """Start an iteration that is accounted, and teach the packer its latency; without rows the engine idles."""
     clock, total, size, moved = engine.clock[0], totals[0], ran.rows.size, copied + ran.copied
     clock["rows"], clock["end"] = size, np.inf
     if size == 0:
@@ -114,8 +109,14 @@ def start(engine: EngineState, ran: Ran, copied: int, paused: int, now: float, t
     total["iterations"] += 1
     total["preempted"] += ran.lost.size
     total["paused"] += paused
+    decodes, context, prefill, pairs = shape(engine.jobs, ran.rows, ran.tokens)
+    seconds = max(law_seconds(engine.law_kind, engine.law, decodes, context, prefill, pairs), SHORTEST)
+    if engine.learns:
+        parts = (float(decodes), float(context), float(prefill), float(pairs))
+        learn(engine.theta, engine.cov, engine.cap, *parts, seconds * engine.error, engine.forget, engine.surprise)
+        engine.taught[0] += 1
     copies = moved * engine.packer.copy_seconds  # beside the computation
-    seconds = max(_seconds(engine, ran.rows, ran.tokens), copies if moved else 0.0)
+    seconds = max(seconds, copies if moved else 0.0)
     total["busy"] += seconds
     clock["end"], clock["serial"] = now + seconds, total["serial"]
     total["serial"] += 1
@@ -127,7 +128,7 @@ def _yield(engine: EngineState, evict: Ints) -> int:
 
     Rows go there as long as it has room (`two_ended.HostPoolEngine`).
     """
-    if not evict.size or not engine.packer.host:
+    if not engine.packer.host:
         kernels.evict(engine.jobs, engine.account[0], evict)
         return 0
     swapped = are_swapped(engine.jobs["computed"][evict], engine.theta, engine.packer.copy_seconds)
@@ -138,18 +139,6 @@ def _yield(engine: EngineState, evict: Ints) -> int:
             swapped[i] = left >= 0
     kernels.evict(engine.jobs, engine.account[0], evict[~swapped])
     return int(kernels.save(engine.jobs, engine.account[0], evict[swapped]))
-
-
-@compiled
-def _seconds(engine: EngineState, rows: Ints, tokens: Ints) -> float:
-    """Return how long an iteration takes; the packer's latency model learns from it."""
-    decodes, context, prefill, pairs = shape(engine.jobs, rows, tokens)
-    seconds = max(law_seconds(engine.law_kind, engine.law, decodes, context, prefill, pairs), SHORTEST)
-    if engine.learns:
-        parts = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(engine.theta, engine.cov, engine.cap, *parts, seconds * engine.error, engine.forget, engine.surprise)
-        engine.taught[0] += 1
-    return float(seconds)
 
 
 @compiled
