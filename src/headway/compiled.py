@@ -57,6 +57,11 @@ def compiled_inline(function: Function) -> Function:
     return cast(Function, _Compiled(function, _nrt=False, inline="always"))
 
 
+def compiled_into_callers(function: Function) -> Function:
+    """As `compiled`, as a part of each compiled caller: arrays are not passed on at all."""
+    return cast(Function, _Compiled(function, inline="always"))
+
+
 class _Compiled:
     """A function and its machine code, which is there from the first call on.
 

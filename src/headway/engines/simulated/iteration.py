@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.compiled import compiled
+from headway.compiled import compiled, compiled_into_callers
 from headway.engines.simulated import kernels
 from headway.engines.simulated.kernels import Limits, Ran, Rows
 from headway.policy.core.engine_spec import PackerParams
@@ -80,14 +80,14 @@ def begin(engine: EngineState, rows: Ints, now: float, totals: Rows) -> Ran:
     return ran
 
 
-@compiled
+@compiled_into_callers
 def decide(engine: EngineState, rows: Ints, free: int, now: float) -> CompiledStep:
     """Return the packer's step for these rows. free: blocks."""
     kv_budget = KvBudget(engine.blocks, free, engine.limits.size, engine.limits.slots, UNLIMITED)
     return pack(engine.packer, engine.jobs, rows, kv_budget, now, engine.theta)
 
 
-@compiled
+@compiled_into_callers
 def account(engine: EngineState, step: CompiledStep) -> tuple[Ran, int, int]:
     """Account one iteration; return also the tokens copied to the host and the number of paused rows."""
     jobs, usage, packer = engine.jobs, engine.account[0], engine.packer
@@ -98,7 +98,7 @@ def account(engine: EngineState, step: CompiledStep) -> tuple[Ran, int, int]:
     return ran, copied, paused
 
 
-@compiled
+@compiled_into_callers
 def start(engine: EngineState, ran: Ran, copied: int, paused: int, now: float, totals: Rows) -> None:
     """Start an iteration that is accounted, and teach the packer its latency; without rows the engine idles."""
     clock, total, size, moved = engine.clock[0], totals[0], ran.rows.size, copied + ran.copied
@@ -141,7 +141,7 @@ def _yield(engine: EngineState, evict: Ints) -> int:
     return int(kernels.save(engine.jobs, engine.account[0], evict[swapped]))
 
 
-@compiled
+@compiled_into_callers
 def complete(engine: EngineState, now: float) -> Ints:
     """End the iteration in progress; return the rows that are complete, which live no more."""
     clock = engine.clock[0]
