@@ -120,17 +120,18 @@ class TtftTarget:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Engines by window of the run, known beforehand: each starts in time to be there for its window."""
+    """Engines by window of the run: as many as any window between `behind` seconds ago and `ahead` from now needs."""
 
     engines: tuple[int, ...]
     window: float
-    start_s: float
+    ahead: float
+    behind: float = 0.0
 
     def __call__(self, loop: Loop, model: str, now: float, have: int) -> int:
         """Return the engines wanted (`elastic.Decide`)."""
         last = len(self.engines) - 1
-        first = min(int(now / self.window), last)
-        return max(self.engines[first : min(int((now + self.start_s + 5.0) / self.window), last) + 1])
+        first, final = max(now - self.behind, 0.0), now + self.ahead
+        return max(self.engines[min(int(first / self.window), last) : min(int(final / self.window), last) + 1])
 
 
 def best_schedule(kept: np.ndarray, window: float, start_s: float, price: float) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Grounds of `headway bench elastic`: an hour of traffic, or less, whose load changes."""
+"""Grounds of `headway bench elastic`: half an hour of traffic whose load changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from headway.types import Floats, Slo
 PROFILE, MODEL = "llama-2-70b-a100-tp4", "default"
 CHAT = Slo(ttft=3.0, tpot=0.1)
 DOCUMENTS = Slo(ttft=15.0, tpot=0.15)
-DAY_S = 3600.0  # of the diurnal ground: a day in an hour
+DAY_S = 1800.0  # of the diurnal ground: a day in half an hour
+_AZURE_FROM_S = 900.0
 _NONE = np.empty(0)
 
 
@@ -28,7 +29,7 @@ class Ground:
     """
 
     make: Callable[[float, np.random.Generator], tuple[Workload, Floats]]
-    seconds: float = 3600.0
+    seconds: float = 1800.0
     recorded: str = ""
     longest: int = 8192
 
@@ -49,9 +50,12 @@ def _chat(at: Floats, rng: np.random.Generator) -> Workload:
 
 
 def _azure(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]:
+    """Return the busiest half of the trace's hour, after the quarter before it."""
     trace = recorded("azure_conv_2023", rng=rng)
     work = make([TrafficClass("chat", slo=CHAT, lengths=None, model=MODEL)], trace, rng)
-    return work.between(0, seconds), _NONE
+    before = work.arrival[work.arrival < _AZURE_FROM_S] - _AZURE_FROM_S
+    work = work.between(_AZURE_FROM_S, _AZURE_FROM_S + seconds)
+    return replace(work, arrival=work.arrival - _AZURE_FROM_S), before
 
 
 def _mooncake(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]:
@@ -62,7 +66,7 @@ def _mooncake(seconds: float, rng: np.random.Generator) -> tuple[Workload, Float
 
 
 def _diurnal(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]:
-    """Return a day of an hour, after one that was seen."""
+    """Return a day, after one that was seen."""
     both = diurnal(2.2, 1.8, DAY_S, DAY_S + seconds, rng)
     return _chat(both[both >= DAY_S] - DAY_S, rng), both[both < DAY_S] - DAY_S
 
@@ -88,5 +92,5 @@ GROUNDS = {
     "mooncake": Ground(_mooncake, recorded="mooncake_conversation", longest=49_152),
     "diurnal": Ground(_diurnal),
     "bursty": Ground(_bursty),
-    "step": Ground(_step, seconds=1800.0),
+    "step": Ground(_step),
 }

@@ -9,29 +9,37 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.elastic.autoscalers import ConcurrencyTarget, Schedule, TtftTarget, best_schedule, profile
+from benchmarks.elastic.autoscalers import ConcurrencyTarget, Profile, Schedule, TtftTarget, best_schedule, profile
 from benchmarks.elastic.grounds import DAY_S, GROUNDS, MODEL, PROFILE, fleet
 from benchmarks.experiment import Result, computed, experiment
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
+from headway.policy.scale.rates import STEP_S
 from headway.simulate.elastic import Decide, by_promises
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traces import find as stored
+from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Slo
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 HEADWAY, PEAK, MEAN, HINDSIGHT = "headway", "fixed-at-peak", "fixed-at-mean", "hindsight"
-CONCURRENCY, TTFT, FIXED = "concurrency-target", "ttft-target", "fixed"
-SYSTEMS = (HEADWAY, PEAK, MEAN, CONCURRENCY, TTFT, HINDSIGHT)
+CONCURRENCY, TTFT, NO_FORESIGHT, FIXED = "concurrency-target", "ttft-target", "no-foresight", "fixed"
+SYSTEMS = (HEADWAY, PEAK, MEAN, CONCURRENCY, TTFT, NO_FORESIGHT, HINDSIGHT)
 SOURCES = ("elastic",)
 SHARE, WINDOW_S = 0.99, 60.0
 _MOST = 8  # engines of a fixed fleet that are tried
-# Requests in flight, and shares of the first token's promise.
-_TARGETS = {CONCURRENCY: (8.0, 13.0, 20.0, 30.0, 38.0, 45.0), TTFT: (0.15, 0.3, 0.6)}
+# From the most engines to the fewest: requests in flight, shares of the first token's promise, engines in reserve,
+# and points of promises that a plan may lose.
+_TARGETS = {
+    CONCURRENCY: (5.0, 8.0, 13.0, 20.0, 30.0, 38.0, 45.0),
+    TTFT: (0.017, 0.033, 0.07, 0.15, 0.3, 0.6, 1.0),
+    NO_FORESIGHT: (3.0, 2.0, 1.0, 0.0),
+    HINDSIGHT: (0.4, 0.6, 0.8, 1.0),
+}
 _SECOND = {CONCURRENCY: (300.0, 60.0), TTFT: (180.0, 60.0)}  # seconds: the default, and another one to try
-_SLACK = (1.0, 0.6)  # points of promises that hindsight's plan may lose
+_HALF = 0.5  # points that the plan without foresight may lose beside what starts cost
 _UNITS = {"attainment.promised": "%", "engine_hours": "h", "engine_hours.of_hindsight": "x"}
 
 
@@ -40,7 +48,10 @@ Key = tuple[str, float, str]  # ground, seconds of a start, system
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. begin: engines at the start. target, second: an autoscaler's settings; schedule: hindsight's."""
+    """One run. begin: engines at the start. target, second: a system's settings. schedule: of engines by window.
+
+    profile: of one engine, for `ttft-target`.
+    """
 
     ground: str
     seconds: float
@@ -52,6 +63,7 @@ class Cell:
     target: float = 0.0
     second: float = 0.0
     schedule: tuple[int, ...] = ()
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +111,26 @@ def run(cell: Cell) -> Found:
 
 
 def _autoscaler(cell: Cell) -> Decide:
-    if cell.schedule:
-        return Schedule(cell.schedule, WINDOW_S, cell.start_s)
+    if cell.system == HINDSIGHT:
+        return Schedule(cell.schedule, WINDOW_S, cell.start_s + STEP_S)
+    if cell.system == NO_FORESIGHT:
+        return Schedule(cell.schedule, WINDOW_S, 0.0, behind=cell.start_s)
     if cell.system == CONCURRENCY:
         return ConcurrencyTarget(cell.target, cell.second)
-    ground = GROUNDS[cell.ground]
-    work, _ = ground.workload(cell.seconds, cell.seed)
-    ttft, tpot = float(work.ttft[0]), float(work.tpot[0])
-    return TtftTarget(profile(work, ground.longest, Slo(ttft, tpot)), cell.target * ttft, tpot, cell.second)
+    assert cell.profile is not None
+    slo = _slo(GROUNDS[cell.ground].workload(cell.seconds, cell.seed)[0])
+    return TtftTarget(cell.profile, cell.target * (slo.ttft or 0.0), slo.tpot or 0.0, cell.second)
+
+
+def _slo(work: Workload) -> Slo:
+    """Return the promise of a ground's requests, which is one for all."""
+    return Slo(float(work.ttft[0]), float(work.tpot[0]))
+
+
+def profiled(cell: Cell) -> Profile:
+    """Measure one engine under a ground's mean request."""
+    work, _ = GROUNDS[cell.ground].workload(cell.seconds, cell.seed)
+    return profile(work, GROUNDS[cell.ground].longest, _slo(work))
 
 
 @experiment("elastic", "sim", f"Fleets that follow the load ({SIMULATED})")
@@ -122,7 +146,7 @@ def main(
     sources = () if ask.quick else SOURCES
     fixed = _fixed(ask, grounds, sources)
     found: dict[Key, tuple[Found, str]] = {}
-    asked: dict[Key, dict[str, Cell]] = {}
+    asked: dict[Key, list[Cell]] = {}
     for ground, start in itertools.product(grounds, starts):
         runs = fixed[ground]
         peak, mean = _plan(runs, 2 if ask.quick else 5)
@@ -132,6 +156,7 @@ def main(
         for name in systems:
             if name not in (PEAK, MEAN):
                 asked[ground, start, name] = _settings(replace(base, system=name), runs, runs[peak - 1].kept, ask)
+    asked = _with_profiles(asked, sources)
     found |= _best(asked, {key[:2]: one.kept for key, (one, _) in found.items() if key[2] == PEAK}, sources, ask)
     rows, notes = _rows(found, systems), _notes(found, systems)
     workload = (
@@ -183,45 +208,69 @@ def _plan(runs: Sequence[Found], windows: int) -> tuple[int, int]:
     return int(needed.max()), max(round(float(needed.mean())), 1)
 
 
-def _settings(cell: Cell, runs: Sequence[Found], peak: float, ask: Ask) -> dict[str, Cell]:
-    """Return the settings of a system that are tried, by name. peak: promises that fixed-at-peak keeps, in %."""
-    if cell.system == HINDSIGHT:
-        plans = sorted({_planned(runs, peak - slack, cell.start_s) for slack in _SLACK})
-        return {f"plan {i}": replace(cell, begin=plan[0], schedule=plan) for i, plan in enumerate(plans)}
-    targets = _TARGETS.get(cell.system, (0.0,))[: 1 if ask.quick else None]
+def _settings(cell: Cell, runs: Sequence[Found], peak: float, ask: Ask) -> list[Cell]:
+    """Return the settings of a system, from the most engines to the fewest. peak: % that fixed-at-peak keeps."""
+    targets = _TARGETS.get(cell.system, (0.0,))
     second = _SECOND.get(cell.system, (0.0, 0.0))[0]
-    return {_named(one): one for one in (replace(cell, target=target, second=second) for target in targets)}
+    cells = [replace(cell, target=target, second=second) for target in targets[: 1 if ask.quick else None]]
+    if cell.system == HINDSIGHT:
+        plans = [_planned(runs, peak - one.target, cell.start_s) for one in cells]
+        cells = [replace(one, begin=plan[0], schedule=plan) for one, plan in zip(cells, plans, strict=True)]
+    elif cell.system == NO_FORESIGHT:
+        plan = _planned(runs, peak - _HALF, 0.0)
+        plans = [tuple(min(count + int(one.target), cell.most) for count in plan) for one in cells]
+        cells = [replace(one, begin=plan[0], schedule=plan) for one, plan in zip(cells, plans, strict=True)]
+    return cells
 
 
-def _named(cell: Cell) -> str:
-    return f"target {cell.target:g}, {cell.second:g} s" if cell.target else ""
+def _with_profiles(asked: Mapping[Key, list[Cell]], sources: Sequence[str]) -> dict[Key, list[Cell]]:
+    """Return the settings with the profile that `ttft-target` needs, one per ground."""
+    grounds = {
+        key[0]: replace(cells[0], start_s=0.0, begin=0, most=0) for key, cells in asked.items() if key[2] == TTFT
+    }
+    profiles = computed(grounds.values(), profiled, sources=sources) if grounds else {}
+    return {
+        key: [replace(one, profile=profiles[grounds[key[0]]]) for one in cells] if key[2] == TTFT else cells
+        for key, cells in asked.items()
+    }
 
 
 def _best(
-    asked: Mapping[Key, dict[str, Cell]], peaks: Mapping[tuple[str, float], float], sources: Sequence[str], ask: Ask
+    asked: Mapping[Key, list[Cell]], peaks: Mapping[tuple[str, float], float], sources: Sequence[str], ask: Ask
 ) -> dict[Key, tuple[Found, str]]:
     """Return the run of each system's best setting: the fewest engine-hours within a point of fixed-at-peak's promises.
 
-    If none is, the one that keeps the most. The best target is tried with the other window or interval, too.
+    If none is, the one that keeps the most. Settings are tried by bisection; the best one with the other window or
+    interval, too.
     """
-    runs = computed([cell for cells in asked.values() for cell in cells.values()], run, sources=sources)
+    runs: dict[Cell, Found] = {}
 
-    def best(key: Key, cells: Mapping[str, Cell]) -> str:
-        def worth(name: str) -> tuple[bool, float]:
-            one = runs[cells[name]]
-            good = one.kept >= peaks[key[:2]] - 1
-            return not good, one.hours if good else -one.kept
+    def good(key: Key, cell: Cell) -> bool:
+        return runs[cell].kept >= peaks[key[:2]] - 1
 
-        return min(cells, key=worth)
+    def best(key: Key) -> Cell:
+        tried = [one for one in (*asked[key], *again.get(key, ())) if one in runs]
+        kept = [one for one in tried if good(key, one)]
+        if kept:
+            return min(kept, key=lambda one: runs[one].hours)
+        return max(tried, key=lambda one: runs[one].kept)
 
-    again = {}
-    for key, cells in asked.items():
-        if key[2] in _SECOND and not ask.quick:
-            again[key] = replace(cells[best(key, cells)], second=_SECOND[key[2]][1])
-    runs |= computed(again.values(), run, sources=sources) if again else {}
-    every = {key: cells | ({_named(again[key]): again[key]} if key in again else {}) for key, cells in asked.items()}
-    names = {key: best(key, cells) for key, cells in every.items()}
-    return {key: (runs[every[key][name]], name) for key, name in names.items()}
+    again: dict[Key, list[Cell]] = {}
+    bounds = {key: (-1, len(cells)) for key, cells in asked.items()}  # the last good setting, and the first bad one
+    while middles := {key: (low + high) // 2 for key, (low, high) in bounds.items() if high - low > 1}:
+        runs |= computed([asked[key][i] for key, i in middles.items()], run, sources=sources)
+        for key, i in middles.items():
+            low, high = bounds[key]
+            bounds[key] = (i, high) if good(key, asked[key][i]) else (low, i)
+    if not ask.quick:
+        again = {key: [replace(best(key), second=_SECOND[key[2]][1])] for key in asked if key[2] in _SECOND}
+        runs |= computed([one for cells in again.values() for one in cells], run, sources=sources) if again else {}
+    return {key: (runs[best(key)], _named(best(key))) for key in asked}
+
+
+def _named(cell: Cell) -> str:
+    second = f", {cell.second:g} s" if cell.second else ""
+    return f"{cell.target:g}{second}" if cell.system in _TARGETS else ""
 
 
 def _planned(runs: Sequence[Found], target: float, start_s: float) -> tuple[int, ...]:
