@@ -26,12 +26,14 @@ class Ground:
     """Traffic by seed and length; what came before it and is known to the forecast, in negative seconds.
 
     seconds: how long it is. recorded: its trace in HEADWAY_DATA, "" = generated. longest: tokens of a request.
+    day_s: after which its traffic's day begins again.
     """
 
     make: Callable[[float, np.random.Generator], tuple[Workload, Floats]]
     seconds: float = 1800.0
     recorded: str = ""
     longest: int = 8192
+    day_s: float = 86_400.0
 
     def workload(self, seconds: float, seed: int) -> tuple[Workload, Floats]:
         """Return the requests that an engine can hold, and the arrivals before them."""
@@ -66,9 +68,11 @@ def _mooncake(seconds: float, rng: np.random.Generator) -> tuple[Workload, Float
 
 
 def _diurnal(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]:
-    """Return a day, after one that was seen."""
+    """Return a day, after two that were seen."""
     both = diurnal(2.2, 1.8, DAY_S, DAY_S + seconds, rng)
-    return _chat(both[both >= DAY_S] - DAY_S, rng), both[both < DAY_S] - DAY_S
+    work = _chat(both[both >= DAY_S] - DAY_S, rng)
+    first = diurnal(2.2, 1.8, DAY_S, DAY_S, rng)
+    return work, np.concatenate([first - 2 * DAY_S, both[both < DAY_S] - DAY_S])
 
 
 def _step(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]:
@@ -90,7 +94,7 @@ def _bursty(seconds: float, rng: np.random.Generator) -> tuple[Workload, Floats]
 GROUNDS = {
     "azure": Ground(_azure, recorded="azure_conv_2023"),
     "mooncake": Ground(_mooncake, recorded="mooncake_conversation", longest=49_152),
-    "diurnal": Ground(_diurnal),
+    "diurnal": Ground(_diurnal, day_s=DAY_S),
     "bursty": Ground(_bursty),
     "step": Ground(_step),
 }

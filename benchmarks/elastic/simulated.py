@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.elastic.autoscalers import ConcurrencyTarget, Profile, Schedule, TtftTarget, best_schedule, profile
-from benchmarks.elastic.grounds import DAY_S, GROUNDS, MODEL, PROFILE, fleet
+from benchmarks.elastic.grounds import GROUNDS, MODEL, PROFILE, fleet
 from benchmarks.experiment import Result, computed, experiment
 from headway.config.tables import Scale
 from headway.errors import ConfigError
@@ -98,7 +98,7 @@ def run(cell: Cell) -> Found:
         scale={} if fixed else {MODEL: Scale(max=cell.most, share=SHARE, start_s=cell.start_s)},
         decide=decide,
         history={MODEL: before},
-        day_s=DAY_S,
+        day_s=ground.day_s,
         fast=False,
     ).run()
     ttft, e2e = outcome.first - work.arrival, outcome.end - work.arrival

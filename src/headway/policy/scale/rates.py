@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -93,6 +94,44 @@ class _Days:
 
 
 @dataclass(slots=True)
+class _Horizon:
+    """Forecasts of stretches that begin `ahead` steps from now and last `length`, each by today's level and by the day.
+
+    weights: how far each of the two is believed. made: forecasts of stretches that have not ended, with the step.
+    seen: of those that have, what came and what was forecast.
+    """
+
+    ahead: int
+    length: int
+    weights: Floats = field(default_factory=lambda: np.full(2, 0.5))
+    made: deque[tuple[int, Floats]] = field(default_factory=deque)
+    seen: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _compared: int = 0
+
+    def ratios(self) -> Floats:
+        """Return the ratios of what came to what was expected, or would have been with these weights."""
+        came, *expected = np.array(self.seen).reshape(-1, 3).T
+        return np.asarray((came + 0.5) / (self.weights @ np.array(expected) + 0.5))
+
+    def compare(self, steps: int, count: int, excess: float) -> None:
+        """Compare the forecasts of the stretch that has ended now with what came in it."""
+        while self.made and self.made[0][0] + self.ahead + self.length <= steps:
+            expected = self.made.popleft()[1] * self.length * STEP_S
+            self.seen.append((count, *expected.tolist()))
+            # Each step is in `length` stretches, and counts once.
+            self._compared += 1
+            self.weights = _shared(self.weights, expected, count, excess * self.length, self._compared + self.length)
+
+
+def _shared(weights: Floats, expected: Floats, count: float, excess: float, steps: int) -> Floats:
+    """Return the weights of forecasts after one more count (fixed share), of which the variance is `excess` Poisson's."""
+    expected = np.maximum(expected, 0.1 / steps)
+    likely = (count * np.log(expected) - expected) / excess
+    weights = weights * np.exp(likely - likely.max())
+    return np.asarray((1 - 1 / steps) * weights / weights.sum() + 1 / steps / weights.size)
+
+
+@dataclass(slots=True)
 class Rates:
     """Arrivals of one model. Its time only goes forward.
 
@@ -105,11 +144,10 @@ class Rates:
     _steps: int = 0
     _levels: _Levels = field(default_factory=_Levels)
     _days: _Days = field(init=False)
-    _weights: Floats = field(default_factory=lambda: np.full(2 * _MEMORIES.size + 1, 1 / (2 * _MEMORIES.size + 1)))
+    _weights: Floats = field(default_factory=lambda: np.full(2 * _MEMORIES.size, 0.5 / _MEMORIES.size))
     _excess: float = 1.0  # the variance of counts over what Poisson's process has
     _past: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _made: dict[tuple[int, int], deque[tuple[int, float]]] = field(default_factory=dict)
-    _ratios: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    _horizons: dict[tuple[int, int], _Horizon] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._days = _Days(self.day_s)
@@ -132,50 +170,47 @@ class Rates:
         return now if self.began is None else self.began
 
     def expect(self, ahead_s: float, seconds: float) -> Arrivals:
-        """Return the arrivals expected in a stretch of `seconds` that begins `ahead_s` from now."""
+        """Return the arrivals expected in a stretch of `seconds` that begins `ahead_s` from now.
+
+        How good such forecasts are is learned from the first call on.
+        """
         ahead, length = max(round(ahead_s / STEP_S), 0), max(round(seconds / STEP_S), 1)
-        key = ahead, length
-        rate = float(self._weights @ self._each(ahead, length))
-        made = self._made.setdefault(key, deque())
-        # What was expected before a stretch as long had been seen says nothing about later forecasts.
-        if self._steps >= length and (not made or made[-1][0] < self._steps):
-            made.append((self._steps, rate))
-        ratios = self._ratios.get(key)
-        told = self._told(np.array(ratios), ahead + length, length) if ratios else np.ones(1)
+        horizon = self._horizons.setdefault((ahead, length), _Horizon(ahead, length))
+        rate = float(horizon.weights @ self._each(ahead, length))
+        told = self._told(horizon.ratios(), ahead + length, length) if horizon.seen else np.ones(1)
         return Arrivals(rate, told, self._steps >= length)
 
     def _each(self, ahead: int, length: int) -> Floats:
-        """Return each forecast's mean rate of the steps from `ahead` on."""
-        now = (self.began or 0.0) + self._steps * STEP_S
-        rates = self._levels.at(ahead + length / 2)
-        today = self._days.at(now + ahead * STEP_S, length * STEP_S)
-        return np.append(rates, rates[0] if np.isnan(today) else today)
+        """Return the mean rates of the steps from `ahead` on by today's level, and by the day.
+
+        The day's is as much above or below the days before as the last stretch was.
+        """
+        level = float(self._weights @ self._levels.at(ahead + length / 2))
+        now, seconds = (self.began or 0.0) + self._steps * STEP_S, length * STEP_S
+        before, later = self._days.at(now - seconds, seconds), self._days.at(now + ahead * STEP_S, seconds)
+        ratio = self._came(length) / (before * seconds) if before > 0 else np.nan
+        return np.array([level, level if np.isnan(later * ratio) else later * ratio])
+
+    def _came(self, length: int) -> int:
+        """Return how many came in the last steps."""
+        return sum(islice(reversed(self._past), length))
 
     def _close(self) -> None:
         count, self._count = self._count, 0
-        rates = np.maximum(self._each(0, 1), 0.1 / STEP_S / max(self._steps, 1)) * STEP_S
         if self._steps:
-            expected = float(self._weights @ rates)
+            rates = self._levels.at(0.5) * STEP_S
+            expected = max(float(self._weights @ rates), 0.1 / self._steps)
             self._excess += ((count - expected) ** 2 / expected - self._excess) / min(self._steps, _KEPT)
-            likely = (count * np.log(rates) - rates) / max(self._excess, 1.0)
-            weights = self._weights * np.exp(likely - likely.max())
-            weights /= weights.sum()
-            share = 1 / (self._steps + 1)
-            self._weights = (1 - share) * weights + share / weights.size
+            self._weights = _shared(self._weights, rates, count, max(self._excess, 1.0), self._steps + 1)
         self._steps += 1
         self._levels.add(count / STEP_S)
         self._days.add(count / STEP_S, (self.began or 0.0) + self._steps * STEP_S)
         self._past.append(count)
-        self._compare()
-
-    def _compare(self) -> None:
-        """Keep the ratios of what came to what was expected, of the stretches that have ended now."""
-        for key, made in self._made.items():
-            ahead, length = key
-            while made and made[0][0] + ahead + length <= self._steps:
-                _, rate = made.popleft()
-                came = sum(list(self._past)[-length:])
-                self._ratios.setdefault(key, deque(maxlen=_KEPT)).append((came + 0.5) / (rate * length * STEP_S + 0.5))
+        for one in self._horizons.values():
+            one.compare(self._steps, self._came(one.length), max(self._excess, 1.0))
+            # What was expected before a stretch as long had been seen says nothing about later forecasts.
+            if self._steps >= one.length:
+                one.made.append((self._steps, self._each(one.ahead, one.length)))
 
     def _told(self, ratios: Floats, span: int, length: int) -> Floats:
         """Return the ratios without the largest of them and the noise of counting.
