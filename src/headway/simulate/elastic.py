@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.events import InstanceDown, InstanceUp
+from headway.policy.scale.changes import Member, State, changes
 from headway.policy.scale.rates import STEP_S
 from headway.simulate.event_queue import Timer
 from headway.simulate.instance import InstanceSpec
@@ -24,15 +24,6 @@ from headway.simulate.loop import Loop
 from headway.simulate.outcome import Outcome
 
 Decide = Callable[[Loop, str, float, int], int]  # loop, model, now, engines up or starting -> engines wanted
-
-
-class State(Enum):
-    """Of an engine that may come and go."""
-
-    OFF = "off"
-    STARTING = "starting"
-    UP = "up"
-    DRAINING = "draining"
 
 
 def by_promises(loop: Loop, model: str, now: float, have: int) -> int:
@@ -118,21 +109,25 @@ class ElasticLoop(Loop):
             wanted = min(max(wanted, limits.min), limits.max)
             if wanted != len(there):
                 self.wanted.append((now, model, wanted))
-            self._more_engines(mine, wanted - len(there), now)
-            self._fewer_engines(there, len(there) - wanted, now)
+            self._reach(mine, wanted, now)
         self._future.at(now + STEP_S, self._look)
 
-    def _more_engines(self, names: Sequence[str], count: int, now: float) -> None:
-        """Take back what drains, then start others."""
-        draining = [name for name in names if self.states[name] is State.DRAINING]
-        off = [name for name in names if self.states[name] is State.OFF]
-        for name in (draining + off)[: max(count, 0)]:
-            if name in draining:
-                self.states[name] = State.UP
-                self._notify(InstanceUp(self.instances[name].instance()), now)
+    def _reach(self, names: Sequence[str], wanted: int, now: float) -> None:
+        inside, since = self.controller.cluster.inside, self._since.get
+        found = changes([Member(one, self.states[one], len(inside(one)), since(one, 0.0)) for one in names], wanted)
+        for name in found.undrain:
+            self.states[name] = State.UP
+            self._notify(InstanceUp(self.instances[name].instance()), now)
+        for name in found.start:
+            self._since[name] = now
+            self._start(name, now)
+        for name in found.stop:
+            if self.states[name] is State.STARTING:
+                self._starts.pop(name).cancel()
+                self._stopped(name, now)
             else:
-                self._since[name] = now
-                self._start(name, now)
+                self.states[name] = State.DRAINING
+                self._notify(InstanceDown(name), now)
 
     def _start(self, name: str, now: float) -> None:
         self.states[name] = State.STARTING
@@ -147,22 +142,6 @@ class ElasticLoop(Loop):
             scaling.scalers[instance.spec.instance.model].started(instance.spec.start_s)
         self._live(name, now)
         self._recover(instance, now)
-
-    def _fewer_engines(self, names: Sequence[str], count: int, now: float) -> None:
-        """Stop what is still starting, the newest first; then drain the engines with the least inside."""
-        inside = self.controller.cluster.inside
-
-        def cost(name: str) -> tuple[bool, float]:
-            starting = self.states[name] is State.STARTING
-            return not starting, -self._since[name] if starting else len(inside(name))
-
-        for name in sorted(names, key=cost)[: max(count, 0)]:
-            if self.states[name] is State.STARTING:
-                self._starts.pop(name).cancel()
-                self._stopped(name, now)
-            else:
-                self.states[name] = State.DRAINING
-                self._notify(InstanceDown(name), now)
 
     def _stopped(self, name: str, now: float) -> None:
         self.states[name] = State.OFF

@@ -137,6 +137,7 @@ class Simulation:
         """Return the scaling, which knows the history."""
         scaling = Scaling(self.scale, self.day_s)
         for model, times in self.history.items():
+            scaling.scalers[model].expected()  # from now on forecasts are compared with what came
             for at in times.tolist():
                 scaling.scalers[model].came(at)
         return scaling

@@ -1,9 +1,11 @@
 """A forecast of arrivals, learned from counts while they come: level, trend, time of day, and how wrong it was.
 
-Several simple forecasts run side by side: exponential means of the counts with memories from seconds to hours, the
-same with a trend, and the mean of earlier days at this time. They are mixed by how likely they made each count since,
-with Herbster and Warmuth's fixed share (1998), so that a slow one is left within seconds of a jump and comes back after
-it. What the mixture missed at a horizon is kept as ratios, the forecast's distribution.
+Several simple forecasts run side by side: exponential means of the counts with memories from seconds to hours, and the
+same with a trend. They are mixed by how likely they made each count since, with Herbster and Warmuth's fixed share
+(1998), so that a slow one is left within seconds of a jump and comes back after it. Beside this mixture stands the mean
+of earlier days at the time asked for, times how far today is above them. How far each of the two is believed is learned
+in the same way, but from forecasts as far ahead: the next seconds say little about who will be right in ten minutes.
+What the two missed as far ahead is kept as ratios, the forecast's distribution.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class _Horizon:
 
 
 def _shared(weights: Floats, expected: Floats, count: float, excess: float, steps: int) -> Floats:
-    """Return the weights of forecasts after one more count (fixed share), of which the variance is `excess` Poisson's."""
+    """Return the weights of forecasts after one more count (fixed share). excess: its variance, 1 = Poisson's."""
     expected = np.maximum(expected, 0.1 / steps)
     likely = (count * np.log(expected) - expected) / excess
     weights = weights * np.exp(likely - likely.max())
@@ -177,8 +179,7 @@ class Rates:
         ahead, length = max(round(ahead_s / STEP_S), 0), max(round(seconds / STEP_S), 1)
         horizon = self._horizons.setdefault((ahead, length), _Horizon(ahead, length))
         rate = float(horizon.weights @ self._each(ahead, length))
-        told = self._told(horizon.ratios(), ahead + length, length) if horizon.seen else np.ones(1)
-        return Arrivals(rate, told, self._steps >= length)
+        return Arrivals(rate, self._told(horizon.ratios(), ahead + length, length), self._steps >= length)
 
     def _each(self, ahead: int, length: int) -> Floats:
         """Return the mean rates of the steps from `ahead` on by today's level, and by the day.
@@ -218,7 +219,9 @@ class Rates:
         A jump is in all the forecasts whose `span` of steps it lies in. One that was seen once has no frequency yet, so
         as many ratios are left out. A replay of requests has the noise of counting in it anyway.
         """
-        ratios = np.sort(ratios)[: max(ratios.size - span, 1)]
+        if ratios.size <= span:
+            return np.ones(1)
+        ratios = np.sort(ratios)[:-span]
         counted = max(float(np.mean(list(self._past)[-length:])) * length, 1.0)
         spread = float(ratios.var())
         shrink = np.sqrt(max(1 - 1 / counted / spread, 0.0)) if spread > 0 else 0.0

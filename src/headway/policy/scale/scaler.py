@@ -87,6 +87,10 @@ class Scaler:
         """Take note of the seconds that a start took."""
         self._starts.append(seconds)
 
+    def expected(self) -> tuple[Arrivals, Arrivals]:
+        """Return the arrivals until a start has ended, and in as long a time after that (`Rates.expect`)."""
+        return self.rates.expect(0.0, self.start_s), self.rates.expect(self.start_s, self.start_s)
+
     def wanted(self, now: float, have: int, engine: EngineSize | None, queue: Queue) -> int:
         """Return the number of engines that should be up or starting.
 
@@ -98,7 +102,7 @@ class Scaler:
         """Return the computation that takes long, which another thread may do while the scaler takes note of events."""
         self.rates.advance(now)
         limits, start = self.limits, self.start_s
-        soon, later = self.rates.expect(0.0, start), self.rates.expect(start, start)
+        soon, later = self.expected()
         busy = bool(queue.tokens.size) or queue.inside > 0
         if not limits.min and not busy and self._quiet(now):
             return lambda: Needs(0, 0)
@@ -170,6 +174,9 @@ class _Curves:
     def needed(self, arrivals: Arrivals, waiting: float, have: int, limits: Scale) -> int:
         """Return the fewest engines that keep the share, on average over the forecast's distribution.
 
+        Fewer where the last of them save less than they cost: a promise lost is worth the engines' time of 1 / (1 -
+        share) others. (The last promises of a share, for example those of the longest prompts, can take as many engines
+        as all others.)
         waiting: tokens per second of the queue.
         """
         rates, weights = arrivals.rate * arrivals.ratios + waiting / self.tokens, arrivals.ratios
@@ -179,7 +186,14 @@ class _Curves:
 
         # Where not even the most engines keep the share, those that keep as much as they do.
         share = min(limits.share, attained(limits.max))
-        return fewest(attained, share, have, limits.max) or limits.max
+        best = most = fewest(attained, share, have, limits.max) or limits.max
+        # A loss above the cost of all engines is not made good by any number of fewer ones.
+        for engines in range(most - 1, 0, -1):
+            if (lost := attained(best) - attained(engines)) < (1 - limits.share) * math.log(best / engines):
+                best = engines
+            elif lost > (1 - limits.share) * math.log(best):
+                break
+        return best
 
     def at(self, engines: int, rates: Floats) -> Floats:
         """Return the shares kept at these rates; a higher rate never has a larger one."""
