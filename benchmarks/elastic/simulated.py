@@ -36,9 +36,9 @@ _TARGETS = {
     CONCURRENCY: (5.0, 8.0, 13.0, 20.0, 30.0, 38.0, 45.0),
     TTFT: (0.017, 0.033, 0.07, 0.15, 0.3, 0.6, 1.0),
     NO_FORESIGHT: (3.0, 2.0, 1.0, 0.0),
-    HINDSIGHT: (0.4, 0.6, 0.8, 1.0),
+    HINDSIGHT: (0.6, 1.0),
 }
-_SECOND = {CONCURRENCY: (300.0, 60.0), TTFT: (180.0, 60.0)}  # seconds: the default, and another one to try
+_SECOND = {CONCURRENCY: (300.0, 60.0), TTFT: (180.0, 180.0)}  # seconds: the default, and another one to try
 _HALF = 0.5  # points that the plan without foresight may lose beside what starts cost
 _UNITS = {"attainment.promised": "%", "engine_hours": "h", "engine_hours.of_hindsight": "x"}
 
@@ -257,7 +257,7 @@ def _best(
 
     again: dict[Key, list[Cell]] = {}
     bounds = {key: (-1, len(cells)) for key, cells in asked.items()}  # the last good setting, and the first bad one
-    while middles := {key: (low + high) // 2 for key, (low, high) in bounds.items() if high - low > 1}:
+    while middles := {key: (low + high + 1) // 2 for key, (low, high) in bounds.items() if high - low > 1}:
         runs |= computed([asked[key][i] for key, i in middles.items()], run, sources=sources)
         for key, i in middles.items():
             low, high = bounds[key]
