@@ -210,6 +210,22 @@ def test_a_drained_engine_comes_back(serve: Serve, fake: Fake) -> None:
         assert gateway.controller.cluster.instances["e0"].max_running == 3
 
 
+def test_an_engine_that_still_drains_takes_work_again_without_a_start(serve: Serve, fake: Fake) -> None:
+    slow = {"stream": True, "vllm_xargs": {"fake_delay": 0.2}}
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        stream = pool.submit(gateway.post, gateway.chat(**slow))
+        until(lambda: began(gateway) == 1)
+        order(gateway, "POST", "/e0/drain")
+        assert states(gateway) == {"e0": "draining"}
+        assert order(gateway, "POST", "/roll", json={"engines": ["e0"]})[0] == 202
+        until(lambda: states(gateway) == {"e0": "up"})
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert order(gateway, "GET")[1]["data"][0]["restarts"] == 0
+        assert stream.result().text.count("fake ") == 8
+        order(gateway, "POST", "/e0/drain")
+        until(lambda: states(gateway) == {"e0": "drained"})
+
+
 # ---- what is refused
 
 

@@ -1,7 +1,7 @@
 """Engines of this process start and stop, so that each model has as many as its promises need (docs/scale.md).
 
 The engines of the configuration are used first, then copies of the model's first one. One that is not needed is
-drained: it stays known, requests for it may wait, and it is what starts next.
+drained: it stays known, requests for it may wait, and it is what takes work again, or starts, next.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from headway import clock
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.control.fleet import Fleet
+from headway.policy.scale.changes import Member, State, changes
 from headway.policy.scale.rates import STEP_S
 from headway.policy.scale.scaling import Scaling
 
@@ -41,15 +42,26 @@ class Autoscaler:
 
     def have(self, model: str) -> int:
         """Return how many engines of a model are up or starting."""
-        return len(self._at_work(model))
+        return sum(one.state in (State.UP, State.STARTING) for one in self._members(model))
 
     def _own(self, model: str) -> list[EngineView]:
         settings = self._fleet.settings
         own = [one for id, one in self._fleet.engines.items() if id in settings and one.config.url is None]
         return [one for one in own if one.config.name == model]
 
-    def _at_work(self, model: str) -> list[EngineView]:
-        return [one for one in self._own(model) if one.leaving in (None, "roll") or one.id in self._starting]
+    def _members(self, model: str) -> list[Member]:
+        """Return the engines that follow the number wanted; an operator may have drained others."""
+        inside = {one["id"]: one["inside"] for one in self._fleet.listed()}
+        found = []
+        for one in self._own(model):
+            if one.leaving in (None, "roll") or one.id in self._starting:
+                state = State.UP if one.serves else State.STARTING
+            elif one.leaving == "drain" and one.id in self._drained:
+                state = State.OFF if one.stopped else State.DRAINING
+            else:
+                continue
+            found.append(Member(one.id, state, inside[one.id], self._starting.get(one.id, 0.0)))
+        return found
 
     def _note_started(self) -> None:
         queued = {one["id"] for one in self._fleet.listed() if one["to_roll"]}
@@ -61,17 +73,21 @@ class Autoscaler:
                 self._scaling.scalers[engine.config.name].started(clock.now() - began)
 
     async def _reach(self, model: str, wanted: int) -> None:
-        work = self._at_work(model)
+        found = changes(self._members(model), wanted)
         try:
-            for _ in range(wanted - len(work)):
-                await self._start(model)
-            inside = {one["id"]: one["inside"] for one in self._fleet.listed()}
-            unneeded = sorted(work, key=lambda one: (one.serves, inside.get(one.id, 0)))[: max(len(work) - wanted, 0)]
-            for one in unneeded:
-                await self._fleet.drain(one.id, force=not wanted)
-                self._drained.add(one.id)
-                self._starting.pop(one.id, None)
-                log.info("engine %s is not needed; %s needs %d", one.id, model, wanted)
+            for id in found.undrain:
+                await self._again(id)
+                log.info("engine %s takes work again; %s needs %d", id, model, wanted)
+            for id in found.start:
+                await self._again(id)
+                self._started(id, model)
+            for _ in range(found.missing):
+                self._started(await self._copy(model), model)
+            for id in found.stop:
+                await self._fleet.drain(id, force=not wanted)
+                self._drained.add(id)
+                self._starting.pop(id, None)
+                log.info("engine %s is not needed; %s needs %d", id, model, wanted)
         except HeadwayError as error:
             if self._refused.get(model) != str(error):
                 log.warning("%s needs %d engines and has %d: %s", model, wanted, self.have(model), error)
@@ -79,16 +95,18 @@ class Autoscaler:
         else:
             self._refused.pop(model, None)
 
-    async def _start(self, model: str) -> None:
-        """Start the engine again that stopped last, or else a copy of the first one."""
-        own, settings = self._own(model), self._fleet.settings
-        if again := [one.id for one in own if one.id in self._drained and one.leaving == "drain"]:
-            id = again[-1]
-            await self._fleet.change(roll={id: settings[id]})
-            self._drained.discard(id)
-        elif not own:
+    async def _again(self, id: str) -> None:
+        """Let an engine that drains take work again, or start one that has stopped."""
+        await self._fleet.change(roll={id: self._fleet.settings[id]})
+        self._drained.discard(id)
+
+    async def _copy(self, model: str) -> str:
+        """Start a copy of the model's first engine; return its id."""
+        if not (own := self._own(model)):
             raise EngineError("no engine is left to copy.", "Add one (headway engine add).")
-        else:
-            (id,) = await self._fleet.change([replace(settings[own[0].id], id=None, port=None)])
+        (id,) = await self._fleet.change([replace(self._fleet.settings[own[0].id], id=None, port=None)])
+        return id
+
+    def _started(self, id: str, model: str) -> None:
         self._starting[id] = clock.now()
         log.info("engine %s starts; %s needs more", id, model)

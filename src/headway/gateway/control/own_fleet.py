@@ -61,8 +61,9 @@ class OwnFleet(Fleet):
     async def _end(self, engine: VllmEngine) -> None:
         """Stop an engine that leaves when nothing is inside it; if it is to be replaced, `_replace` does."""
         await self._empty(engine)
-        if engine.leaving != "roll":
-            await self._stop(engine)
+        async with self._lock:  # it may stay after all
+            if engine.leaving in ("drain", "remove"):
+                await self._stop(engine)
 
     async def _stop(self, engine: VllmEngine) -> None:
         """Stop an engine, and forget one that is removed."""
@@ -79,7 +80,7 @@ class OwnFleet(Fleet):
         """Take back what an engine has not begun to answer, and wait until the rest has ended."""
         if engine.id not in self._cut:
             await self._work.take_back(engine, self.engines.values())
-        while not await self._work.is_empty(engine):
+        while engine.leaving is not None and not await self._work.is_empty(engine):
             if engine.id in self._cut:
                 break
             await asyncio.sleep(POLL_S)
@@ -99,6 +100,12 @@ class OwnFleet(Fleet):
 
     async def _replace(self, id: str, settings: Engine) -> bool:
         old = self._agents.engines[id]
+        async with self._lock:
+            stays = old.leaving == "drain" and settings == old.config and old.stay()
+        if stays:
+            log.info("engine %s drains no more", id)
+            self._update()
+            return True
         old.leave("roll")
         self._update()
         await self._empty(old)

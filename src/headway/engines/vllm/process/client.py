@@ -100,6 +100,14 @@ class VllmEngine(EngineView):
         self._end_side_tasks()
         self._on_event(InstanceDown(self.id))
 
+    def stay(self) -> bool:
+        """Take new work again instead of leaving; return False if it must be started for that."""
+        if self.stopped or not self.up.is_set() or self.loading is not None:
+            return False
+        self.leaving = None
+        self._announce(InstanceUp)
+        return True
+
     async def stop(self) -> None:
         """End the supervision, and the children with all their processes."""
         self.up.clear()
@@ -162,7 +170,7 @@ class VllmEngine(EngineView):
 
     async def _serve(self, event: type[InstanceUp] | type[Swapped]) -> None:
         """Announce that the instance takes work from now on."""
-        instance = await self._describe()
+        await self._describe()
         await self._measure()
         if self.models.swaps:
             await asyncio.to_thread(self.models.survey)
@@ -171,9 +179,12 @@ class VllmEngine(EngineView):
             return
         self.up.set()
         self._served = True
-        self._announced = self.models.announce(instance)
-        log.info("engine %s is up with %s: %s%s", self.id, instance.model, self.about, _others(self._announced))
-        self._on_event(event(self._announced))
+        self._announce(event)
+
+    def _announce(self, event: type[InstanceUp] | type[Swapped]) -> None:
+        self._announced = one = self.models.announce(self.instance)
+        log.info("engine %s is up with %s: %s%s", self.id, one.model, self.about, _others(one))
+        self._on_event(event(one))
         if self.models.swaps and self.loading is None:  # the event may have ordered the next swap
             self._start_side_task(self._follow_models())
 
