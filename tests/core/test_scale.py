@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headway.config import Scale
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
-from headway.policy.scale.rates import STEP_S, Rates
-from headway.policy.scale.scaler import Queue, Scaler
+from headway.policy.scale.rates import STEP_S, Arrivals, Rates
+from headway.policy.scale.scaler import Queue, Scaler, _Curves
 from headway.policy.scale.search import fewest
 from headway.types import Request, Slo
 
@@ -90,6 +90,20 @@ def test_the_time_of_day_is_known_on_the_second_day() -> None:
     assert rates.expect(120, 60).rate > 1.5, "the level alone says 1"
 
 
+def test_a_day_is_believed_as_far_ahead_as_it_was_right() -> None:
+    """Its noise in single steps, where the level is a better forecast, does not matter five minutes ahead."""
+    day, rng = 1800.0, np.random.default_rng(0)
+    rates, at = Rates(day), 0.0
+    rates.expect(300, 300)
+    while at < 2.4 * day:
+        at += rng.exponential(1 / 4)
+        if rng.random() < 0.5 - 0.4 * np.cos(2 * np.pi * at / day):
+            rates.arrived(at)
+    middle = at + 450
+    assert rates.expect(300, 300).rate == pytest.approx(2 - 1.6 * np.cos(2 * np.pi * middle / day), rel=0.25)
+    assert rates.expect(0, 5).rate > 2.5, "now it is much more"
+
+
 def test_an_error_that_was_seen_once_has_no_frequency() -> None:
     rates = Rates()
     for at in [*even(1, 600).tolist(), *(600 + even(4, 600)).tolist()]:
@@ -133,6 +147,14 @@ def test_the_search_finds_the_fewest() -> None:
 
 
 # ---- the number
+
+
+@pytest.mark.parametrize(("share", "engines"), [(0.99, 5), (0.95, 3), (0.999, 7)])
+def test_the_last_promises_may_cost_more_than_they_are_worth(share: float, engines: int) -> None:
+    """The sixth engine would add a fifth to five, and save 0.15 points of the one that may be lost."""
+    kept_by = {1: 0.5, 2: 0.9, 3: 0.97, 4: 0.985, 5: 0.9898, 6: 0.9913, 7: 0.9935}
+    curves = _Curves(sample(), ENGINE, 1.0, 1000.0, {(count, 0): share for count, share in kept_by.items()})
+    assert curves.needed(Arrivals(1.0, np.ones(1), True), 0.0, 2, Scale(max=7, share=share)) == engines
 
 
 @settings(max_examples=10, deadline=None)
