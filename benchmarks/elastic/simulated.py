@@ -249,7 +249,7 @@ def _best(
         return runs[cell].kept >= peaks[key[:2]] - 1
 
     def best(key: Key) -> Cell:
-        tried = [one for one in (*asked[key], *again.get(key, ())) if one in runs]
+        tried: list[Cell] = [one for one in asked[key] + again.get(key, []) if one in runs]
         kept = [one for one in tried if good(key, one)]
         if kept:
             return min(kept, key=lambda one: runs[one].hours)
