@@ -34,7 +34,7 @@ _MOST = 8  # engines of a fixed fleet that are tried
 # and points of promises that a plan may lose.
 _TARGETS = {
     CONCURRENCY: (5.0, 8.0, 13.0, 20.0, 30.0, 38.0, 45.0),
-    TTFT: (0.017, 0.033, 0.07, 0.15, 0.3, 0.6, 1.0),
+    TTFT: (0.03, 0.07, 0.09, 0.11, 0.15, 0.3, 0.6),
     NO_FORESIGHT: (3.0, 2.0, 1.0, 0.0),
     HINDSIGHT: (0.6, 1.0),
 }
