@@ -23,6 +23,7 @@ DAY_S = 86_400.0
 _SLOTS = 288  # parts of a day that are told apart: of 5 minutes
 _MEMORIES = STEP_S * 2.0 ** np.arange(1, 10)  # seconds, 10 to 2560
 _KEPT = 4096  # errors: of some hours
+_HORIZONS = 4  # the last ones asked for: a scaler has two, and others when the seconds of a start have changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,10 @@ class Rates:
         How good such forecasts are is learned from the first call on.
         """
         ahead, length = max(round(ahead_s / STEP_S), 0), max(round(seconds / STEP_S), 1)
-        horizon = self._horizons.setdefault((ahead, length), _Horizon(ahead, length))
+        horizon = self._horizons.pop((ahead, length), None) or _Horizon(ahead, length)
+        self._horizons[ahead, length] = horizon
+        if len(self._horizons) > _HORIZONS:
+            del self._horizons[next(iter(self._horizons))]
         rate = float(horizon.weights @ self._each(ahead, length))
         return Arrivals(rate, self._told(horizon.ratios(), ahead + length, length), self._steps >= length)
 
