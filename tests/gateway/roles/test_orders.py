@@ -85,6 +85,21 @@ def test_what_has_not_begun_goes_to_another_agent(headway: Parts, engines: list[
         until(lambda: states(gateway) == {"e1": "up"})
 
 
+def test_an_engine_that_still_drains_takes_work_again_without_a_start(headway: Parts, engines: list[Fake]) -> None:
+    with headway.gateway("g1") as gateway, ThreadPoolExecutor() as pool:
+        order(gateway, "POST", "/e1/drain")
+        until(lambda: states(gateway) == {"e0": "up", "e1": "drained"})
+        stream = pool.submit(gateway.post, gateway.chat(stream=True, **fakes(delay=0.4)))
+        until(lambda: began(gateway) == 1)
+        order(gateway, "POST", "/e0/drain")
+        until(lambda: states(gateway)["e0"] == "draining")
+        order(gateway, "POST", "/roll", json={"engines": ["e0"]})
+        until(lambda: states(gateway)["e0"] == "up")
+        assert gateway.post(gateway.chat()).status_code == 200
+        assert order(gateway, "GET")[1]["data"][0]["restarts"] == 0
+        assert stream.result().text.count("fake ") == 8
+
+
 def test_orders_that_an_agent_refuses(headway: Parts, engines: list[Fake]) -> None:
     with headway.gateway("g1") as gateway, ThreadPoolExecutor() as pool:
         until(lambda: states(gateway) == {"e0": "up", "e1": "up"})

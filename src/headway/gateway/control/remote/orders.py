@@ -126,12 +126,15 @@ class RemoteOrders(Fleet):
             await self._order(self._agent_of(id), remove=(id,), now=now)
 
     async def _replace(self, id: str, settings: Engine) -> bool:
-        before, old = self.engines[id].restarts, self.engines[id].config
+        engine = self.engines[id]
+        before, old, drained = engine.restarts, engine.config, engine.leaving == "drain"
         try:
             await self._order(self._agent_of(id), roll={id: write_engine(settings)})
         except HeadwayError as error:
             log.error("engine %s is not replaced: %s", id, error)
             return False
+        if drained:  # it starts, or takes work again as it is
+            return True
         while (engine := self.engines.get(id)) is not None and engine.leaving not in ("drain", "remove"):
             if engine.restarts < before or self._fleet.agent_of(id) is None:
                 log.error("engine %s: its agent has ended", id)
