@@ -183,7 +183,7 @@ class Rates:
         if len(self._horizons) > _HORIZONS:
             del self._horizons[next(iter(self._horizons))]
         rate = float(horizon.weights @ self._each(ahead, length))
-        return Arrivals(rate, self._told(horizon.ratios(), ahead + length, length), self._steps >= length)
+        return Arrivals(rate, self._told(horizon.ratios(), ahead + 2 * length, length), self._steps >= length)
 
     def _each(self, ahead: int, length: int) -> Floats:
         """Return the mean rates of the steps from `ahead` on by today's level, and by the day.
@@ -220,8 +220,9 @@ class Rates:
     def _told(self, ratios: Floats, span: int, length: int) -> Floats:
         """Return the ratios without the largest of them and the noise of counting.
 
-        A jump is in all the forecasts whose `span` of steps it lies in. One that was seen once has no frequency yet, so
-        as many ratios are left out. A replay of requests has the noise of counting in it anyway.
+        A jump is in all the forecasts of stretches that it lies in or before, and in those made until it is believed:
+        of a `span` of steps. One that was seen once has no frequency yet, so as many ratios are left out. A replay of
+        requests has the noise of counting in it anyway.
         """
         if ratios.size <= span:
             return np.ones(1)
