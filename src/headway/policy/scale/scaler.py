@@ -57,7 +57,7 @@ class Scaler:
     rates: Rates = field(default_factory=Rates)
     _last: float | None = None  # arrival
     _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=2 * _KEPT))
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=_STARTS))
     _idle: dict[int, float] = field(default_factory=dict)  # number of engines -> since when fewer are needed
     _curves: _Curves | None = None
@@ -159,16 +159,19 @@ class _Curves:
 
     @classmethod
     def of(cls, silences: deque[float], ended: deque[tuple[float, ...]], engine: EngineSize) -> _Curves:
-        """Return the curves of the requests that ended lately, as far apart as those that came lately.
+        """Return the curves of requests as they came not long ago, as far apart as those that came lately.
 
         How many came over longer times is left to the forecast: gaps are multiples of those around them.
-        (Among those that ended lately there are few of the newest, and of the older ones only long ones.)
+        Of those that ended lately it takes the middle half by arrival: few of the newest have ended, the easy ones, and
+        of the oldest only the others are left.
         """
-        size = min(len(silences), len(ended))
+        edge = len(ended) // 4
+        middle = sorted(ended)[edge : len(ended) - edge]
+        size = min(len(silences), len(middle))
         gaps = np.maximum(np.array(silences)[-size:], 1e-6)
         window = np.ones(min(_LOCAL, size))
         gaps = gaps / (np.convolve(gaps, window, "same") / np.convolve(np.ones(size), window, "same"))
-        requests = np.ascontiguousarray(np.array(sorted(ended))[-size:, 1:])
+        requests = np.ascontiguousarray(np.array(middle)[-size:, 1:])
         return cls(Traffic(gaps, requests), engine, 1 / float(gaps.mean()), float(requests[:, :2].sum(1).mean()))
 
     def needed(self, arrivals: Arrivals, waiting: float, have: int, limits: Scale) -> int:
@@ -216,10 +219,10 @@ class _Curves:
 
 
 def _rate(queue: Queue, now: float, start_s: float) -> float:
-    """Return the tokens per second that the waiting requests need, each by its due or, where that is sooner, one start.
+    """Return the tokens per second that the waiting requests need, by each instant all that are due until then.
 
-    By each instant, all that are due until then.
+    No engine that is started now is in time for those due within a start: they ask for none.
     """
     order = np.argsort(queue.due)
-    seconds = np.maximum(queue.due[order] - now, start_s)
-    return float((np.cumsum(queue.tokens[order]) / seconds).max(initial=0.0))
+    order = order[queue.due[order] >= now + start_s]
+    return float((np.cumsum(queue.tokens[order]) / (queue.due[order] - now)).max(initial=0.0))
