@@ -180,9 +180,8 @@ class Fleet(ABC):
         """Begin to add, replace and remove engines, all or none of them; return the ids of those added.
 
         roll: their settings from now on, by id; one that still drains, and keeps them, takes work again as it is.
-        now: those that are removed stop at once, whatever is inside them.
-        force: also where requests wait for a model that no engine will have; these end.
-        agent: that gets those added, None = the only one.
+        now: those that are removed stop at once, whatever is inside them. force: also where requests wait for a model
+        that no engine will have; these end. agent: that gets those added, None = the only one.
         ConfigError for settings that cannot be served here, RequestError for an id that is unknown (404) or taken, and
         for work that would be lost (409).
         """
