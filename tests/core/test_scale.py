@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Scale
+from headway.policy.core.cluster import Cluster
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
 from headway.policy.scale.rates import STEP_S, Arrivals, Rates
 from headway.policy.scale.scaler import Queue, Scaler, _Curves
+from headway.policy.scale.scaling import Scaling
 from headway.policy.scale.search import fewest
 from headway.types import Request, Slo
 
@@ -218,6 +220,13 @@ def test_it_is_not_zero_where_silences_would_cost_too_many_promises() -> None:
         scaler.ended(request(at), 500, 100)
     assert scaler.wanted(3995.0, 1, ENGINE, NOTHING) == 1
     assert scaler.wanted(4020.0, 1, ENGINE, NOTHING) == 0, "as long as this it was never silent"
+
+
+def test_engines_that_are_all_lost_are_wanted_again() -> None:
+    scaling = Scaling({"m": Scale(max=8)})
+    assert scaling.wanted("m", Cluster(), 0.0, 0) == 1
+    assert scaling.wanted("m", Cluster(), 5.0, 4) == 4
+    assert scaling.wanted("m", Cluster(), 10.0, 0) == 4
 
 
 def test_starts_are_learned() -> None:

@@ -40,7 +40,10 @@ class Scaling:
                 self._engines[instance.model], self._thetas[instance.model] = instance, theta
 
     def wanted(self, model: str, cluster: Cluster, now: float, have: int) -> int:
-        """Return how many engines of a model should be up or starting. have: those that are."""
+        """Return how many engines of a model should be up or starting.
+
+        have: those that are; 0 = all were lost, or none is reported, so that the number wanted last counts.
+        """
         return self.conclude(model, self.ask(model, cluster, now, have)(), have, now)
 
     def ask(self, model: str, cluster: Cluster, now: float, have: int) -> Callable[[], Needs]:
@@ -50,10 +53,11 @@ class Scaling:
         rows = rows[backlog.model[rows] == cluster.code(model)]
         waiting = rows[~backlog.sent[rows]]
         queue = Queue(backlog.tokens[waiting], backlog.due[waiting], rows.size - waiting.size)
-        return self.scalers[model].ask(now, have, self._size(model), queue)
+        return self.scalers[model].ask(now, have or self.current.get(model, 0), self._size(model), queue)
 
     def conclude(self, model: str, needs: Needs, have: int, now: float) -> int:
         """Return how many engines follow from what `ask` computed, and keep it in `current`."""
+        have = have or self.current.get(model, 0)
         self.current[model] = self.scalers[model].conclude(needs, have, now)
         return self.current[model]
 

@@ -126,8 +126,8 @@ class RemoteOrders(Fleet):
             await self._order(self._agent_of(id), remove=(id,), now=now)
 
     async def _replace(self, id: str, settings: Engine) -> bool:
-        engine = self.engines[id]
-        before, old, drained = engine.restarts, engine.config, engine.leaving == "drain"
+        now = self.engines[id]
+        before, old, drained = now.restarts, replace(now.config, id=id), now.leaving == "drain"
         try:
             await self._order(self._agent_of(id), roll={id: write_engine(settings)})
         except HeadwayError as error:
@@ -140,9 +140,7 @@ class RemoteOrders(Fleet):
                 log.error("engine %s: its agent has ended", id)
                 return False
             if engine.restarts > before and engine.state in ("up", "failed"):
-                kept = engine.config == old and write_engine(replace(settings, id=id)) != write_engine(
-                    replace(old, id=id)
-                )
+                kept = replace(engine.config, id=id) == old != replace(settings, id=id)
                 return engine.state == "up" and not kept  # there was not the memory for its new settings
             await asyncio.sleep(POLL_S)
         return True
