@@ -99,9 +99,11 @@ test-vllm: model
 	  reserve_vllm.py reserving.py scheduler_stats.py sizes.py stock_features.py two_ended.py) $(ARGS)
 
 # Hot loops are compiled once, before several workers of the tests would do so at the same time.
-loops: $(addprefix loop-,headway bros ecoserve anneal)
+loops: $(addprefix loop-,headway bros ecoserve anneal fleet)
 loop-%: install
 	@$(BIN)/headway simulate --duration 1 --recipes $* > /dev/null
+loop-fleet: loop-headway
+	@$(BIN)/headway simulate --duration 1 --recipes headway --instances 2 > /dev/null
 
 model: install
 	$(BIN)/headway model fetch

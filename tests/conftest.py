@@ -65,8 +65,11 @@ settings.load_profile("headway")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give every test the markers and the time limit of its file and folder; the longest go first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    """Give every test the markers and the time limit of its file and folder; the longest go first.
+
+    Of `LOADED` each may end what vLLM has set up in this process, so those that share an engine come before the others.
+    """
+    items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
     for item in items:
         path = item.path.relative_to(ROOT)
         for key in (path.parts[0], path.as_posix()):

@@ -61,7 +61,7 @@ Events = Mapping[str, tuple[float, float]]  # when each began and had ended, as 
 class Sizes:
     """How much is asked.
 
-    streams: at least. tokens: of most. clients: at first, later twice as many. between: streams that end between two
+    streams: at least. tokens: of most. clients: at first, doubled later. between: streams that end between two
     events. restarts: Headway starts the added engine, and again after its death; else that is the drained one, which
     stays dead.
     """
@@ -144,7 +144,7 @@ class Load:
         return found
 
     async def more(self) -> None:
-        """Wait until as many further streams have ended as shall between two events."""
+        """Wait until the streams between two events have ended."""
         ended = len(self.seen) + self.sizes.between
         while len(self.seen) < ended:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -155,7 +155,7 @@ class Load:
 
 @dataclass(slots=True)
 class Fleet:
-    """Gateways, and engines that live on whatever becomes of these. ports: of engines, by place; each has a core."""
+    """Gateways, and engines that outlive these. ports: of engines, by place; each has a core."""
 
     folder: Path
     stack: AsyncExitStack

@@ -179,7 +179,7 @@ def _ask(**more: Any) -> dict[str, Any]:
 
 
 def judged(seen: streams.Stream, tokens: int, lived: bool) -> str:
-    """Return what became of a FAKE engine's stream of so many tokens.
+    """Return the verdict on a FAKE engine's stream of `tokens` tokens.
 
     One that did not end counts for nothing when its gateway did not live until then ("gateway gone").
     """

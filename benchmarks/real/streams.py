@@ -84,6 +84,6 @@ async def read(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -
                     seen.done += 1
                 elif line.startswith(b"data: "):
                     seen.add(json.loads(line[6:]), time.monotonic())
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:  # of the way, or the answer
         seen.error = repr(error)
     return seen

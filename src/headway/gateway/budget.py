@@ -33,14 +33,14 @@ class ByteBudget:
     def check(self, size: int, held: Held) -> None:
         """Refuse (429) what has no room now."""
         if self.used + size > self.limit:
-            what = f"Requests that wait hold {self.limit / 2**20:g} MiB (server.max_queued_mib)."
+            what = f"Requests that wait, and streams, hold {self.limit / 2**20:g} MiB (server.max_queued_mib)."
             raise _refusal(what, "queue_full")
         mine = self._by_tenant[held.tenant]
         part = self.share * (self.limit - (self.used - mine))
         if self.share < 1.0 and mine > held.size and mine + size > part:
             room = f"{part / 2**20:.3g} MiB (server.tenant_share of server.max_queued_mib)"
             raise _refusal(
-                f"Bodies of yours that wait hold {mine / 2**20:.3g} MiB; at the moment they may hold {room}.",
+                f"Your bodies that wait, or stream, hold {mine / 2**20:.3g} MiB; at the moment they may hold {room}.",
                 "tenant_queue_full",
             )
 

@@ -218,8 +218,8 @@ class InFlightRequest:
 
         In the broker it may not be there any more: when this gateway's lease ends, another one fails the job.
         """
-        small = self.upstream is not None and len(self.upstream.content) <= KEPT
-        if self.transcript is None or not small:
+        small = self.upstream is not None and max(self.held.size, len(self.upstream.content)) <= KEPT
+        if self.transcript is None or self.transcript.unable or not small:
             self.drop_body()
 
     def drop_body(self) -> None:

@@ -1,6 +1,6 @@
 """Iterations of a fleet's engines between two events outside them, as one compiled call.
 
-`loop.py` says up to when, and is told of first tokens and ends. An engine takes part whose packer has `params`
+`loop.py` says up to when, and gets first tokens and ends. An engine takes part whose packer has `params`
 and whose latency model is compiled; `tests/simulate/test_compiled_fleet.py` requires the outcome of the
 readable loop, to the last bit.
 """

@@ -51,19 +51,21 @@ class Autoscaler:
 
     def _members(self, model: str) -> list[Member]:
         """Return the engines that follow the number wanted; an operator may have drained others."""
-        inside = {one["id"]: one["inside"] for one in self._fleet.listed()}
+        listed = {one["id"]: one for one in self._fleet.listed()}
         found = []
         for one in self._own(model):
-            if one.leaving in (None, "roll") or one.id in self._starting:
+            if one.leaving in (None, "roll") or one.id in self._starting or listed[one.id]["to_roll"]:
                 state = State.UP if one.serves else State.STARTING
             elif one.leaving == "drain" and one.id in self._drained:
                 state = State.OFF if one.stopped else State.DRAINING
             else:
                 continue
-            found.append(Member(one.id, state, inside[one.id], self._starting.get(one.id, 0.0)))
+            found.append(Member(one.id, state, listed[one.id]["inside"], self._starting.get(one.id, 0.0)))
         return found
 
     def _note_started(self) -> None:
+        leaving = {id for id, one in self._fleet.engines.items() if one.leaving is not None}
+        self._drained &= leaving  # an operator may have let others take work again
         queued = {one["id"] for one in self._fleet.listed() if one["to_roll"]}
         for id, began in tuple(self._starting.items()):
             engine = self._fleet.engines.get(id)

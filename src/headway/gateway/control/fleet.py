@@ -325,7 +325,7 @@ class Fleet(ABC):
 
     async def _start_again(self, id: str, settings: Engine) -> None:
         if not await self._replace(id, settings):
-            log.error("engine %s does not come up", id)
+            log.error("engine %s is not replaced", id)
 
     def _next_roll(self) -> str | None:
         """Return an engine that can be replaced now: it is not at work, or all others that stay are."""

@@ -288,9 +288,10 @@ class RequestPath:
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
         streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        upstream = await self._upstream(engine, in_flight)
         if engine.config.overflow:
             await reserve(self.broker, engine, in_flight)
-        request = engine.open(PATHS[in_flight.kind], *await self._upstream(engine, in_flight))
+        request = engine.open(PATHS[in_flight.kind], *upstream)
         opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
         if engine.config.overflow:
             return await answered(engine.id, opening)
