@@ -47,7 +47,7 @@ assert all((ROOT / path).exists() for path in MARKERS), "a path in MARKERS has m
 # those that load vLLM's engine into their own process, which takes 10 s; the rest is handed out file by file.
 E2E, ENGINE = "tests/e2e/", "tests/engine/"
 SERVERS = tuple(f"{E2E}test_{name}.py" for name in ("clients", "crash", "examples", "serve"))
-LOADED = tuple(f"{ENGINE}test_{name}.py" for name in ("exact", "two_ends", "continuations", "async"))
+LOADED = tuple(f"{ENGINE}test_{name}.py" for name in ("exact", "continuations", "two_ends", "async"))
 FIRST = (E2E, *LOADED, *(f"{ENGINE}test_{name}.py" for name in ("every_feature", "prewarming", "triton")), "tests/up/")
 assert all((ROOT.parent / path).exists() for path in (*SERVERS, *FIRST)), "a path in SERVERS or FIRST has moved"
 # Seconds that one test may take with all cores busy; elsewhere the `timeout` of pyproject.toml holds.
