@@ -221,8 +221,8 @@ class Rates:
         """Return the ratios without the largest of them and the noise of counting.
 
         A jump is in all the forecasts of stretches that it lies in or before, and in those made until it is believed:
-        of a `span` of steps. One that was seen once has no frequency yet, so as many ratios are left out. A replay of
-        requests has the noise of counting in it anyway.
+        of a `span` of steps. How often jumps come is not known from a single one, so that the
+        `span` largest ratios are left out. A replay of requests has the noise of counting in it anyway.
         """
         if ratios.size <= span:
             return np.ones(1)

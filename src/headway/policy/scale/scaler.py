@@ -178,8 +178,7 @@ class _Curves:
         """Return the fewest engines that keep the share, on average over the forecast's distribution.
 
         Fewer where the last of them save less than they cost: a promise lost is worth the engines' time of 1 / (1 -
-        share) others. (The last promises of a share, for example those of the longest prompts, can take as many engines
-        as all others.)
+        share) others. To keep the last promises, such as those of the longest prompts, can take half of the engines.
         waiting: tokens per second of the queue.
         """
         rates, weights = arrivals.rate * arrivals.ratios + waiting / self.tokens, arrivals.ratios

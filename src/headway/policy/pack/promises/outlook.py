@@ -244,8 +244,8 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool) ->
 def reserved_of(jobs: Rows, row: int, block: int, grow: float) -> float:
     """Return the KV blocks that admission counts for a row; grow: share of its answer that is left.
 
-    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it. To one
-    with an itl an eviction is a gap, so all of it is.
+    An answer that has a tpot and no deadline can catch up after an eviction: nothing is held back for it. With
+    an itl an eviction breaks the promise, so blocks for the whole answer are held back.
     """
     if jobs["itl"][row] < np.inf:
         grow = 1.0
