@@ -62,7 +62,7 @@ class Task:
     tokens_left: predicted output tokens; None = the true number.
     spread: `Jobs.spread`.
     urgency: `Send.rank`; stock vLLM has none.
-    prefix: tokens shared with other requests (`prefixes.py`).
+    prefix: tokens shared with other requests (`prefixes.py`). run: its application run, 0 = none.
     """
 
     at: float
@@ -74,6 +74,7 @@ class Task:
     urgency: float = 0.0
     spread: float = 0.0
     prefix: Prefix | None = None
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,7 @@ class Both:
             urgency=self.urgency[id],
             spread=task.spread,
             prefix=task.prefix,
+            run=task.run,
         )
 
     def _rerank(self) -> None:
@@ -434,5 +436,6 @@ def _metadata(id: str, task: Task) -> dict[str, Any]:
         "headway_tokens_left": float(task.tokens_left or task.output),
         "headway_spread": task.spread,
         "headway_urgency": finite(task.urgency),
+        "headway_run": float(task.run),
         **kept,
     }

@@ -3,7 +3,7 @@
 `conformance.py` drives both engines. Besides what it compares, these must be equal in every step: the queue
 of free blocks, block by block, and vLLM's counts of queried and cached tokens; where the packer reads them,
 the columns `computed`, `blocks` and `shared` of `Jobs`, too; where it copies KV to the host, what is there, its room
-and the tokens copied. With the hook inside, chains are pinned and given back now and then.
+and the tokens copied. With the hook inside, chains are pinned and given back, and application runs end now and then.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from headway.prefix import Prefix
 PAIRS = (*COMMON, ("qlm", HOOK), ("fastserve", HOOK))
 _SHARED = 0.8  # share of drawn requests that share a prefix with others
 _PINNED = 0.05  # share of the steps before which a chain is pinned or given back
+_ENDED = 0.2  # share of the steps before which an application run ends
+_RUNS = 4
 _SALT = 1000  # tokens below it stand for nothing
 
 
@@ -38,6 +40,8 @@ def draw(rng: np.random.Generator) -> ConformanceCase:
     most = int(rng.choice((300, conformance.LONGEST)))
     said = dict[str, int]()
     tasks = tuple(_with_prefix(task, systems, said, most, rng) for task in case.tasks)
+    runs = np.random.default_rng((case.seed, 5)).integers(0, _RUNS + 1, len(tasks)).tolist()
+    tasks = tuple(replace(task, run=run) for task, run in zip(tasks, runs, strict=True))
     least = max(-(-(task.prompt + task.output) // BLOCK) for task in tasks)
     blocks = int(rng.choice((least, 2 * least, max(least, case.blocks))))
     host_blocks = int(np.random.default_rng((case.seed, 4)).choice((1, 8, 64, 1 << 20)))
@@ -78,6 +82,8 @@ class Caching(Both):
         chains = {one for prefix in prefixes if prefix for one in (prefix, prefix.parent) if one}
         self.chains = [] if host == STOCK else sorted(chains, key=lambda one: (one.id, one.tokens))
         self.pins = np.random.default_rng((case.seed, 3))
+        self.ends = np.random.default_rng((case.seed, 6)) if host == HOOK else None
+        self.ended = 0  # blocks of runs that have ended
         self.saved = dict[str, int]()  # tokens on the host after the last step
 
     def _add(self, id: str, task: Task, **text: Any) -> None:
@@ -88,6 +94,8 @@ class Caching(Both):
         difference = None
         if self.chains and self.pins.random() < _PINNED:
             difference = self._pin(self.chains[self.pins.integers(len(self.chains))])
+        if self.ends is not None and self.ends.random() < _ENDED:
+            difference = self._end_run(int(self.ends.integers(1, _RUNS + 1))) or difference
         return super()._step(seconds) or difference
 
     def _pin(self, prefix: Prefix) -> str | None:
@@ -99,6 +107,12 @@ class Caching(Both):
         ours = self.lean.pin(prefix)
         theirs = control({"op": "pin", "chain": prefix.id, "tokens": _tokens(prefix)}).get("pinned")
         return None if ours == theirs else f"vLLM holds {theirs} tokens of {prefix}, we {ours}"
+
+    def _end_run(self, run: int) -> str | None:
+        """End an application run in both engines; return a difference in how many blocks that gives up first."""
+        ours, theirs = self.lean.end_run(run), self.real.scheduler.control({"op": "end", "runs": [run]}).get("ended")
+        self.ended += ours
+        return None if ours == theirs else f"vLLM gives up {theirs} blocks of run {run} first, we {ours}"
 
     def _pairs(self, output: Any, ran: Ran) -> dict[str, tuple[Any, Any]]:
         manager, pool = self.real.scheduler.kv_cache_manager, self.lean.pool

@@ -174,6 +174,25 @@ def test_pins_hash_and_hold_as_stock_does() -> None:
     assert "resumed_req_ids" in CachedRequestData.__annotations__
 
 
+def test_what_requests_find_and_cache_is_followed_and_free_blocks_are_moved() -> None:
+    """`cache_log.py` and `run_blocks.py` wrap these; the latter orders the queue of free blocks anew."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+    names = ["self", "request", "blocks", "num_cached_blocks", "num_full_blocks"]
+    assert list(inspect.signature(BlockPool.cache_full_blocks).parameters)[:5] == names
+    names = list(inspect.signature(UnitaryKVCacheCoordinator.allocate_new_computed_blocks).parameters)
+    assert names[:3] == ["self", "request_id", "new_computed_blocks"]
+    assert "request_id=request.request_id," in inspect.getsource(KVCacheManager.allocate_slots)
+    blocks = [KVCacheBlock(i) for i in range(4)]
+    queue = FreeKVCacheBlockQueue(blocks)
+    queue.remove(blocks[2])
+    queue.prepend_n([blocks[2]])
+    assert [block.block_id for block in queue.get_all_free_blocks()] == [2, 0, 1, 3]
+
+
 def test_requests_have_what_the_table_reads() -> None:
     from vllm.v1.request import Request, RequestStatus
 

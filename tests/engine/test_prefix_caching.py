@@ -81,8 +81,8 @@ def test_same_steps(recipe: str, host: str, case: ConformanceCase) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "host"), PAIRS)
-def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes are found and lost, requests preempted, chains pinned, and all blocks come back."""
+def test_scarce_memory_pins_and_ended_runs(recipe: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are found and lost, requests preempted, chains pinned, runs ended, and all blocks come back."""
     seen, pin = Counter[str](), CachingEngine.pin
 
     def counted(engine: CachingEngine, prefix: Prefix) -> int:
@@ -97,12 +97,13 @@ def test_scarce_memory_and_pins(recipe: str, host: str, monkeypatch: pytest.Monk
         assert tally.difference is None
         assert tally.identical == tally.steps > 100
         seen.update(both.lean.cache_stats)
+        seen["of ended runs"] += both.ended
         for chain in both.chains:
             both.lean.unpin(chain.id)
         assert both.lean.free == both.case.blocks
     assert seen["hits"] > 1000
     assert seen["preempted_hits"] > 0
-    assert (seen["pinned"] > 0) == (host == HOOK)
+    assert (seen["pinned"] > 0) == (seen["of ended runs"] > 0) == (host == HOOK)
 
 
 @pytest.mark.parametrize("recipe", SWAPS)
@@ -229,6 +230,23 @@ def test_the_hook_learns_from_what_was_cached() -> None:
     decodes, context, prefill, pairs = both.real.scheduler.iteration_log.iterations[0][3:7]
     assert (decodes, context, prefill) == (0, 0, 170 + 11)
     assert pairs == 170 * 170 // 2 + 11 * 160 + 11 * 11 // 2
+
+
+def test_kv_of_an_ended_run_is_evicted_before_what_is_older() -> None:
+    """Of three conversations the second is a run's; what vLLM takes next for the fourth is that run's alone."""
+    system = Prefix("system", 32)
+    chains = [Prefix(f"talk {i}", 96, answer=True, parent=system) for i in range(3)]
+    tasks = [Task(9.0 * i, 96, 2, Slo(), 0, prefix=one, run=i) for i, one in enumerate(chains)]
+    tasks.append(Task(30.0, 72, 2, Slo(), 0))
+    both = Caching(ConformanceCase(tuple(tasks), 2, 512, 35, 368, 0), "edf", HOOK)
+    both.chains, both.ends = [], None
+    control = both.real.scheduler.control
+    for difference in both.steps():
+        assert difference is None
+        if both.todo and both.todo[0][1].at == 30.0 and not both.real.busy:
+            assert control({"op": "end", "runs": [0, 1, 7]})["ended"] == both.lean.end_run(1) == 4
+    held = [control({"op": "pin", "chain": one.id, "tokens": prefixes._tokens(one)})["pinned"] for one in chains]
+    assert held == [96, 32, 96], "of the second, what it shares with the others is left"
 
 
 def test_pins_end_when_the_cache_is_reset_and_unknown_chains_are_ignored() -> None:

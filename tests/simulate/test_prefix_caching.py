@@ -62,10 +62,12 @@ def engine(blocks: int = 40, longest: int = 320) -> CachingEngine:
     return CachingEngine(Fcfs(8), blocks=blocks, size=SIZE, slots=8, budget=512, max_model_len=longest)
 
 
-def answer(engine: CachingEngine, id: str, prompt: int, output: int = 2, prefix: Prefix | None = None) -> int:
+def answer(
+    engine: CachingEngine, id: str, prompt: int, output: int = 2, prefix: Prefix | None = None, run: int = 0
+) -> int:
     """Let one request run to its end; return the tokens of its prompt that were cached."""
     before = engine.cache_stats["hits"]
-    engine.add(id, prompt, output, arrival=0.0, prefix=prefix)
+    engine.add(id, prompt, output, arrival=0.0, prefix=prefix, run=run)
     while engine.busy:
         engine.complete(engine.schedule(0.0), 0.0)
     return engine.cache_stats["hits"] - before
@@ -283,7 +285,7 @@ def check_ledger(engine: CachingEngine, host: int) -> None:
 def test_no_block_is_lost_or_held_twice(
     asks: list[tuple[int, int, int, bool]], blocks: int, host: int, seed: int
 ) -> None:
-    """Requests share prefixes, are saved, evicted, preempted and aborted, and chains are pinned."""
+    """Requests share prefixes, are saved, evicted, preempted and aborted, chains are pinned, and runs end."""
     engine_ = CachingEngine(
         Erratic(seed), blocks=blocks, size=SIZE, slots=4, budget=96, max_model_len=144, copy_seconds=1e-4, host=host
     )
@@ -291,7 +293,7 @@ def test_no_block_is_lost_or_held_twice(
     ended, aborted, copied = set[str](), set[str](), 0
     for i, (prompt, output, chain, _) in enumerate(asks):
         prefix = chains[chain] if chain < 3 and prompt >= chains[chain].tokens else None
-        engine_.add(f"r{i}", prompt, output, arrival=0.0, prefix=prefix)
+        engine_.add(f"r{i}", prompt, output, arrival=0.0, prefix=prefix, run=i % 3)
     for iteration in range(3000):
         if not engine_.busy:
             break
@@ -307,12 +309,53 @@ def test_no_block_is_lost_or_held_twice(
                 aborted.add(id)
         engine_.pin(chains[iteration % 3]) if iteration % 4 else engine_.unpin(chains[iteration % 3].id)
         check_ledger(engine_, host)
+        check_end(engine_, 1 + iteration % 2)
+        check_ledger(engine_, host)
     assert ended | aborted == {f"r{i}" for i in range(len(asks))}
     assert not ended & aborted
     assert copied == 0 or host > 0
     for prefix in chains:
         engine_.unpin(prefix.id)
     assert engine_.free == blocks
+
+
+def check_end(engine: CachingEngine, run: int) -> None:
+    """A run that ends moves its own cached blocks to the front, the ends of chains first, and nothing else."""
+    pool, before = engine.pool, free_queue(engine.pool)
+    count = engine.end_run(run)
+    mine = (pool.run[before] == run) & (pool.key[before] != 0)
+    after = free_queue(pool)
+    assert sorted(after[:count].tolist()) == sorted(before[mine].tolist())
+    assert (np.diff(pool.depth[after[:count]]) <= 0).all()
+    assert after[count:].tolist() == before[~mine].tolist()
+
+
+# ---- runs that have ended
+
+
+def test_blocks_of_an_ended_run_go_before_older_ones() -> None:
+    engine_, system = engine(), Prefix("system", 32)
+    old, ended, live = (Prefix(name, 96, answer=True, parent=system) for name in ("old", "ended", "live"))
+    for run, prefix in enumerate((old, ended, live)):
+        answer(engine_, prefix.id, 96, prefix=prefix, run=run)
+    assert engine_.end_run(1) == 4, "the system prompt is not its own"
+    assert engine_.end_run(3) == 0
+    answer(engine_, "new", 300)
+    for name, found in (("ended", 32), ("old", 80), ("live", 80)):
+        prefix = Prefix(name, 96, answer=True, parent=system)
+        assert answer(engine_, f"{name} again", 96, prefix=prefix, run=4) == found
+
+
+def test_blocks_that_another_request_has_used_or_that_are_held_stay() -> None:
+    engine_ = engine()
+    chain, pinned, goes_on = Prefix("chain", 64), Prefix("pinned", 64), Prefix("goes on", 64)
+    for prefix in (chain, pinned, goes_on):
+        answer(engine_, prefix.id, 66, prefix=prefix, run=1)
+    answer(engine_, "by no run", 66, prefix=chain)
+    engine_.pin(pinned)
+    engine_.add("still inside", 66, 9, arrival=0.0, prefix=goes_on, run=1)
+    engine_.complete(engine_.schedule(0.0), 0.0)
+    assert engine_.end_run(1) == 0
 
 
 # ---- pins

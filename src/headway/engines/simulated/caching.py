@@ -110,14 +110,14 @@ class CachingEngine(SimulatedEngine):
         added, removed = changes
         return CacheReport(epoch, since, since + 1, added.tobytes(), removed.tobytes())
 
-    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None, run: int) -> None:
         prompt = int(self.jobs.prompt[row])
         assert prefix is None or prefix.fits(prompt), f"{prompt} tokens cannot begin with {prefix}"
         if self.target.size > self.pool.held.size:
             self.pool = prefix_blocks.resized(self.pool, self.target.size)
         size = self.limits.size
         keys = prefix_blocks.keys_of(prefix, self._serial, (prompt + int(self.target[row])) // size, size)
-        self.pool.keys[row, : keys.size] = keys
+        self.pool.keys[row, : keys.size], self.pool.row_run[row] = keys, run
         if self.follows:
             prefix_blocks.enqueue(self.pool, row)
             if not self.defers:
@@ -197,6 +197,10 @@ class CachingEngine(SimulatedEngine):
         """Give a chain's blocks back, as the last of the queue. A chain without a pin is ignored."""
         prefix_blocks.release(self.pool, self._pinned.pop(chain, np.empty(0, np.int64)))
         self.pool.state[0]["recount"] = True
+
+    def end_run(self, run: int) -> int:
+        """Give up first what only this application run has used and nothing holds; return how many blocks that is."""
+        return int(prefix_blocks.give_up_first(self.pool, run))
 
     def _save(self, rows: Ints) -> tuple[Ints, Ints, int]:
         """Take rows' KV. Returns those that are on the host now, those without room there, and tokens copied."""

@@ -116,12 +116,13 @@ class SimulatedEngine:
     def add(
         self, id: str, prompt: int, output: int, *, arrival: float, slo: Slo | None = None,
         priority: int = 0, tokens_left: float | None = None, urgency: float = 0.0,
-        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None,
+        spread: float = 0.0, prefix: Prefix | None = None, soft: float | None = None, run: int = 0,
     ) -> int:  # fmt: skip
         """Queue a request that will answer with exactly `output` tokens; return its row.
 
         tokens_left: expected output tokens, None = the true number. urgency, spread, soft: as in `Jobs`.
-        prefix: what it has in common with others; of use only to an engine with a prefix cache.
+        prefix: what it has in common with others; run: its application run (`prefix.run_number`), 0 = none. Both are
+        of use only to an engine with a prefix cache.
         """
         self._serial += 1
         targets = slo or Slo()
@@ -136,10 +137,10 @@ class SimulatedEngine:
         if row >= self.target.size:
             self.target = np.concatenate([self.target, np.zeros(len(self.jobs.keys) - self.target.size, int)])
         self.target[row] = output
-        self._enter(row, targets, prefix)
+        self._enter(row, targets, prefix, run)
         return row
 
-    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None, run: int) -> None:
         """Account KV for a row that was just added; for engines with another kind of KV."""
 
     def drop(self, id: str) -> None:

@@ -47,6 +47,8 @@ class PrefixBlocks(NamedTuple):
     same: the next block with the same key, 0 = none; vLLM keeps such duplicates, too.
     before, after: its neighbours in the queue of free blocks, in which 0 is the head and the last number the
         tail.
+    run: the application run that alone has used it since it was cached (`prefix.run_number`), 0 = none or several.
+    depth: its place in the sequence of the row that cached it.
 
     By slot of a table of keys, a power of two of them (open addressing; with numba's own dictionary every call
     from Python would take a third of a millisecond longer):
@@ -58,6 +60,7 @@ class PrefixBlocks(NamedTuple):
     found_tokens, found_blocks: of a waiting row, the tokens that were cached when it was looked up last, and
         how many of their blocks were held.
     shared: of a running row, how many of its blocks others hold, too, when they were counted last.
+    row_run: its application run, 0 = none.
     place: of a waiting row in vLLM's queue, from `first` to `last` in `state`; 0 = it does not wait.
     named: rows that the packer wanted in the last step and that waited. fresh: rows that have come and were not looked
         up yet. `state` has the numbers of both.
@@ -75,6 +78,8 @@ class PrefixBlocks(NamedTuple):
     same: Ints
     before: Ints
     after: Ints
+    run: Ints
+    depth: Ints
     slot_key: Ints
     slot_block: Ints
     tables: Ints
@@ -84,6 +89,7 @@ class PrefixBlocks(NamedTuple):
     found_tokens: Ints
     found_blocks: Ints
     shared: Ints
+    row_run: Ints
     place: Ints
     named: Ints
     fresh: Ints
@@ -93,7 +99,9 @@ class PrefixBlocks(NamedTuple):
     state: NDArray[np.void]
 
 
-_BY_ROW = ("tables", "held", "cached", "keys", "found_tokens", "found_blocks", "shared", "place", "named", "fresh")
+_BY_ROW = (
+    "tables", "held", "cached", "keys", "found_tokens", "found_blocks", "shared", "row_run", "place", "named", "fresh",
+)  # fmt: skip
 _RECENT = 1024  # requests of which the longest cached prefix is remembered, as in the plugin
 
 
@@ -112,6 +120,8 @@ def new(blocks: int, longest: int, rows: int) -> PrefixBlocks:
         same=none.copy(),
         before=ring - 1,
         after=ring + 1,
+        run=none.copy(),
+        depth=none.copy(),
         slot_key=slots,
         slot_block=slots.copy(),
         recent=np.zeros(_RECENT, np.int64),
@@ -239,6 +249,19 @@ def touch(pool: PrefixBlocks, block: int) -> None:
     pool.references[block] += 1
 
 
+@compiled
+def give_up_first(pool: PrefixBlocks, run: int) -> int:
+    """Put the free blocks that only this run has used first in the queue; return how many they are.
+
+    The ends of chains go first, so that what is left of a chain is still its beginning.
+    """
+    blocks = np.flatnonzero((pool.run == run) & (pool.key != 0) & (pool.references == 0))
+    for i in np.argsort(pool.depth[blocks], kind="mergesort"):
+        _unlink(pool, blocks[i])
+        _link(pool, blocks[i], 0)
+    return blocks.size
+
+
 # ---- the cache
 
 
@@ -362,6 +385,10 @@ def begin(pool: PrefixBlocks, row: int, blocks: Ints) -> None:
     """Let a row that is admitted hold the cached blocks of its prefix."""
     for block in blocks:
         touch(pool, block)
+    for block in blocks[::-1]:
+        if pool.run[block] == 0 or pool.run[block] == pool.row_run[row]:
+            break  # so it is of all before it
+        pool.run[block] = 0
     pool.tables[row, : blocks.size] = blocks
     pool.held[row] = pool.cached[row] = blocks.size
 
@@ -373,7 +400,9 @@ def extend(pool: PrefixBlocks, row: int, blocks: int, full: int) -> None:
         pool.tables[row, i] = _take(pool)
     pool.held[row] = max(pool.held[row], blocks)
     for i in range(pool.cached[row], full):
-        _insert(pool, pool.tables[row, i], pool.keys[row, i])
+        block = pool.tables[row, i]
+        _insert(pool, block, pool.keys[row, i])
+        pool.run[block], pool.depth[block] = pool.row_run[row], i
     pool.cached[row] = max(pool.cached[row], full)
 
 

@@ -139,7 +139,7 @@ class TwoEndedEngine(HostPoolEngine):
         moves = checkpoint.blocks_to_restore(self.kv, rows)
         return TwoEndedBudget(self.blocks, self.free, self.size, self.limits.slots, moves)
 
-    def _enter(self, row: int, slo: Slo, prefix: Prefix | None) -> None:
+    def _enter(self, row: int, slo: Slo, prefix: Prefix | None, run: int) -> None:
         if self.target.size > self.kv.kind.size:
             self.kv = slots_of.resized(self.kv, self.target.size)
         allocation.add_row(self.kv, row, BEST_EFFORT if slo.objective == "best_effort" else REAL_TIME)

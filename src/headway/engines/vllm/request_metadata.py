@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headway.policy.apps.run import place_of
+from headway.prefix import run_number
 from headway.types import Forecast, Request
 
 HEADER = "x-headway-metadata"
@@ -34,6 +36,7 @@ class RequestMetadata:
     spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
     first: instant of its first token, of an answer that another engine began (`said_before`); 0 = there is none.
+    run: number of its application run (`prefix.run_number`), 0 = it has none.
     """
 
     id: str
@@ -49,6 +52,7 @@ class RequestMetadata:
     spread: float = 1.0
     urgency: float = 0.0
     first: float = 0.0
+    run: int = 0
 
 
 def client_xargs(xargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +89,7 @@ def write_metadata(
         "spread": forecast.spread,
         "urgency": finite(rank),
         "first": first + ahead if said and first is not None else None,
+        "run": None if request.stage is None else run_number(place_of(request)[0]),
     }
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     ids = {_SAID: list(said)} if said else {}
@@ -141,6 +146,7 @@ def read_metadata(request: Any) -> RequestMetadata:
         spread=_number(extra, "spread", 1.0),
         urgency=_number(extra, "urgency", 0.0),
         first=_number(extra, "first", 0.0),
+        run=int(_number(extra, "run", 0.0)),
     )
 
 

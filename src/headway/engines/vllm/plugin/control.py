@@ -21,6 +21,9 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
     {"op": "pin", "chain": name, "tokens": [...]} | {"op": "unpin", "chain": name}
         hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
+    {"op": "end", "runs": [numbers]}
+        let KV that only these application runs have used go first (`run_blocks.py`); the answer's `ended` is the
+        number of its blocks
     {"op": "cache", "epoch": name, "position": number}
         return as `cache` what the prefix cache has taken in and given up since that position (`cache_log.py`), and
         nothing else; null = it is not followed
@@ -51,6 +54,7 @@ from headway.engines.vllm.plugin.guard import Guard, keep_keys
 from headway.engines.vllm.plugin.orphan import end_with_parent
 from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
 from headway.engines.vllm.plugin.pooling import MetadataHeader, carry_metadata
+from headway.engines.vllm.plugin.run_blocks import RunBlocks
 from headway.engines.vllm.request_metadata import finite
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs
@@ -116,10 +120,11 @@ class ControlMixin(PinsMixin):
     settings: dict[str, Any]
     _prefix_cache: Any
     cache_log: CacheLog
+    run_blocks: RunBlocks
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Execute a control message and return the scheduler's state (the module lists the messages)."""
-        pinned: dict[str, Any] = {}
+        done: dict[str, Any] = {}
         match message.get("op"):
             case "urgency":
                 self._rank({id: finite(float(rank)) for id, rank in message["values"].items()})
@@ -128,17 +133,19 @@ class ControlMixin(PinsMixin):
             case "resume":
                 self.held -= self._engine_ids(message["ids"])
             case "pin":
-                pinned = {"pinned": self.pins.pin(str(message["chain"]), list(map(int, message["tokens"])))}
+                done = {"pinned": self.pins.pin(str(message["chain"]), list(map(int, message["tokens"])))}
             case "unpin":
                 self.pins.unpin(str(message["chain"]))
+            case "end":
+                done = {"ended": self.run_blocks.end(list(map(int, message["runs"])))}
             case "cache":
                 known = str(message["epoch"]), int(message["position"])
                 return {"cache": self.cache_log.since(*known).plain() if self.cache_log.on else None}
             case "state":
                 pass
             case other:
-                return {"error": f"unknown op {other!r}; use state, urgency, pause, resume, pin, unpin or cache"}
-        return self._state(message) | self._log_rows(message) | pinned
+                return {"error": f"unknown op {other!r}; use state, urgency, pause, resume, pin, unpin, end or cache"}
+        return self._state(message) | self._log_rows(message) | done
 
     def _rank(self, values: dict[str, float]) -> None:
         """Set the urgency of requests, also of those that have not arrived."""

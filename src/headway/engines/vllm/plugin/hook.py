@@ -31,6 +31,7 @@ from headway.engines.vllm.plugin.grammar_time import GrammarTimeMixin
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.recording import RecordingMixin, ints
+from headway.engines.vllm.plugin.run_blocks import RunBlocks
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, settings_of, spec_of
 from headway.engines.vllm.plugin.token_caps import TokenCapsMixin
@@ -87,7 +88,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
         self.kv_policy: KvPolicy = kv_policy_of(self)
         self.settings = settings_of(self)
         self._prefix_cache = PrefixCache(self)
-        self.cache_log = CacheLog(self)
+        self.cache_log, self.run_blocks = CacheLog(self), RunBlocks(self)
         self._own_order = self._in_order = False  # stock decides by itself, within the recipe's batch limit
         self._own_step = Step(ints(()), max_running=running)
         self._running = RunningRows(self)
@@ -211,6 +212,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
             serial=self._serial,
         )
         self._headway_id[request.request_id] = metadata.id
+        self.run_blocks.enter(request.request_id, metadata.run)
         self._prefix_cache.enter(request, self.jobs.row_of[request.request_id])
         self.iteration_log.enter(request.request_id, self.clock())
 
@@ -264,6 +266,7 @@ class HeadwayMixin(ControlMixin, TokenCapsMixin, GrammarTimeMixin, Continuations
             self.kv_policy.leave(self.jobs.row_of[id])
             self._prefix_cache.leave(self.jobs.row_of[id])
         self.jobs.remove(id)
+        self.run_blocks.leave(id)
         self.held.discard(id)
         self._said.pop(id, None)
         self.pending.drop(self._headway_id.pop(id, ""))
