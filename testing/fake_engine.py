@@ -118,6 +118,7 @@ class FakeEngine:
     cache: what its control route reports of a prefix cache, None = it has none; `POST /cache` sets it
     open, most_open: open requests now, and the maximum so far
     asked, aborted: requests received, and aborted by the client
+    ended: application runs that it was told have ended
     tokens_of: for each open request, 1 if its answer has begun, else 0
     """
 
@@ -138,6 +139,7 @@ class FakeEngine:
     open: int = 0
     most_open: int = 0
     asked: int = 0
+    ended: list[int] = field(default_factory=list)
     aborted: int = 0
     tokens_of: dict[str, int] = field(default_factory=dict)
     reached: asyncio.Event = field(default_factory=asyncio.Event)
@@ -169,14 +171,15 @@ class FakeEngine:
                 await _json(send, 404, {"detail": "Not Found"})
 
     def _seen(self) -> dict[str, Any]:
-        counts = {"asked": self.asked, "open": self.open, "aborted": self.aborted}
+        counts = {"asked": self.asked, "open": self.open, "aborted": self.aborted, "ended": self.ended}
         return {"fake": NAME, **counts, **(self.last or {})}
 
     async def _control(self, message: dict[str, Any], send: Send) -> None:
         if message.get("op") == "cache":
             await _json(send, 200, {"cache": self.cache})
             return
-        if message.get("op") not in ("state", "urgency", "pause", "resume"):
+        self.ended += message.get("runs", ())
+        if message.get("op") not in ("state", "urgency", "pause", "resume", "end"):
             await _json(send, 400, {"error": f"unknown op {message.get('op')!r} ({NAME})"})
             return
         state = {

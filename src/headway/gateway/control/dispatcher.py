@@ -15,8 +15,10 @@ from headway import clock
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.events import Arrived, Event, InstanceUp, Returned, RunEnded, Started
+from headway.gateway import tasks
 from headway.gateway.control.control import ControlView
 from headway.gateway.control.prewarm import Warmups
+from headway.gateway.control.run_ends import RunEnds
 from headway.gateway.errors import refusal
 from headway.gateway.in_flight import InFlightRequest, RequestState, ReturnReason
 from headway.gateway.watch.metrics import Metrics
@@ -39,7 +41,7 @@ class Dispatcher:
     ) -> None:
         self.control, self.engines, self.runs = control, engines, runs
         self.in_flight: dict[str, InFlightRequest] = {}
-        self.warmups = Warmups(self.notify, metrics.prewarm)
+        self.warmups, self._run_ends = Warmups(self.notify, metrics.prewarm), RunEnds(engines)
         self._metrics = metrics
 
     # ---- events
@@ -99,9 +101,14 @@ class Dispatcher:
         """Count runs that have ended, and notify the controller."""
         for run in ended:
             self._metrics.runs.ended(run)
+            self._run_ends.ended(run)
             self.control.notify(RunEnded(*run.key))
 
-    async def expire_runs(self) -> None:
+    def loops(self) -> list[tasks.Loop]:
+        """Return what runs as long as requests come."""
+        return [self._expire_runs, self._run_ends.run]
+
+    async def _expire_runs(self) -> None:
         """Let silent runs end until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRE)
@@ -136,6 +143,7 @@ class Dispatcher:
         in_flight.sends += ((clock.now(), send.instance),)
         in_flight.enter(RequestState.SENT)
         self._metrics.placed(in_flight.request, send)
+        self._run_ends.sent(in_flight.request, send.instance)
         if not in_flight.engine_future.done():
             in_flight.engine_future.set_result(self.engines[send.instance])
         if in_flight.returned is not None:

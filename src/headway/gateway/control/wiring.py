@@ -64,7 +64,7 @@ class LocalGateway:
     async def running(self) -> AsyncIterator[None]:
         """Run the engines and the planner until the block ends; the engines stop last."""
         await self.control.prepare()
-        loops = [*self.control.loops(), self.dispatcher.expire_runs]
+        loops = [*self.control.loops(), *self.dispatcher.loops()]
         async with self.agents.running(self.metrics.loop_failed):
             try:
                 async with tasks.running(*loops, failed=self.metrics.loop_failed):

@@ -32,6 +32,7 @@ class EndedRun:
         has ended. target: seconds that it was promised, None = no deadline.
     outcome: "failed" = a request had no answer though its client waited; "timed_out" = its end was never
         told; otherwise "finished" without a deadline, "in_time" or "late" with one.
+    told: its client said that it ends.
     """
 
     key: Key
@@ -39,6 +40,7 @@ class EndedRun:
     seconds: float | None
     target: float | None
     outcome: Outcome
+    told: bool
 
     @property
     def met(self) -> bool | None:
@@ -202,4 +204,4 @@ def _ended(run: Run, timed_out: bool) -> EndedRun:
         outcome = "timed_out"
     elif run.target is not None:
         outcome = "in_time" if seconds is not None and seconds <= run.target else "late"
-    return EndedRun(run.key, run.began, seconds, run.target, outcome)
+    return EndedRun(run.key, run.began, seconds, run.target, outcome, run.final)

@@ -278,6 +278,10 @@ class EngineConnection:
         """Give back what `pin` holds; EngineError as there."""
         await self.control({"op": "unpin", "chain": chain, "jobs": False})
 
+    async def end_runs(self, runs: Sequence[int]) -> None:
+        """Let KV go first that only these application runs have used (`prefix.run_number`); EngineError as `pin`."""
+        await self.control({"op": "end", "runs": list(runs), "jobs": False})
+
     async def learned(self) -> Learned | None:
         """Return what the scheduler inside has learned about its engine, None before it has.
 

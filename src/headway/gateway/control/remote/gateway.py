@@ -41,8 +41,7 @@ class RemoteGateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Listen to the wire until the block ends."""
-        loops: list[tasks.Loop] = [self._listen, self.control.live, self.fleet.expire]
-        loops.append(self.dispatcher.expire_runs)
+        loops: list[tasks.Loop] = [self._listen, self.control.live, self.fleet.expire, *self.dispatcher.loops()]
         async with self.fleet.running():
             try:
                 async with tasks.running(*loops, failed=self.metrics.loop_failed):
