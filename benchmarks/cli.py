@@ -273,6 +273,7 @@ def placement(
     engines: Annotated[str | None, typer.Option(help="Sizes of the simulated fleet; unset, 4,16,64.")] = None,
     loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.7,1,1.3.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
+    kv: Annotated[float, typer.Option(min=0.1, max=1.0, help="Share of the profile's KV that engines have.")] = 1.0,
     real: Annotated[
         bool, typer.Option("--real", help="Two real vLLM engines on a core each, instead of the simulator.")
     ] = False,
@@ -299,6 +300,7 @@ def placement(
         numbers(engines) if engines else (),
         numbers(loads) if loads else (),
         seconds,
+        kv,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.placement.conversations import Conversations, Spread, Turn, of_turns
+from headway.policy.forecast.latency.profiles import load
 from headway.prefix import Prefix
 from headway.simulate.fleet import spec
 from headway.simulate.instance import InstanceSpec
@@ -91,13 +92,23 @@ class Ground:
         return self.make(self.rate * engines * load, self.warm + seconds, np.random.default_rng(seed))
 
 
-def fleet(engines: int, longest: int = LONGEST) -> list[InstanceSpec]:
+def fleet(engines: int, longest: int = LONGEST, kv: float = 1.0) -> list[InstanceSpec]:
     """Return equal engines with prefix caches and, as is the default of `[[engines]]`, no host memory for KV.
 
-    longest: tokens of a request.
+    longest: tokens of a request. kv: share of the KV that the profile has.
     """
-    limits = f"max_model_len={longest},host_kv_gib=0"
+    tokens = int((load(PROFILE).kv_tokens or 0) * kv)
+    limits = f"max_model_len={longest},host_kv_gib=0,kv_tokens={tokens}"
     return spec(f"{PROFILE}:{engines},prefix_caching=true,{limits},model=default").instances()
+
+
+def in_runs(work: Workload) -> Workload:
+    """Return a workload whose conversations are runs of an application, unless it has runs."""
+    if any(work.runs):
+        return work
+    names = np.array([prefix.id if prefix else "" for prefix in work.prefixes])[work.prefix]
+    runs, codes = np.unique(names, return_inverse=True)
+    return replace(work, run=codes, runs=tuple(runs.tolist()), apps=("conversation",), units=("turn",))
 
 
 def _mooncake(rate: float, seconds: float, rng: np.random.Generator) -> Workload:

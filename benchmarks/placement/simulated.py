@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiment import Result, computed, experiment
-from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet
+from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet, in_runs
 from benchmarks.placement.routers import CHOICES, recipe
 from headway.engines.simulated.prefix_blocks import keys_of
 from headway.errors import ConfigError
@@ -25,6 +25,7 @@ from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 HEADWAY, CLAIRVOYANT = "headway", "clairvoyant"
+ENDS = f"{HEADWAY}+ends"
 SYSTEMS = (HEADWAY, "round-robin", "session", "least-loaded", "sglang", "llm-d", "dynamo", "sglang+packer")
 SOURCES = ("placement",)
 _UNITS = {
@@ -46,11 +47,13 @@ class Cell:
     system: str
     seconds: float
     seed: int
+    kv: float = 1.0
 
     @property
     def setting(self) -> str:
         """Its workload, as rows name it."""
-        return f"{self.ground}, {self.engines} engines, {self.load:g}x"
+        kv = "" if self.kv == 1 else f", {self.kv:g} of the KV"
+        return f"{self.ground}, {self.engines} engines, {self.load:g}x{kv}"
 
 
 @experiment("placement", "sim", f"Placement by prefix caches ({SIMULATED})")
@@ -61,6 +64,7 @@ def main(
     engines: tuple[float, ...] = (),
     loads: tuple[float, ...] = (),
     seconds: float | None = None,
+    kv: float = 1.0,
 ) -> Result:
     """Simulate; what is not given: `quick`, two grounds on four engines at their capacity, three systems; else all."""
     systems = systems or ((HEADWAY, "round-robin", "sglang") if ask.quick else SYSTEMS)
@@ -70,7 +74,7 @@ def main(
     seconds = seconds or (60.0 if ask.quick else 240.0)
     _check(systems, grounds, engines, loads)
     cells = [
-        Cell(ground, int(count), load, system, seconds, ask.seed)
+        Cell(ground, int(count), load, system, seconds, ask.seed, kv)
         for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
     ]
     found = computed(cells, figures_of, sources=() if ask.quick else SOURCES)
@@ -85,14 +89,15 @@ def main(
     rows += _margins(found)
     workload = (
         f"{SIMULATED}: engines of {PROFILE} with prefix caches; {seconds:g} s of each ground once conversations of "
-        f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines."
+        f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines; "
+        f"+ends: engines learn which conversations have ended."
     )
     return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
 
 
 def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[float], loads: Sequence[float]) -> None:
     """Refuse what cannot be simulated before anything is."""
-    rules = {HEADWAY, *CHOICES, *(f"{name}+packer" for name in CHOICES)}
+    rules = {HEADWAY, ENDS, *CHOICES, *(f"{name}+packer" for name in CHOICES)}
     for kind, names, known in (("system", systems, rules), ("ground", grounds, GROUNDS)):
         if unknown := [name for name in names if name not in known]:
             raise ConfigError(f"There is no {kind} {unknown[0]!r}.", f"Use some of {', '.join(sorted(known))}.")
@@ -100,6 +105,8 @@ def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[flo
         raise ConfigError(
             "A fleet needs whole engines and some load.", "Give --engines such as 4,16 and --loads above 0."
         )
+    if ENDS in systems and "mooncake" in grounds:
+        raise ConfigError("Mooncake's trace does not say which conversation ends.", f"Leave out {ENDS} there.")
     for ground in (GROUNDS[name] for name in grounds):
         if ground.recorded:
             locate(*ground.recorded)
@@ -109,8 +116,10 @@ def figures_of(cell: Cell) -> dict[str, float]:
     """Simulate a cell and return its figures, and the least tokens that any placement must compute."""
     ground = GROUNDS[cell.ground]
     work = ground.workload(cell.engines, cell.load, cell.seconds, cell.seed)
-    system = find(HEADWAY) if cell.system == HEADWAY else recipe(cell.system)
-    outcome = Simulation(system, fleet(cell.engines), work).run()
+    ends = cell.system == ENDS
+    system = find(HEADWAY) if ends or cell.system == HEADWAY else recipe(cell.system)
+    engines = fleet(cell.engines, kv=cell.kv)
+    outcome = Simulation(system, engines, in_runs(work) if ends else work, ends=ends).run()
     return dict(_figures(work, outcome, ground.warm)) | {CLAIRVOYANT: float(least_tokens(work))}
 
 

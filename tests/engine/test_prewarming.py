@@ -1,4 +1,7 @@
-"""Warm-ups on a real engine: a prefix is computed and held, an adapter loaded, before requests need them."""
+"""Warm-ups on a real engine: a prefix is computed and held, an adapter loaded, before requests need them.
+
+And the KV of an application run that has ended, which is the first to go.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from headway.gateway.control.adapters import AdapterWarmer
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter
+from headway.prefix import run_number
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Forecast, Request
 from tests.conftest import CORE
@@ -153,7 +157,21 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
         await running.load_adapter("rude")
 
 
-async def test_warm_ups_on_a_real_engine(tmp_path: Path, few_layers: str) -> None:
+async def kv_of_an_ended_run_goes_first(running: VllmEngine) -> None:
+    """Of two runs with prompts of their own, the next request takes the blocks of the later one, which has ended."""
+    for name in ("old", "ended"):
+        prompt = await computed(running, name, name)
+    number = run_number(("default", "app", "ended"))
+    answer = await running.control({"op": "end", "runs": [number, number + 1]})
+    assert answer["ended"] == (prompt + 1) // BLOCK >= 3
+    await running.end_runs([number])
+    await computed(running, "other", "other")
+    assert await computed(running, "old", "old") <= BLOCK, "all but the end of its prompt was there"
+    assert await computed(running, "ended", "ended") == prompt
+
+
+async def test_warm_ups_and_ends_on_a_real_engine(tmp_path: Path, few_layers: str) -> None:
     async with engine(tmp_path, few_layers) as running:
+        await kv_of_an_ended_run_goes_first(running)
         await prefixes_are_held(running)
         await adapters_are_loaded(running)

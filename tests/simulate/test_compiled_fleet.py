@@ -52,6 +52,13 @@ def talks(rate: float, **chat: Any) -> Workload:
     return replace(workload, prefix=np.arange(len(workload)), prefixes=pieces)
 
 
+def in_runs(workload: Workload) -> Workload:
+    """Return the same requests, most of which belong to one of a few runs of an application."""
+    runs = np.arange(len(workload)) * 7 % 23
+    named = {"runs": ("", *(f"run {i}" for i in range(1, 23))), "apps": ("", "agent"), "units": ("call",)}
+    return replace(workload, run=runs, app=np.minimum(runs, 1), **named)
+
+
 def same(recipe: str, instances: list[InstanceSpec], workload: Workload, **options: Any) -> None:
     """Check that both ways agree in all that they tell."""
     assert CompiledFleet.of([SimulatedInstance(one, find(recipe)) for one in instances]) is not None
@@ -96,6 +103,9 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "planning takes time": lambda: {"plan_seconds": lambda queued: 0.03, "workload": traffic(8.0)},
     "an end": lambda: {"until": 11.0},
+    "runs that end": lambda: {
+        "instances": fleet(f"{SMALL},prefix_caching=true"), "workload": in_runs(talks(12.0, drop=True)), "ends": True
+    },
     "engines that come and go": lambda: {
         "instances": fleet("opt-13b-a100:2,max_running=16,kv_tokens=6000,start_s=3,mtbf_s=9"),
         "scale": {MODEL: Scale(max=5, start_s=3.0)},

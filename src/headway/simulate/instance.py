@@ -18,6 +18,7 @@ from headway.engines.simulated.caching import CachingEngine
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.engines.simulated.two_ended import HostPoolEngine, TwoEndedEngine
 from headway.errors import ConfigError
+from headway.policy.apps.run import number_of
 from headway.policy.core.engine_spec import EngineSpec, KvUse
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan.estimator import load_seconds
@@ -258,6 +259,7 @@ class SimulatedInstance:
             spread=submission.spread,
             prefix=request.prefix,
             soft=submission.soft,
+            run=number_of(request),
         )
         if before is not None:
             jobs = self.engine.jobs

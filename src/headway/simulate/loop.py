@@ -8,7 +8,7 @@ between two events outside them.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,12 +27,15 @@ from headway.events import (
     InstanceUp,
     Learned,
     Returned,
+    RunEnded,
     Started,
     Swapped,
     Tick,
     Warmed,
 )
+from headway.policy.apps.run import Key, place_of
 from headway.policy.core.controller import Controller
+from headway.prefix import run_number
 from headway.simulate.event_queue import Callback, EventQueue
 from headway.simulate.instance import Preempted, SimulatedInstance, Submission
 from headway.simulate.observer import Observer
@@ -57,6 +60,7 @@ class Loop:
 
     controller: the server's slow loop.
     instances: the simulated engines by id.
+    ends: runs of applications end with their last request, as where clients say so; otherwise never.
     compiled: the same engines, where their iterations run in compiled loops.
     outcome: what became of the requests so far. now: the instant at which the run ended.
     """
@@ -71,6 +75,7 @@ class Loop:
         tick: float,
         failures: Sequence[Failure] = (),
         observer: Observer | None = None,
+        ends: bool = False,
         compiled: CompiledFleet | None = None,
     ) -> None:
         self.compiled = compiled
@@ -90,6 +95,7 @@ class Loop:
         self._plain = not (others or controller.planner.reranks or any(workload.runs))
         self._check_at = math.inf  # when the controller is asked next for what is overdue
         self._caches = len(self.instances) > 1 and any(one.spec.prefix_caching for one in instances)
+        self._run_left = Counter(workload.run.tolist() if ends else ())  # requests to end, by code of their run
         self._looked = -math.inf
         self._polled = -math.inf  # when it was last told what the engines have learned
         for failure in failures:
@@ -209,6 +215,7 @@ class Loop:
                     self._preempted.pop(id, None)
                     self.outcome.infeasible += reason == "infeasible"
                     self.outcome.shed += reason != "infeasible"
+                    self._went(id, now)
         self._set_check()
 
     def _prewarm(self, command: Prewarm, now: float) -> None:
@@ -249,6 +256,7 @@ class Loop:
         elif not instance.holds(request.prompt_tokens, output):
             self.outcome.failed += 1
             self._inbox.append(Failed(id, "too_long"))
+            self._went(id, now)
         else:
             self.outcome.instance[row] = self._numbers[instance.id]
             forecast = self.controller.lengths.forecast(request)
@@ -335,6 +343,24 @@ class Loop:
         self.outcome.first[row], self.outcome.end[row] = first + overhead, now + overhead
         self.outcome.evictions[row] = evictions
         self._after(overhead, now, partial(self._notify, Finished(id, int(self.workload.output[row]))))
+        self._after(overhead, now, partial(self._went, id))
+
+    def _went(self, id: str, now: float) -> None:
+        """Let a run end with its last request."""
+        row = self.workload.row_of(id)
+        run = self.workload.run.item(row)
+        if run not in self._run_left:
+            return
+        self._run_left[run] -= 1
+        if not self._run_left[run] and (request := self.workload.request(row)).stage is not None:
+            self._future.at(now, partial(self._end_run, place_of(request)[0]))
+
+    def _end_run(self, run: Key, now: float) -> None:
+        """Tell controller and engines that a run has ended."""
+        self._notify(RunEnded(*run), now)
+        for instance in self.instances.values():
+            if isinstance(instance.engine, CachingEngine):
+                instance.engine.end_run(run_number(run))
 
     # ---- requests that are refused rather than served late
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from headway.engines.simulated.engine import Ran
 from headway.errors import ConfigError
-from headway.events import Prewarmed, RunEnded, Started, UnitBegan, UnitEnded
+from headway.events import Prewarmed, Started, UnitBegan, UnitEnded
 from headway.policy.apps.demand import SAMPLES, Costs, Draw
 from headway.policy.apps.graph import LLM
 from headway.policy.apps.run import Run, within
@@ -170,7 +170,7 @@ class ReplayLoop(Loop):
         self._due -= 1
         if self._warm_engine is not None:
             self._warm_engine.run_ended(str(run))
-        self._notify(RunEnded(self._tenant(run), self._apps.runs[run].app, str(run)), now)
+        self._end_run((self._tenant(run), self._apps.runs[run].app, str(run)), now)
 
     def _stage(self, run: int) -> Stage:
         script, target = self._apps.runs[run], float(self._apps.target[run])

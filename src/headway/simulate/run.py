@@ -59,6 +59,7 @@ class Simulation:
         is `deliberate` that takes so long.
     failures: of instances; a failed instance has lost its work, so its requests run again from the start.
     tick: seconds after which the planner runs again while requests wait and no iteration is in progress.
+    ends: runs of applications end with their last request, and engines are told, as where clients say so.
     until: instant at which the run ends; requests without an end by then have NaN.
     scale: models whose engines come and go; the fleet is the one at the start. decide: how many there should be.
     history: arrivals before the run by model, in negative seconds, that the forecast has seen.
@@ -75,6 +76,7 @@ class Simulation:
     plan_seconds: Callable[[int], float] = no_time
     failures: Sequence[Failure] = ()
     tick: float = 1.0
+    ends: bool = False
     until: float = math.inf
     fast: bool = True
     scale: Mapping[str, Scale] = field(default_factory=dict, hash=False)
@@ -117,6 +119,7 @@ class Simulation:
             instances,
             plan_seconds=self.plan_seconds,
             tick=self.tick,
+            ends=self.ends,
             failures=self.failures,
             observer=observer,
             scale=self.scale,

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.policy.apps.run import place_of
-from headway.prefix import run_number
+from headway.policy.apps.run import number_of
 from headway.types import Forecast, Request
 
 HEADER = "x-headway-metadata"
@@ -36,7 +35,7 @@ class RequestMetadata:
     spread: `Jobs.spread`.
     urgency: `Jobs.urgency` at entry, lower first, 0 = the packer's own order.
     first: instant of its first token, of an answer that another engine began (`said_before`); 0 = there is none.
-    run: number of its application run (`prefix.run_number`), 0 = it has none.
+    run: number of its application run (`prefix.run_number`), 0 = none.
     """
 
     id: str
@@ -89,7 +88,7 @@ def write_metadata(
         "spread": forecast.spread,
         "urgency": finite(rank),
         "first": first + ahead if said and first is not None else None,
-        "run": None if request.stage is None else run_number(place_of(request)[0]),
+        "run": number_of(request) or None,
     }
     numbers = {_PREFIX + name: float(value) for name, value in values.items() if value is not None}
     ids = {_SAID: list(said)} if said else {}

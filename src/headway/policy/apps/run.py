@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from headway.policy.apps.demand import Demand, Draw, Known
 from headway.policy.apps.graph import KEPT, LLM, Visit
+from headway.prefix import run_number
 from headway.types import Request, Slo
 
 Key = tuple[str, str, str]  # tenant, application, run
@@ -21,6 +22,11 @@ def place_of(request: Request) -> tuple[Key, str]:
     if stage is None:
         return (request.tenant, f"{PLAIN}{request.task}", request.id), CALL
     return (request.tenant, stage.app, stage.run or request.id), stage.unit or CALL
+
+
+def number_of(request: Request) -> int:
+    """Return the number by which engines know a request's run (`prefix.run_number`), 0 = it belongs to none."""
+    return 0 if request.stage is None else run_number(place_of(request)[0])
 
 
 def within(slo: Slo, target: float | None, began: float, now: float) -> Slo:
