@@ -17,7 +17,7 @@ from headway.types import Request
 from headway.whatif.output.results import Ask
 
 
-@pytest.mark.parametrize("system", ["headway", "sglang", "dynamo+packer"])
+@pytest.mark.parametrize("system", ["headway", "headway+ends", "sglang", "dynamo+packer"])
 def test_every_figure_is_there(system: str) -> None:
     figures = simulated.figures_of(Cell("deep-research", 2, 0.3, system, 60.0, 0))
     assert {*figures} == {*simulated._UNITS, CLAIRVOYANT}
@@ -34,10 +34,18 @@ def test_one_engine_computes_no_more_than_must_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"systems": ("x",)}, {"grounds": ("x",)}, {"engines": (0,)}, {"engines": (1.5,)}, {"loads": (math.nan,)}]
+    "wrong",
+    [
+        {"systems": ("x",)},
+        {"grounds": ("x",)},
+        {"engines": (0,)},
+        {"engines": (1.5,)},
+        {"loads": (math.nan,)},
+        {"systems": ("headway+ends",), "grounds": ("mooncake",)},
+    ],
 )
 def test_what_cannot_be_simulated_is_refused_before_anything_is(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"There is no|A fleet needs"):
+    with pytest.raises(ConfigError, match=r"There is no|A fleet needs|Mooncake's trace"):
         simulated.main(Ask(quick=True), **wrong)
 
 
