@@ -321,6 +321,7 @@ class Instance:
     assumed: fields above that it does not tell, so that they are as configured.
     prefix_caching: it has a prefix cache.
     own_order: it computes prompts in vLLM's own order: as they come, or by `Send.rank`.
+    continues: streams that begin here may go on elsewhere, and those of others here.
     overflow: it gets only requests whose promises would be lost elsewhere, on these terms; None = any requests.
     """
 
@@ -339,6 +340,7 @@ class Instance:
     assumed: tuple[str, ...] = ()
     prefix_caching: bool = True
     own_order: bool = False
+    continues: bool = False
     overflow: OverflowTerms | None = None
 
     @property

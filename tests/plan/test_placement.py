@@ -131,6 +131,14 @@ def test_a_request_that_is_sent_away_from_its_prefix_has_moved_and_those_after_i
     assert {send.found for send in sent if not send.moved} == {2000}
 
 
+def test_of_equal_engines_one_whose_streams_can_go_on_elsewhere() -> None:
+    """It costs nothing: the engine with less inside, or with the prompt in its cache, comes first."""
+    fleet = Fleet(3)
+    fleet.notify(InstanceUp(instance("e1", 16, latency=seconds, continues=True)), 0.0)
+    fleet.holds("e2", prompt(7, 4))
+    assert [fleet.send(ask(f"r{i}", prompt=600), prompt(i, 4)) for i in (1, 2, 7)] == ["e1", "e0", "e2"]
+
+
 def test_equal_engines_take_turns() -> None:
     fleet = Fleet(3)
     sent = [fleet.send(ask(f"r{i}", prompt=100), prompt(i, 6)) for i in range(6)]

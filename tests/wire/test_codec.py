@@ -33,6 +33,7 @@ FINGERPRINTS = {
     6: "c4f521e011d45a1a",
     7: "a7cc77e25542dc35",
     8: "0524a2f1d1ed5201",
+    9: "d4aff78c50ecb79e",
 }
 
 
@@ -128,7 +129,7 @@ def altered(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (altered(version=1), "is of version 1 of the control wire; this Headway speaks 8. Run the same"),
+        (altered(version=1), f"is of version 1 of the control wire; this Headway speaks {codec.VERSION}. Run the same"),
         (altered(version=None), "Expected `int`, got `None` - at `$.version`"),
         (altered(more=1), "unknown field `more`"),
         (altered(items=[{"kind": "Exploded", "body": {}}]), "holds the unknown kind 'Exploded'. Run"),

@@ -205,7 +205,6 @@ class Agent:
             engine.loading,
             {name: str(error) for name, error in errors.items() if error is not None},
             engine.prefix_caching,
-            engine.continues,
             engine.restarts,
             None if engine.failure is None else str(engine.failure),
             engine.fatal,

@@ -44,7 +44,7 @@ class EngineState:
 
     url, key: its address and API key. instance: None = it is down.
     current: the model that it serves, or is to serve. given_up: models that it cannot load, and why.
-    failure: why it is down, None = it is up or starting. prefix_caching, continues, fatal: as in `EngineView`.
+    failure: why it is down, None = it is up or starting. prefix_caching, fatal: as in `EngineView`.
     leaving, stopped: as in `EngineView`. settings: as JSON, None = as in the configuration.
     """
 
@@ -56,7 +56,6 @@ class EngineState:
     loading: str | None
     given_up: Mapping[str, str]
     prefix_caching: bool
-    continues: bool
     restarts: int
     failure: str | None
     fatal: tuple[str, ...]

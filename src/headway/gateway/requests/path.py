@@ -320,7 +320,7 @@ class RequestPath:
             raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
             check_fields(raw, engine.fatal)
         said = () if in_flight.transcript is None else in_flight.transcript.ids
-        if said and not engine.continues:
+        if said and not engine.instance.continues:
             self.observers.resumed(in_flight.request, "unable")
             raise Diverged
         if engine.config.rewrites:
@@ -335,7 +335,7 @@ class RequestPath:
         headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)
-        return upstream.parts(metadata, ids=in_flight.transcript is not None and engine.continues), headers
+        return upstream.parts(metadata, ids=in_flight.transcript is not None and engine.instance.continues), headers
 
     async def _stored_body(self, id: str) -> EngineBody:
         job = await self._retry_broker(lambda: self.broker.get(id))

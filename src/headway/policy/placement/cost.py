@@ -6,7 +6,8 @@ One rule for all planners that let a request go to several engines. On an engine
     + delay x the time until its first token: the prompts before it, its own, and until there is room for it
     + ANSWER x the time of its answer at the pace of those in progress there
 
-and the lowest goes; of equal ones, the engine with the fewest places taken. The busier the engines, the more a second
+and the lowest goes; of equal ones, the engine with the fewest places taken, then one that keeps streams able to go on
+elsewhere (`Instance.continues`). The busier the engines, the more a second
 of computing counts beside a second of waiting, because all later requests on that engine wait for it: delay is 1 while
 they have nothing to do, and `BUSY_DELAY` while prompts wait on all of them. A prefix in the cache is worth the seconds
 that it saves and no more: once an engine is so far behind that another one has computed the prefix anew by then, the
@@ -36,11 +37,13 @@ class Cost(NamedTuple):
     """What a request costs on one engine.
 
     seconds: as the rule adds them up. load: places taken there, as a share of the dispatch window.
+    bound: a stream that begins there cannot go on elsewhere if the engine dies.
     found: tokens of its prompt in the cache. own: seconds to compute the rest. first: seconds until its first token.
     """
 
     seconds: float
     load: float
+    bound: bool
     found: int
     own: float
     first: float
@@ -383,7 +386,8 @@ class Placement:
             waits = max(waits * slower - max(now - load.since, 0.0), 0.0)
             first = waits + (sent + own) * slower + load.room.seconds(instance, pace, tokens - found)
             seconds = seconds_on(fastest, found) + delay * first + ANSWER * pace * (tokens - prompt)
-            out.append(Cost(seconds, load.room.places / instance.window, found, own, first))
+            taken = load.room.places / instance.window
+            out.append(Cost(seconds, taken, not instance.continues, found, own, first))
         return out
 
     def lateness(self, backlog: Backlog, row: int, slo: Slo, engines: Sequence[Engine], now: float) -> float:
@@ -449,4 +453,4 @@ class Placement:
 
 def least(costs: Sequence[Cost]) -> int:
     """Return the index of the lowest cost, the first of equal ones."""
-    return min(range(len(costs)), key=lambda i: costs[i][:2])
+    return min(range(len(costs)), key=lambda i: costs[i][:3])

@@ -265,14 +265,17 @@ class VllmEngine(EngineView):
         state = await self._state()
         self._has_scheduler = state is not None
         self.prefix_caching = bool((state or {}).get("prefix_caching"))
-        self.continues = bool((state or {}).get("continues"))
         self.fatal = await read_fatal(self, self.config, state, self.config.health_timeout_s)
         limits = await read_limits(self, state, self.config.health_timeout_s)
         for problem, fix in limit_warnings(self.config, limits):
             log.warning("engine %s %s", self.id, f"{problem} {fix}".rstrip())
         instance = instance_of(self.id, self.models.current, self.config, limits)
-        own_order = state is None or bool(state.get("own_order"))
-        self.instance = replace(instance, prefix_caching=self.prefix_caching or state is None, own_order=own_order)
+        self.instance = replace(
+            instance,
+            prefix_caching=self.prefix_caching or state is None,
+            own_order=state is None or bool(state.get("own_order")),
+            continues=bool((state or {}).get("continues")),
+        )
         self.about = describe(self.instance, state)
         return self.instance
 

@@ -35,7 +35,6 @@ class EngineView(EngineConnection, ABC):
 
     up: set while it answers. loading: the model that is being loaded, None = no swap is under way.
     prefix_caching: prefixes can be pinned in it, as is known once it is up.
-    continues: it goes on with answers that another engine began, as is known once it is up.
     fatal: fields of requests that crash it (`fatal_fields.py`), as far as is known.
     instance: what it is, as it said when it was last up; as configured until then. about: the same for people.
     ahead: seconds by which the clock of its machine is ahead of this one's.
@@ -52,7 +51,6 @@ class EngineView(EngineConnection, ABC):
         self.up = asyncio.Event()
         self.loading: str | None = None
         self.prefix_caching = False
-        self.continues = False
         self.fatal: tuple[str, ...] = ()
         self.instance = instance_of(id, config.name, config, {})
         self.about = ""

@@ -155,7 +155,7 @@ class RemoteFleet:
         was, engine.leaving, engine.stopped = engine.leaving, state.leaving, state.stopped
         engine.ahead, engine.loading = -message.apart, state.loading
         engine.models.current, engine.models.given_up = state.current, state.given_up
-        engine.prefix_caching, engine.continues, engine.restarts = state.prefix_caching, state.continues, state.restarts
+        engine.prefix_caching, engine.restarts = state.prefix_caching, state.restarts
         engine.fatal = known_fields(state.fatal)
         engine.failure = None if state.failure is None else EngineError(state.failure, "See its agent's log.")
         engine.tries = 0 if state.failure is None else state.restarts + 1
