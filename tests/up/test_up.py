@@ -7,6 +7,7 @@ import secrets
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,10 +148,41 @@ def test_agents_follow_the_number_wanted(
             nodes.remove_node(nodes.second, allow_graceful=False)
             with pytest.raises(EngineError, match=r"agent-1 has no node yet; it needs 0.5 CPU, 1 headway_node1"):
                 until(lambda: actors.scale("smollm2", 2), 60)
-            actors.scale("smollm2", 1)
-            assert agents() == {"agent-0"}
+
+            def left() -> bool:
+                with suppress(EngineError):  # until Ray knows that the node is gone
+                    actors.scale("smollm2", 1)
+                return agents() == {"agent-0"}
+
+            until(left, 90)
             with pytest.raises(ConfigError, match="has 2 engines of 'smollm2', not 3"):
                 actors.scale("smollm2", 3)
+        finally:
+            actors.down(told)
+
+
+def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long agents may drain."""
+    config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
+    nowhere = replace(config.engines[0], resources={"nowhere": 1.0})
+    config = replace(config, engines=(*config.engines, nowhere), server=replace(config.server, drain_s="streams"))
+    with connected(config) as actors:
+        try:
+            for part in actors.parts()[:3]:
+                actors._ensure(part)
+            pid = actors._ready(actors.parts()[1:2], told)["agent-1"].pid
+            supervisor = psutil.Process(pid).parent()
+            supervisor.suspend()
+            try:
+                with pytest.raises(EngineError, match="agent-1 must stop, but does not answer"):
+                    actors.scale("smollm2", 1)
+                assert psutil.pid_exists(pid)
+            finally:
+                supervisor.resume()
+            until(lambda: actors._names() == ["agent-0"], 60)
+            actors._ensure(actors.parts()[2])
         finally:
             actors.down(told)
 

@@ -21,7 +21,7 @@ from headway.errors import ConfigError, EngineError
 OnChange = Callable[[str, PartState | None], None]
 _POLL_S = 0.3
 _DAY_S = 86_400  # for the streams of a part that stops, where they have no other limit
-_ASK_S = 10.0  # limit for an actor's answer; without a node there is none
+_ASK_S = 10.0  # limit for an actor's answer; one without a node gives none
 _READY_S = 120.0  # limit for a part to be ready, beyond the engines' start timeout
 
 
@@ -66,7 +66,8 @@ class Actors:
     def scale(self, model: str, wanted: int) -> None:
         """Start or stop agents until a model has this number; they drain before they end. Nothing else changes.
 
-        ConfigError for an unknown model, or more agents than engines. EngineError while one has no node, or drains.
+        ConfigError for an unknown model, or more agents than engines. EngineError while one has no node, drains, or
+        does not answer the order to stop.
         """
         agents = agents_of(self._config, model)
         if not 0 <= wanted <= len(agents):
@@ -78,8 +79,10 @@ class Actors:
         able = sorted((part for part in agents if part.name not in ending), key=lambda part: part.name not in names)
         for part in (part for part in able[:wanted] if part.name not in names):
             self._ensure(part)
-        for part in (part for part in able[wanted:] if part.name in names):
-            self._leave(part.name, states[part.name])
+        stop = [part.name for part in able[wanted:] if part.name in names]
+        if silent := [name for name in stop if not self._leave(name)]:
+            problem = f"{', '.join(silent)} must stop, but {'does' if len(silent) == 1 else 'do'} not answer."
+            raise EngineError(problem, "Try again; if it stays so, look at the node (`headway up` shows it).")
         if missing := [part for part in able[:wanted] if self.state(part.name) is None]:
             problem = f"{missing[0].name} has no node yet; it needs {missing[0].needs()}."
             raise EngineError(problem, "Add such a node (`ray status` lists them), or lower scale.MODEL.max.")
@@ -145,21 +148,27 @@ class Actors:
         drain = self._config.server.drain_s
         return (_DAY_S if drain == "streams" else drain) + 10.0
 
-    def _leave(self, name: str, state: PartState | None) -> None:
-        """Let a part end by itself, once its process has; one without a node ends now."""
+    def _leave(self, name: str) -> bool:
+        """Let a part end by itself, once its process has; one without a node ends now. False = it does not answer."""
         with self._unless_gone():
             actor = self._ray.get_actor(name)
-            if state is None:
-                self._ray.kill(actor)
-            else:
+            try:
                 self._ray.get(actor.leave.remote(self._grace), timeout=_ASK_S)
+            except self._ray.exceptions.RayError:
+                if _is_placed(actor):
+                    return False
+                self._ray.kill(actor)
+        return True
 
     def _stop(self, name: str) -> None:
-        """End a part: first its process, which may take a while, then its actor."""
+        """End a part: first its process, which may take a while, then its actor; one without a node at once."""
         with self._unless_gone():
             actor = self._ray.get_actor(name)
-            with self._unless_gone():
-                self._ray.get(actor.stop.remote(self._grace), timeout=self._grace + 30.0)
+            order = actor.stop.remote(self._grace)
+            self._ray.wait([order], timeout=_ASK_S)
+            if _is_placed(actor):
+                with self._unless_gone():
+                    self._ray.get(order, timeout=self._grace + 30.0)
             self._ray.kill(actor)
         while name in self._names():
             time.sleep(_POLL_S)
@@ -182,7 +191,9 @@ class _Located(Supervisor):
         self._ray = ray
 
     def leave(self, grace: float) -> None:
-        """End the process, and then this actor, in the background."""
+        """End the process, and then this actor, in the background; again it does nothing."""
+        if self._ends.is_set():
+            return
         actor = self._ray.get_runtime_context().current_actor
         self._ends.set()
         threading.Thread(target=self._end, args=(actor, grace), daemon=True).start()
@@ -190,6 +201,16 @@ class _Located(Supervisor):
     def _end(self, actor: Any, grace: float) -> None:
         self.stop(grace)
         self._ray.kill(actor)
+
+
+def _is_placed(actor: Any) -> bool:
+    """Tell whether an actor that was just called runs on a node, as far as Ray knows.
+
+    Public ways to ask need Ray's dashboard; Ray's own pools of actors (`ray.data`) ask like this.
+    """
+    from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[import-not-found, attr-defined, unused-ignore]
+
+    return bool(actor._get_local_state() == ActorTableData.ActorState.ALIVE)
 
 
 @contextmanager
