@@ -154,6 +154,29 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
     await again.close()
 
 
+@pytest.mark.parametrize("rescued", [True, False])
+async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureFixture, *, rescued: bool) -> None:
+    """In the file that a gateway goes on with, and after recovery, also where no gateway rescued anything."""
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    assert await broker.spend("paid", "a", 2.0, 5.0, 10.0)
+    await put_many(broker)
+    spent = 2.0
+    if rescued:
+        overwrite(path, 200_000)
+        await until(lambda: SAVED in caplog.text)
+        assert not await broker.spend("paid", "b", 4.0, 5.0, 11.0)
+        assert await broker.spend("paid", "b", 1.0, 5.0, 11.0)
+        spent = 3.0
+    await broker.close()
+    overwrite(path, 200_000)
+    assert recover_jobs(path)
+    again = SqliteBroker(path, "B")
+    assert not await again.spend("paid", "c", 5.1 - spent, 5.0, 12.0)
+    assert await again.spend("paid", "c", 5.0 - spent, 5.0, 12.0)
+    await again.close()
+
+
 async def test_a_file_in_use_is_not_recovered(path: str, broker: SqliteBroker) -> None:
     await put_many(broker)
     command = f"from headway.store.queue.sqlite_jobs import recover_jobs; recover_jobs({path!r})"

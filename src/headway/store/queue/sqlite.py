@@ -24,7 +24,17 @@ from typing import Any, TypeVar, cast
 from headway.errors import HeadwayError
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
-from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
+from headway.store.queue.sqlite_file import (
+    ACCOUNTS,
+    COLUMNS,
+    KEEP,
+    SUMS,
+    Identity,
+    WriteTurns,
+    job_of,
+    open_file,
+    row_of,
+)
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
@@ -65,9 +75,6 @@ FORGET = """DELETE FROM jobs WHERE seq IN
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
-# Made when something is spent first: gateways of earlier versions use the file, too.
-ACCOUNTS = """CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL,
-    units REAL NOT NULL, PRIMARY KEY (account, id)) WITHOUT ROWID"""
 EXPIRE_SPENT = "DELETE FROM spent WHERE account = ? AND at <= ?"
 SPEND = """INSERT INTO spent (account, id, at, units) SELECT :account, :id, :now, :units
     WHERE (SELECT coalesce(sum(units), 0) FROM spent WHERE account = :account) + :units <= :most

@@ -42,6 +42,9 @@ CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
 CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
 CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
 """
+# Made when something is spent first: gateways of earlier versions use the file, too.
+ACCOUNTS = """CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL,
+    units REAL NOT NULL, PRIMARY KEY (account, id)) WITHOUT ROWID"""
 # Version 1 had no owners: one gateway held the whole file. Jobs that it left open are free to take.
 FROM_VERSION_1 = f"""
 ALTER TABLE jobs RENAME TO version_1;

@@ -11,7 +11,7 @@ from typing import Any
 
 from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
+from headway.store.queue.sqlite_file import ACCOUNTS, COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
 from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
@@ -21,6 +21,9 @@ ALTERED = "damaged: its request or answer has changed on the disk; send it again
 _ENDS_COUNT = f"""DO UPDATE SET {{}}
     WHERE jobs.reason IS '{ALTERED}'
         OR jobs.state = 'open' AND excluded.state <> 'open' AND excluded.reason IS NOT '{ALTERED}'"""
+# Of two rows of a request the dearer one counts, so that no budget is exceeded; damage may violate constraints.
+_KEEP_SPENT = """INSERT OR IGNORE INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
+    ON CONFLICT (account, id) DO UPDATE SET at = max(at, excluded.at), units = max(units, excluded.units)"""
 _COUNT = "SELECT COUNT(*), COUNT(*) FILTER (WHERE state = 'open') FROM jobs"
 
 
@@ -68,7 +71,7 @@ def recover_jobs(path: str) -> Recovered | None:
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
-    """Copy jobs; the end of a job counts, whichever file has it."""
+    """Copy jobs and what was spent; the end of a job counts, whichever file has it."""
     columns = COLUMNS
     with suppress(sqlite3.DatabaseError):
         source.execute(f"SELECT {SUMS} FROM jobs LIMIT 0")  # an older file has none
@@ -77,6 +80,21 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
     unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _repaired)
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
+    return unreadable + _merge_spent(source, target)
+
+
+def _merge_spent(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
+    """Copy what was spent, from both ends up to damage; return how many rows could not be read, at least."""
+    rows, unreadable = set[tuple[Any, ...]](), 0
+    for way in ("", "DESC"):
+        try:
+            rows.update(source.execute(f"SELECT account, id, at, units FROM spent ORDER BY account {way}, id {way}"))
+        except sqlite3.OperationalError:  # nothing was ever spent: there is no such table
+            return 0
+        except sqlite3.DatabaseError:
+            unreadable = 1
+    target.execute(ACCOUNTS)
+    target.executemany(_KEEP_SPENT, rows)
     return unreadable
 
 
