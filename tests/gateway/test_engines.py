@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from headway.config import Engine
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import DEAD, OPERATOR, WEB, Fake, Gateway, until
+from tests.gateway.gateway import DEAD, OPERATOR, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.swapping import make_model, use_fake_engines
 from tests.gateway.test_request_ends import fakes
 
 PATH = "/v1/headway/engines"
@@ -332,6 +336,64 @@ def test_a_roll_ends_at_an_engine_that_does_not_come_up(serve: Serve, fake: Fake
         assert gateway.post(gateway.chat()).status_code == 200
         order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"url": fake.url, "start_timeout_s": 60.0}})
         until(lambda: states(gateway) == {"e0": "up", "e1": "up"})
+
+
+def test_drained_engines_take_work_again_while_a_roll_is_under_way(
+    serve: Serve, fake: Fake, others: list[Fake]
+) -> None:
+    """One that still drains, and one that has stopped; the roll waits for the stream in its first engine."""
+    slow = {"stream": True, "vllm_xargs": {"fake_delay": 0.8}}
+    with serve(fake.url, *(one.url for one in others)) as gateway, ThreadPoolExecutor() as pool:
+        until(gateway.all_up)
+        order(gateway, "POST", "/e2/drain")
+        until(lambda: states(gateway)["e2"] == "drained")
+        streams = [pool.submit(gateway.post, gateway.chat(**slow)) for _ in range(2)]
+        until(lambda: began(gateway) == 2)
+        order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"max_running": 3}})
+        order(gateway, "POST", "/e1/drain")
+        until(lambda: states(gateway) == {"e0": "draining", "e1": "draining", "e2": "drained"})
+        assert order(gateway, "POST", "/roll", json={"engines": ["e1", "e2"]})[0] == 202
+        until(lambda: states(gateway) == {"e0": "draining", "e1": "up", "e2": "up"})
+        assert {one.result().text.count("fake ") for one in streams} == {8}
+        until(lambda: states(gateway)["e0"] == "up")
+        assert [one["restarts"] for one in order(gateway, "GET")[1]["data"]] == [1, 0, 1]
+        assert gateway.controller.cluster.instances["e0"].max_running == 3
+
+
+def test_a_drain_and_its_end_call_off_a_roll(serve: Serve, fake: Fake) -> None:
+    slow = {"stream": True, "vllm_xargs": {"fake_delay": 0.3}}
+    with serve(fake.url) as gateway, ThreadPoolExecutor() as pool:
+        stream = pool.submit(gateway.post, gateway.chat(**slow))
+        until(lambda: began(gateway) == 1)
+        order(gateway, "POST", "/roll", json={"set": {"max_running": 3}})
+        until(lambda: states(gateway)["e0"] == "draining")
+        order(gateway, "POST", "/e0/drain")
+        order(gateway, "POST", "/roll", json={"engines": ["e0"]})
+        until(lambda: states(gateway)["e0"] == "up")
+        assert stream.result().text.count("fake ") == 8
+        assert gateway.post(gateway.chat()).status_code == 200
+        (one,) = order(gateway, "GET")[1]["data"]
+        assert (one["state"], one["restarts"]) == ("up", 0)
+
+
+def test_an_engine_that_is_slow_to_stop_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands still is killed after ten seconds."""
+    use_fake_engines(monkeypatch)
+    path = str(make_model(tmp_path, "a"))
+    with serving(replace(configuration(tmp_path), engines=(Engine(path),) * 3)) as gateway:
+        until(lambda: states(gateway) == {"e0": "up", "e1": "up", "e2": "up"}, 30)
+        child = gateway.inner.dispatcher.engines["e0"].child
+        assert child
+        assert child.process
+        child.signal(signal.SIGSTOP)
+        order(gateway, "POST", "/e0/drain")
+        order(gateway, "POST", "/e1/drain")
+        order(gateway, "POST", "/e2/drain")
+        until(lambda: states(gateway) == {"e0": "draining", "e1": "drained", "e2": "drained"}, 8)
+        assert order(gateway, "POST", "/roll", json={"engines": ["e0"]})[0] == 202
+        until(lambda: states(gateway)["e0"] == "up", 40)
+        assert gateway.post(gateway.chat(model="a")).status_code == 200
+        assert child.process.poll() is not None, "that one was stopped, and another one started"
 
 
 # ---- any orders in any sequence

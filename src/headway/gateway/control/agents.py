@@ -84,6 +84,10 @@ class Agents:
                 await self.engines[id].stop()
                 del self._running[id]
 
+    def runs(self, id: str) -> bool:
+        """Tell whether an engine was started and is not being stopped."""
+        return (one := self._running.get(id)) is not None and not one.stopping.locked()
+
     def execute(self, command: Command) -> None:
         """Apply a command to its engine, unless that has stopped."""
         match command:

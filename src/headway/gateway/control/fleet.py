@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -122,6 +123,7 @@ class Fleet(ABC):
         self._used = {*config.named}  # ids; none is given again
         self._lock = asyncio.Lock()
         self._rolls: dict[str, Engine] = {}  # engines to be replaced, with their new settings
+        self._orders = Counter[str]()  # so far, by engine: the newest counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._roller: asyncio.Task[None] | None = None
 
@@ -199,13 +201,12 @@ class Fleet(ABC):
             for id in added:
                 await self._start(id, new[id], agent)
                 self._used.add(id)
+            self._orders.update([*roll, *remove])
             for id in remove:
                 self._rolls.pop(id, None)
                 await self._leave(id, "remove", now=now)
-            self._rolls |= {id: new[id] for id in roll}
+            self._roll_later({id: new[id] for id in roll})
             self._update()
-            if self._rolls and (self._roller is None or self._roller.done()):
-                self._roller = self._begin(self._roll())
             return added
 
     async def drain(self, id: str, *, force: bool = False) -> None:
@@ -218,6 +219,7 @@ class Fleet(ABC):
             others = {name: one for name, one in self.settings.items() if name != id}
             able = {name: one for name, one in others.items() if self.engines[name].leaving is None}
             self._check_work([id], able, "they wait until an engine has it", now=False, force=force)
+            self._orders[id] += 1
             self._rolls.pop(id, None)
             await self._leave(id, "drain", now=False)
             self._update()
@@ -229,6 +231,10 @@ class Fleet(ABC):
     @abstractmethod
     async def _leave(self, id: str, why: Leaving, *, now: bool) -> None:
         """Let an engine leave; one that is leaving already does so for this reason, and at once if so said."""
+
+    def _stay(self, id: str, settings: Engine) -> bool:
+        """Let an engine that drains take work again as it is; return whether it does."""
+        return False
 
     @abstractmethod
     async def _replace(self, id: str, settings: Engine) -> bool:
@@ -306,6 +312,18 @@ class Fleet(ABC):
 
     # ---- engines that are replaced
 
+    def _roll_later(self, settings: Mapping[str, Engine]) -> None:
+        """Begin to replace engines. Those that were drained serve nothing, and so wait for no others."""
+        for id, one in settings.items():
+            if self._stay(id, one):
+                log.info("engine %s drains no more", id)
+            elif self.engines[id].leaving == "drain":
+                self._begin(self._start_again(id, one))
+            else:
+                self._rolls[id] = one
+        if self._rolls and (self._roller is None or self._roller.done()):
+            self._roller = self._begin(self._roll())
+
     async def _roll(self) -> None:
         """Replace engines, one after the other; those that are left stay as they are when one does not come up."""
         waiting: str | None = None
@@ -316,8 +334,6 @@ class Fleet(ABC):
                     log.info("engine %s is replaced when these are up: %s", first, waits)
                 waiting = waits
                 await asyncio.sleep(POLL_S)
-            elif self.engines[id].stopped:  # it serves nothing that could wait for the others
-                self._begin(self._start_again(id, self._rolls.pop(id)))
             elif not await self._replace(id, self._rolls.pop(id)):
                 log.error("engine %s is not replaced; nor are these: %s", id, ", ".join(self._rolls) or "no other")
                 self._rolls.clear()

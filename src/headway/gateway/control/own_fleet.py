@@ -61,13 +61,13 @@ class OwnFleet(Fleet):
     async def _end(self, engine: VllmEngine) -> None:
         """Stop an engine that leaves when nothing is inside it; if it is to be replaced, `_replace` does."""
         await self._empty(engine)
-        async with self._lock:  # it may stay after all
-            if engine.leaving in ("drain", "remove"):
-                await self._stop(engine)
+        if engine.leaving in ("drain", "remove"):  # it may stay after all
+            await self._agents.stop(engine.id)
+            async with self._lock:
+                self._stopped(engine)
 
-    async def _stop(self, engine: VllmEngine) -> None:
-        """Stop an engine, and forget one that is removed."""
-        await self._agents.stop(engine.id)
+    def _stopped(self, engine: VllmEngine) -> None:
+        """Forget an engine that has stopped, if it is removed."""
         log.info("engine %s has stopped (%s)", engine.id, engine.leaving)
         if engine.leaving == "remove" and self._agents.engines.get(engine.id) is engine:
             del self._agents.engines[engine.id]
@@ -98,22 +98,23 @@ class OwnFleet(Fleet):
             return before
         return settings
 
+    def _stay(self, id: str, settings: Engine) -> bool:
+        engine = self._agents.engines[id]
+        same = engine.leaving == "drain" and settings == engine.config
+        return same and self._agents.runs(id) and engine.stay()
+
     async def _replace(self, id: str, settings: Engine) -> bool:
-        old = self._agents.engines[id]
-        async with self._lock:
-            stays = old.leaving == "drain" and settings == old.config and old.stay()
-        if stays:
-            log.info("engine %s drains no more", id)
-            self._update()
-            return True
+        old, order = self._agents.engines[id], self._orders[id]
         old.leave("roll")
         self._update()
         await self._empty(old)
+        if old.leaving is None:  # it was drained meanwhile, and takes work again
+            return True
+        await self._agents.stop(id)
         async with self._lock:
-            if old.leaving != "roll":  # it was drained or removed meanwhile
-                await self._stop(old)
+            if self._orders[id] != order:  # it was drained, removed or is to be replaced by another one
+                self._stopped(old)
                 return True
-            await self._agents.stop(id)
             fitting = await self._fitting(id, settings, old.config)
             new = self._make(id, fitting)
             new.restarts = old.restarts + 1

@@ -126,7 +126,7 @@ class RemoteOrders(Fleet):
             await self._order(self._agent_of(id), remove=(id,), now=now)
 
     async def _replace(self, id: str, settings: Engine) -> bool:
-        now = self.engines[id]
+        now, number = self.engines[id], self._orders[id]
         before, old, drained = now.restarts, replace(now.config, id=id), now.leaving == "drain"
         try:
             await self._order(self._agent_of(id), roll={id: write_engine(settings)})
@@ -135,7 +135,9 @@ class RemoteOrders(Fleet):
             return False
         if drained:  # it starts, or takes work again as it is
             return True
-        while (engine := self.engines.get(id)) is not None and engine.leaving not in ("drain", "remove"):
+        while (engine := self.engines.get(id)) is not None and self._orders[id] == number:
+            if engine.leaving in ("drain", "remove"):  # by an order at another gateway
+                break
             if engine.restarts < before or self._fleet.agent_of(id) is None:
                 log.error("engine %s: its agent has ended", id)
                 return False
