@@ -229,26 +229,12 @@ def _status(app: FastAPI, state: AppState) -> None:
         Every model has an instance that is up or can load it. Balancers have no key: why it is not ready is
         for operators, where the gateway's state is theirs alone.
         """
-        waiting = len(state.gateway.path.closings)
-        problem = state.gateway.broker.problem() or state.gateway.dispatcher.control.problem()
-        batches = None if state.gateway.batches is None else state.gateway.batches.problem()
-        good = _every_model_is_up(state) and not waiting and problem is None and batches is None
+        good = state.ready
         body: dict[str, Any] = {"ready": good}
         if (operator := state.is_operator(request)) or state.tells_status(request):
             described = {id: _engine(engine, operator) for id, engine in engines.items()}
-            body |= {"ends_not_stored": waiting, "broker": problem, "batches": batches, "engines": described}
+            body |= {**state.storage(), "engines": described}
         return JSONResponse(body, 200 if good else 503)
-
-
-def _every_model_is_up(state: AppState) -> bool:
-    """Return whether there are models, and each has an engine that takes any work; those for overflow do not.
-
-    A model that may have none (scale.MODEL.min = 0) gets one for its next request.
-    """
-    engines, scale = state.gateway.dispatcher.engines.values(), state.gateway.config.scale
-    idle = {model for model, one in scale.items() if not one.min}
-    up = {name for engine in engines if engine.serves and not engine.config.overflow for name in engine.models.names}
-    return bool(state.models.engines) and up | idle >= set(state.models.engines)
 
 
 def _operations(app: FastAPI, state: AppState) -> None:

@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.text import Text
 from headway.addresses import netloc
 from headway.cluster.wire.port import WireLink
 from headway.config import Config
+from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.apis.batches.runner import BatchRunner
@@ -46,6 +47,7 @@ _BACKLOG = 65_535  # connections that wait to be accepted; the system's own limi
 # Connections that are accepted in one iteration of the event loop. libuv accepts one per socket, so that a
 # new one would wait for an iteration, with all that others have sent meanwhile, per connection before it.
 _ACCEPTED = 4
+_LOOK_S = 0.2  # between two looks at engines that start
 _TRIES = 3  # starts of an engine, before `headway serve` gives up
 _LAST_WORDS_S = 2.0  # for clients to learn that their requests end with the gateway
 log = logging.getLogger("headway.gateway")
@@ -178,7 +180,7 @@ class GatewayServer(uvicorn.Server):
         collect_garbage = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
         batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
         watch = self._connections.watch
-        async with tasks.running(partial(self._announce, gateway), watch, collect_garbage, *batches):
+        async with tasks.running(partial(self._announce, state), watch, collect_garbage, *batches):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -211,8 +213,8 @@ class GatewayServer(uvicorn.Server):
         if state.gateway.broker.on_disk:
             await state.gateway.background.hand_over()
 
-    async def _announce(self, gateway: Gateway) -> None:
-        """Show progress while engines start; stop everything when one cannot start at all."""
+    async def _announce(self, state: AppState) -> None:
+        """Say when the gateway is ready; stop everything when an engine of this process cannot start at all."""
         console = Console(stderr=True, soft_wrap=True, quiet=json_log.is_on())
         address = f"http://{netloc(self._settings.server.host, self._settings.server.port)}"
         _say(
@@ -220,23 +222,36 @@ class GatewayServer(uvicorn.Server):
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "
             f"(a vLLM takes 15 to 60 s); requests to {escape(address)} wait for them",
         )
-        engines = [one for one in gateway.dispatcher.engines.values() if not one.config.overflow]  # of the start
+        gateway, said = state.gateway, False
+        left = [one for one in gateway.dispatcher.engines.values() if not one.config.overflow]  # of the start
         if self._link is None and any(engine.url is None for engine in self._settings.engines):
             logs = self._log_dir or self._settings.logs_dir
             _say(console, f"[dim]their logs: {escape(str(logs))}[/]", highlight=False)
         with console.status("starting engines ..."):
-            while waiting := [one for one in engines if not one.up.is_set() and one.leaving is None]:
-                for engine in waiting:
-                    if engine.failure is not None and (engine.given_up or engine.tries >= _TRIES):
-                        self._give_up(console, engine.failure)
-                        return
-                await asyncio.sleep(0.2)
-        for engine in [engine for engine in engines if engine.about]:
-            line = f"{engine.id}: {engine.models.current}, {engine.about}"
-            _say(console, f"[dim]{escape(line)}[/]", highlight=False)
+            while left or not said:
+                left = self._still_starting(console, left)
+                if self.failed:
+                    return
+                if said and self._link is not None:  # what others start may come later, or never
+                    break
+                if state.ready and not said:
+                    said = True
+                    models = escape(", ".join(sorted(gateway.counters)))
+                    _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
+                await asyncio.sleep(_LOOK_S)
         self._report_targets(console, gateway)
-        models = escape(", ".join(sorted(gateway.counters)))
-        _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
+
+    def _still_starting(self, console: Console, engines: Sequence[EngineView]) -> list[EngineView]:
+        """Describe the engines that have come up; return the others, unless one of this process cannot start."""
+        for engine in engines:
+            if engine.up.is_set() and engine.about:
+                line = f"{engine.id}: {engine.models.current}, {engine.about}"
+                _say(console, f"[dim]{escape(line)}[/]", highlight=False)
+        waiting = [one for one in engines if not one.up.is_set() and one.leaving is None]
+        given_up = (one.failure for one in waiting if one.given_up or one.tries >= _TRIES)
+        if self._link is None and (failure := next(filter(None, given_up), None)) is not None:
+            self._give_up(console, failure)
+        return waiting
 
     def _report_targets(self, console: Console, gateway: Gateway) -> None:
         """Say what measured classes promise, and which others promise more than the engines can do."""

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from headway.config import Key, Wire, write
 from headway.engines.vllm.process.launch import free_port
-from tests.gateway.gateway import CHAT, OPERATOR, SAY, WEB, Fake, configuration, until
+from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, configuration, until
 from tests.gateway.test_request_ends import fakes
 from tests.helpers import rabbitmq
 
@@ -49,6 +50,9 @@ class Cluster:
         process.send_signal(number)
         return process.wait(30)
 
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
     def ready(self, name: str) -> bool:
         try:
             return WEB.get(f"http://127.0.0.1:{self.ports[name]}/ready").status_code == 200
@@ -64,9 +68,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, fake: Fake) -> Iterator[Cluster]:
-    """Yield a controller, an agent and two gateways that are ready."""
-    config = configuration(folder, fake.url)
+def cluster(folder: Path, fake: Fake, dead: int = 0, **server: Any) -> Iterator[Cluster]:
+    """Yield a controller, an agent and two gateways that are ready.
+
+    dead: engines beside the fake one that do not answer. server: settings.
+    """
+    config = configuration(folder, fake.url, server=server)
+    another = replace(config.engines[0], url=DEAD, start_timeout_s=0.2)
+    config = replace(config, engines=(*config.engines, *[another] * dead))
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
     file = folder / "headway.toml"
     file.write_text(write(replace(config, wire=wire)))
@@ -74,13 +83,14 @@ def cluster(folder: Path, fake: Fake) -> Iterator[Cluster]:
     try:
         made.start("c1", "controller")
         made.start("a1", "agent", "--name", "a1")
+        until(lambda: made.log("a1").count("did not answer") >= 3 * dead, 60)
         for name in ("g1", "g2"):
             made.start(name, "gateway")
-        until(lambda: all(made.ready(name) for name in made.running), 60)
+        until(lambda: all(made.ready(name) for name in made.running if not dead or name != "a1"), 60)
         yield made
     except BaseException:
         for name in made.ports:
-            print(f"--- {name}", (folder / f"{name}.log").read_text()[-3000:])
+            print(f"--- {name}", made.log(name)[-3000:])
         raise
     finally:
         for name in [*made.running]:
@@ -120,9 +130,17 @@ def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) ->
         assert made.kill("a1", signal.SIGTERM) == 0
 
 
-def test_an_agent_that_is_to_end_drains_its_engines(tmp_path: Path, fake: Fake) -> None:
-    with cluster(tmp_path, fake) as made, ThreadPoolExecutor(2) as pool:
-        stream = pool.submit(made.chat, "g1", stream=True, **fakes(delay=0.2))
+def test_a_gateway_is_ready_while_an_engine_cannot_start(tmp_path: Path, fake: Fake) -> None:
+    with cluster(tmp_path, fake, dead=1) as made:
+        until(lambda: "ready: smollm2 at" in made.log("g1"))
+        assert made.chat("g1").status_code == 200
+        assert made.kill("g1", signal.SIGTERM) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("drain_s", "delay"), [(5, 0.2), ("streams", 0.8)])
+def test_an_agent_that_is_to_end_drains_its_engines(tmp_path: Path, fake: Fake, drain_s: object, delay: float) -> None:
+    with cluster(tmp_path, fake, drain_s=drain_s) as made, ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(made.chat, "g1", stream=True, **fakes(delay=delay))
         until(lambda: fake.last()["open"] == 1)
         ended = pool.submit(made.kill, "a1", signal.SIGTERM)
         assert stream.result(30).text.count("fake ") == 8, "it has gone on to its end"

@@ -74,6 +74,30 @@ class AppState(Access):
         self.parser.config = self.config
         self.gateway.adopt(self.config)
 
+    @property
+    def ready(self) -> bool:
+        """Tell whether requests for every model can be answered, and their ends stored."""
+        return self._every_model_is_up() and not any(self.storage().values())
+
+    def storage(self) -> dict[str, int | str | None]:
+        """Return what keeps requests or their ends from being stored; 0 or None: nothing does."""
+        gateway = self.gateway
+        return {
+            "ends_not_stored": len(gateway.path.closings),
+            "broker": gateway.broker.problem() or gateway.dispatcher.control.problem(),
+            "batches": None if gateway.batches is None else gateway.batches.problem(),
+        }
+
+    def _every_model_is_up(self) -> bool:
+        """Return whether there are models, and each has an engine that takes any work; those for overflow do not.
+
+        A model that may have none (scale.MODEL.min = 0) gets one for its next request.
+        """
+        engines = self.gateway.dispatcher.engines.values()
+        idle = {model for model, one in self.gateway.config.scale.items() if not one.min}
+        up = {name for one in engines if one.serves and not one.config.overflow for name in one.models.names}
+        return bool(self.models.engines) and up | idle >= set(self.models.engines)
+
     def tenant(self, request: Request) -> str:
         """Return the tenant of a request; errors as `key`."""
         return tenant_of(self.key(request))
