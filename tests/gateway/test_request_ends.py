@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +19,7 @@ import pytest
 
 from headway.config import Broker
 from headway.engines.vllm.process.answers import begins_answer
+from headway.engines.vllm.process.connection import EngineConnection
 from headway.errors import HeadwayError
 from headway.gateway.budget import AnswerBudget
 from headway.gateway.requests.engine_response import EngineResponse
@@ -419,3 +422,37 @@ def test_comments_of_an_engine_are_no_tokens(serve: Serve) -> None:
         ttft, gap = gateway.metric("headway_ttft_seconds_sum{"), gateway.metric("headway_stream_gap_seconds_sum{")
         assert ttft >= 0.5
         assert ttft + gap >= 1.0, "the first token may be read late"
+
+
+async def test_a_connection_that_breaks_between_two_requests_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """As when an engine is killed."""
+    answered = b'{"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'
+    done = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"{}")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answered))
+            await asyncio.sleep(0.1)  # so that the response begins before its body comes
+            writer.write(answered)
+        await done.wait()
+        now = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        writer.transport.abort()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        engine = EngineConnection("e0", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        engine.connect()
+        for _ in range(2):
+            whole = await EngineResponse.open("e0", engine.open("/", [b"{}"]), AnswerBudget(2**20), stream=False)
+            assert whole.head == answered
+            (connection,) = engine._sockets
+            await whole.close()
+        done.set()
+        server.close()
+        await asyncio.to_thread(until, lambda: connection.fileno() < 0)
+        assert not await engine.lives()
+    del whole
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    await engine.disconnect()

@@ -157,11 +157,11 @@ class EngineResponse:
         protocol = None if connection is None else connection.protocol
         self._end = None if protocol is None else protocol.closed
         if self._end is not None:
+            self._end.remove_done_callback(_take_error)  # of an earlier response on this connection
+            self._end.add_done_callback(_take_error)
             self._end.add_done_callback(self._closed)
 
     def _closed(self, closed: asyncio.Future[None]) -> None:
-        if not closed.cancelled():
-            closed.exception()  # the reader gets it; nothing else asks for it
         content = self._response.content
         if self._reading and content.exception() is None and not content.is_eof():
             content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))
@@ -184,6 +184,12 @@ class EngineResponse:
             await self._opened.__aexit__(None, None, None)
         finally:
             self.memory.close()
+
+
+def _take_error(closed: asyncio.Future[None]) -> None:
+    """Keep asyncio from logging that a connection broke, be it after the response: a reader gets the error itself."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 def _is_stream(response: aiohttp.ClientResponse) -> bool:
