@@ -213,6 +213,21 @@ def test_to_zero_and_back() -> None:
     assert scaler.wanted(1000.0, 0, ENGINE, Queue(np.array([600.0]), np.array([1003.0]))) == 1
 
 
+@pytest.mark.parametrize("arrivals", [[], [40.0]])
+@pytest.mark.parametrize("engine", [None, ENGINE])
+def test_to_min_where_nothing_is_known_because_nothing_comes(arrivals: list[float], engine: EngineSize | None) -> None:
+    """After a silence as long as a start, and the wait before an engine stops."""
+    scaler, have, falls = Scaler(Scale(max=4, min=1, start_s=30.0)), 3, list[float]()
+    for now in np.arange(0.0, 200.0, STEP_S).tolist():
+        for at in arrivals:
+            if at == now:
+                scaler.came(at)
+        before, have = have, scaler.wanted(now, have, engine, NOTHING)
+        falls += [now] * (have < before)
+    assert have == 1
+    assert falls == [max(arrivals, default=0.0) + 60.0]
+
+
 def test_it_is_not_zero_where_silences_would_cost_too_many_promises() -> None:
     scaler = Scaler(Scale(max=3, min=0, share=0.9, start_s=30.0))
     for at in np.arange(0, 4000, 40.0).tolist():  # each request comes after a silence longer than a start

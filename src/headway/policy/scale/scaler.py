@@ -94,7 +94,8 @@ class Scaler:
     def wanted(self, now: float, have: int, engine: EngineSize | None, queue: Queue) -> int:
         """Return the number of engines that should be up or starting.
 
-        have: those that are. engine: what one is like; None = not known yet, so that nothing changes.
+        have: those that are. engine: what one is like; None = not known yet, so that nothing changes while
+            requests come.
         """
         return self.conclude(self.ask(now, have, engine, queue)(), have, now)
 
@@ -103,10 +104,11 @@ class Scaler:
         self.rates.advance(now)
         limits, start = self.limits, self.start_s
         soon, later = self.expected()
-        busy = bool(queue.tokens.size) or queue.inside > 0
-        if not limits.min and not busy and self._quiet(now):
+        quiet = not queue.tokens.size and not queue.inside and self._quiet(now)
+        if not limits.min and quiet:
             return lambda: Needs(0, 0)
-        bounded = min(max(have, limits.min, 1), limits.max)
+        # What is not known yet changes nothing, unless there is nothing to know, as nothing comes.
+        bounded = min(max(0 if quiet else have, limits.min, 1), limits.max)
         if engine is None or not self._ended or not self._silences or not have:
             return lambda: Needs(bounded, bounded)
         if self._curves is None or 2 * self._new >= len(self._ended):
