@@ -305,6 +305,26 @@ def placement(
 
 
 @command()
+def catalog(
+    ask: Ask,
+    systems: Annotated[
+        str | None, typer.Option(help="Comma-separated systems (docs/bench/catalog.md) or recipes; unset, all.")
+    ] = None,
+    grounds: Annotated[
+        str | None, typer.Option(help="Comma-separated grounds (docs/bench/catalog.md); unset, all.")
+    ] = None,
+    engines: Annotated[str | None, typer.Option(help="Sizes of the fleet; unset, 4,16.")] = None,
+    loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.7,1,1.3,2.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
+) -> None:
+    """Serve the workloads of Kubernetes' inference-perf, alone and mixed, on a fleet (SIMULATED)."""
+    from benchmarks.catalog.simulated import main
+
+    sizes, multiples = (numbers(given) if given else () for given in (engines, loads))
+    main(ask, listed(systems or ""), listed(grounds or ""), sizes, multiples, seconds)
+
+
+@command()
 def elastic(
     ask: Ask,
     systems: Annotated[str | None, typer.Option(help="Comma-separated systems (docs/scale.md); unset, all.")] = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway.compiled import cache_folder
+from headway.errors import ConfigError
 from headway.whatif.output.results import About, Ask, Grid, Host, Pictures, Report, Row, deliver, row_grid, versions
 from headway.whatif.sweep import source_digest
 
@@ -73,6 +74,13 @@ class Experiment(Generic[P]):
 def experiment(bench: str, host: Host, title: str) -> Callable[[Callable[Concatenate[Ask, P], Result]], Experiment[P]]:
     """Return a decorator that makes a benchmark of a function that measures."""
     return lambda measure: Experiment(bench, host, title, measure)
+
+
+def refuse_unknown(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a name that is not known, such as of a ground, before anything is measured. ConfigError."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"There is no {kind} {name!r}.", f"Use some of {', '.join(known)}.")
 
 
 def computed(

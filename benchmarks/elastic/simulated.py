@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.elastic.autoscalers import ConcurrencyTarget, Profile, Schedule, TtftTarget, best_schedule, profile
 from benchmarks.elastic.grounds import GROUNDS, MODEL, PROFILE, fleet
-from benchmarks.experiment import Result, computed, experiment
+from benchmarks.experiment import Result, computed, experiment, refuse_unknown
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
@@ -168,9 +168,8 @@ def main(
 
 def _check(systems: Sequence[str], grounds: Sequence[str], starts: Sequence[float]) -> None:
     """Refuse what cannot be simulated before anything is."""
-    for kind, names, known in (("system", systems, SYSTEMS), ("ground", grounds, GROUNDS)):
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(f"There is no {kind} {unknown[0]!r}.", f"Use some of {', '.join(known)}.")
+    refuse_unknown("system", systems, SYSTEMS)
+    refuse_unknown("ground", grounds, GROUNDS)
     if min(starts) < 0:
         raise ConfigError("A start takes no negative time.", "Give --starts of 0 or more.")
 

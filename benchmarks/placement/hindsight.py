@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.catalog.conversations import Turn, of_turns
+from benchmarks.catalog.grounds import PROFILE, fleet
 from benchmarks.experiment import Result, computed, experiment
-from benchmarks.placement.conversations import Turn, of_turns
-from benchmarks.placement.grounds import PROFILE, fleet
 from benchmarks.placement.routers import Forward, recipe
 from headway.policy.pack.promises.packer import Promises
 from headway.policy.recipes.recipe import Recipe

@@ -158,12 +158,19 @@ def _stock(spec: EngineSpec) -> Packer:
     return ranked.Fcfs(spec.max_running)
 
 
+def _by_priority(spec: EngineSpec) -> Packer:
+    return ranked.StockPriority(spec.max_running)
+
+
+_PACKERS: Mapping[str, Callable[[EngineSpec], Packer]] = {"": _stock, "priority": _by_priority, "packer": Promises}
+NAMES = tuple(f"{rule}+{more}" if more else rule for more in _PACKERS for rule in CHOICES)
+
+
 def recipe(name: str) -> Recipe:
-    """Return a router with stock vLLM inside the engines, or with Headway's packer ("dynamo+packer")."""
+    """Return a router, one of `NAMES`.
+
+    Stock vLLM is inside the engines, with its priority policy ("llm-d+priority"), or Headway's packer ("llm-d+packer").
+    """
     rule, _, more = name.partition("+")
-    return Recipe(
-        name,
-        f"{rule} in front of {more or 'stock vLLM'}",
-        lambda: Forward(CHOICES[rule]()),
-        Promises if more else _stock,
-    )
+    about = f"{rule} in front of {more or 'stock vLLM'}"
+    return Recipe(name, about, lambda: Forward(CHOICES[rule]()), _PACKERS[more])

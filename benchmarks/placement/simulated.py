@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.experiment import Result, computed, experiment
-from benchmarks.placement.grounds import GROUNDS, PROFILE, fleet, in_runs
-from benchmarks.placement.routers import CHOICES, recipe
+from benchmarks.catalog.grounds import PROFILE, checked
+from benchmarks.catalog.margins import HEADWAY, Case, margin_rows
+from benchmarks.experiment import Result, computed, experiment, refuse_unknown
+from benchmarks.placement.grounds import GROUNDS, in_runs
+from benchmarks.placement.routers import CHOICES, NAMES, recipe
 from headway.engines.simulated.prefix_blocks import keys_of
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
 from headway.prefix import GRAIN
 from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
-from headway.simulate.workload.traces import locate
 from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
-HEADWAY, CLAIRVOYANT = "headway", "clairvoyant"
-ENDS = f"{HEADWAY}+ends"
+CLAIRVOYANT, ENDS = "clairvoyant", f"{HEADWAY}+ends"
 SYSTEMS = (HEADWAY, "round-robin", "session", "least-loaded", "sglang", "llm-d", "dynamo", "sglang+packer")
-SOURCES = ("placement",)
+SOURCES = ("placement", "catalog")
 _UNITS = {
     "attainment.promised": "%",
     "ttft.p99": "s",
@@ -72,7 +71,10 @@ def main(
     engines = engines or ((4,) if ask.quick else (4, 16, 64))
     loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3))
     seconds = seconds or (60.0 if ask.quick else 240.0)
-    _check(systems, grounds, engines, loads)
+    refuse_unknown("system", systems, (HEADWAY, ENDS, *NAMES))
+    if ENDS in systems and "mooncake" in grounds:
+        raise ConfigError("Mooncake's trace does not say which conversation ends.", f"Leave out {ENDS} there.")
+    checked(grounds, GROUNDS, engines, loads)
     cells = [
         Cell(ground, int(count), load, system, seconds, ask.seed, kv)
         for ground, count, load, system in itertools.product(grounds, engines, loads, systems)
@@ -95,30 +97,13 @@ def main(
     return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
 
 
-def _check(systems: Sequence[str], grounds: Sequence[str], engines: Sequence[float], loads: Sequence[float]) -> None:
-    """Refuse what cannot be simulated before anything is."""
-    rules = {HEADWAY, ENDS, *CHOICES, *(f"{name}+packer" for name in CHOICES)}
-    for kind, names, known in (("system", systems, rules), ("ground", grounds, GROUNDS)):
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(f"There is no {kind} {unknown[0]!r}.", f"Use some of {', '.join(sorted(known))}.")
-    if any(count < 1 or count % 1 for count in engines) or not all(0 < load < math.inf for load in loads):
-        raise ConfigError(
-            "A fleet needs whole engines and some load.", "Give --engines such as 4,16 and --loads above 0."
-        )
-    if ENDS in systems and "mooncake" in grounds:
-        raise ConfigError("Mooncake's trace does not say which conversation ends.", f"Leave out {ENDS} there.")
-    for ground in (GROUNDS[name] for name in grounds):
-        if ground.recorded:
-            locate(*ground.recorded)
-
-
 def figures_of(cell: Cell) -> dict[str, float]:
     """Simulate a cell and return its figures, and the least tokens that any placement must compute."""
     ground = GROUNDS[cell.ground]
     work = ground.workload(cell.engines, cell.load, cell.seconds, cell.seed)
     ends = cell.system == ENDS
     system = find(HEADWAY) if ends or cell.system == HEADWAY else recipe(cell.system)
-    engines = fleet(cell.engines, kv=cell.kv)
+    engines = ground.fleet(cell.engines, cell.kv)
     outcome = Simulation(system, engines, in_runs(work) if ends else work, ends=ends).run()
     return dict(_figures(work, outcome, ground.warm)) | {CLAIRVOYANT: float(least_tokens(work))}
 
@@ -148,21 +133,10 @@ def least_tokens(work: Workload) -> int:
     return least
 
 
-def _margins(found: dict[Cell, dict[str, float]]) -> list[Row]:
-    """Return how many points more promises headway keeps than the best router of stock vLLM, per load, if both ran."""
-    kept = {(cell.setting, cell.system): figures["attainment.promised"] for cell, figures in found.items()}
-    rows = []
-    systems = {cell.system for cell in found}
-    routers = {name for name in systems if name != HEADWAY and "+" not in name}
-    if not routers or HEADWAY not in systems:
-        return []
-    for load in dict.fromkeys(cell.load for cell in found):
-        settings = dict.fromkeys(cell.setting for cell in found if cell.load == load)
-        others = [max(kept[one, name] for name in routers) for one in settings]
-        margins = [kept[one, HEADWAY] - best for one, best in zip(settings, others, strict=True)]
-        rows.append(Row("margin.mean", HEADWAY, f"all, {load:g}x", float(np.mean(margins)), "points"))
-        rows.append(Row("margin.least", HEADWAY, f"all, {load:g}x", float(np.min(margins)), "points"))
-    return rows
+def _margins(found: dict[Cell, dict[str, float]]) -> Iterator[Row]:
+    """Yield how many points more promises headway keeps than the best router of stock vLLM, per load, if both ran."""
+    kept = {Case(one.load, one.setting, one.system): figures["attainment.promised"] for one, figures in found.items()}
+    return margin_rows(kept, CHOICES)
 
 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from itertools import product
 import numpy as np
 from rich.progress import track
 
+from benchmarks.catalog import grounds
 from benchmarks.experiment import Result, experiment
-from benchmarks.placement import grounds
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.memory.budget import KvBudget
 from headway.policy.recipes.registry import find

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.placement.conversations import Conversations, Spread
+from benchmarks.catalog.conversations import Conversations, Spread
 from headway.engines.simulated.prefix_blocks import shared_keys
 from headway.prefix import GRAIN
 from headway.simulate.workload.hashed_blocks import prefixes_of

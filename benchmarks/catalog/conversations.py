@@ -20,13 +20,17 @@ from headway.types import Floats, Ints, Slo
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution, cut off at `least` and `most`; mean and std: before the cut."""
+    """A distribution, cut off at `least` and `most`; mean and std: before the cut.
+
+    uniform: between `least` and `most`, whatever mean and std are. bimodal: of two modes with this mean and std the
+    higher one is `most`; values lie within a half of the lower one.
+    """
 
     least: float
     most: float
     mean: float
     std: float
-    kind: Literal["log_normal", "normal", "exponential"] = "log_normal"
+    kind: Literal["log_normal", "normal", "exponential", "uniform", "bimodal"] = "log_normal"
 
     def draw(self, size: int, rng: np.random.Generator) -> Floats:
         """Draw values of this distribution."""
@@ -34,6 +38,12 @@ class Spread:
             drawn = rng.normal(self.mean, self.std, size)
         elif self.kind == "exponential":
             drawn = rng.exponential(self.mean, size)
+        elif self.kind == "uniform":
+            drawn = rng.uniform(self.least, self.most, size)
+        elif self.kind == "bimodal":
+            low = self.mean - self.std**2 / (self.most - self.mean)
+            high = rng.random(size) < (self.mean - low) / (self.most - low)
+            drawn = np.where(high, self.most, low * rng.uniform(0.5, 1.5, size))
         else:
             variance = math.log(1 + (self.std / self.mean) ** 2)
             drawn = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), size)
@@ -48,6 +58,7 @@ class Conversations:
         chosen so that they have this mean. added: tokens that a turn adds. answer: tokens. turns: of a
         conversation. gap: seconds from one turn to the next.
     longest: tokens of prompt and answer; a conversation ends before it has more.
+    priority: as vLLM has it, for systems that go by it; lower is more urgent.
     """
 
     name: str
@@ -59,12 +70,13 @@ class Conversations:
     gap: Spread
     slo: Slo
     longest: int
+    priority: int = 0
 
     def workload(self, rate: float, duration: float, rng: np.random.Generator, tier: str = "") -> Workload:
         """Return the turns of conversations that begin at `rate` per second, up to `duration` seconds."""
         begins = poisson(rate, duration, rng).tolist()
         turns = [turn for i, begin in enumerate(begins) for turn in self._turns(i, begin, duration, rng)]
-        return of_turns(turns, self.slo, tier or self.name)
+        return of_turns(turns, self.slo, tier or self.name, self.priority)
 
     def _turns(self, number: int, begin: float, end: float, rng: np.random.Generator) -> Iterator[Turn]:
         count = int(self.turns.draw(1, rng)[0])
@@ -88,12 +100,12 @@ class Turn:
     prompt: Prefix
 
 
-def of_turns(turns: Sequence[Turn], slo: Slo, tier: str) -> Workload:
+def of_turns(turns: Sequence[Turn], slo: Slo, tier: str, priority: int = 0) -> Workload:
     """Return turns as a workload, by arrival."""
     ordered = sorted(turns, key=lambda turn: turn.at)
     prompt: Ints = np.array([turn.prompt.tokens for turn in ordered], np.int64)
     answer: Ints = np.array([max(turn.answer, 1) for turn in ordered], np.int64)
-    work = single(np.array([turn.at for turn in ordered], float), prompt, answer, slo=slo, tier=tier)
+    work = single(np.array([turn.at for turn in ordered], float), prompt, answer, slo=slo, tier=tier, priority=priority)
     longest = np.full(len(ordered), int(answer.max(initial=1)))
     prefixes = tuple(turn.prompt for turn in ordered)
     return replace(work, max_tokens=longest, prefix=np.arange(len(ordered)), prefixes=prefixes or (None,))
