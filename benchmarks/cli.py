@@ -325,6 +325,24 @@ def catalog(
 
 
 @command()
+def agents(
+    ask: Ask,
+    systems: Annotated[
+        str | None, typer.Option(help="Comma-separated systems (docs/bench/catalog.md) or recipes; unset, all.")
+    ] = None,
+    settings: Annotated[str | None, typer.Option(help="all-kv, little-kv or both; unset, both.")] = None,
+    engines: Annotated[str | None, typer.Option(help="Sizes of the fleet; unset, 4,16.")] = None,
+    loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.7,1,1.3.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
+) -> None:
+    """Replay recorded coding agents in a closed loop beside chat on a fleet (SIMULATED; needs HEADWAY_DATA)."""
+    from benchmarks.catalog.agents import main
+
+    sizes, multiples = (numbers(given) if given else () for given in (engines, loads))
+    main(ask, listed(systems or ""), listed(settings or ""), sizes, multiples, seconds)
+
+
+@command()
 def elastic(
     ask: Ask,
     systems: Annotated[str | None, typer.Option(help="Comma-separated systems (docs/scale.md); unset, all.")] = None,

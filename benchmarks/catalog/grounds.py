@@ -70,13 +70,18 @@ def checked(
 ) -> None:
     """Refuse grounds, sizes of fleets and loads that cannot be simulated, before anything is. ConfigError."""
     refuse_unknown("ground", names, known)
+    check_sizes(engines, loads)
+    for ground in (known[name] for name in names):
+        if ground.recorded:
+            locate(*ground.recorded)
+
+
+def check_sizes(engines: Sequence[float], loads: Sequence[float]) -> None:
+    """Refuse sizes of fleets and loads that cannot be simulated. ConfigError."""
     if any(count < 1 or count % 1 for count in engines) or not all(0 < load < math.inf for load in loads):
         raise ConfigError(
             "A fleet needs whole engines and some load.", "Give --engines such as 4,16 and --loads above 0."
         )
-    for ground in (known[name] for name in names):
-        if ground.recorded:
-            locate(*ground.recorded)
 
 
 def _mixture(parts: Mapping[str, float], rate: float, seconds: float, rng: np.random.Generator) -> Workload:

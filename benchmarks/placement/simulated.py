@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from benchmarks.catalog.bars import bars
 from benchmarks.catalog.grounds import PROFILE, checked
 from benchmarks.catalog.margins import HEADWAY, Case, margin_rows
 from benchmarks.experiment import Result, computed, experiment, refuse_unknown
@@ -21,7 +21,6 @@ from headway.prefix import GRAIN
 from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload
-from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 
 CLAIRVOYANT, ENDS = "clairvoyant", f"{HEADWAY}+ends"
@@ -34,6 +33,7 @@ _UNITS = {
     "tokens.computed": "tokens",
     "balance": "largest/mean",
 }
+_DRAWN = {"attainment.promised": "attainment.promised, %", "prompt.hit_pct": "prompt.hit_pct, %"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def main(
         f"all ages are there; routers in front of stock vLLM, +packer: with Headway's in the engines; "
         f"+ends: engines learn which conversations have ended."
     )
-    return Result(rows, workload, lambda: _pictures(rows), system_grid(rows))
+    return Result(rows, workload, lambda: {"placement": bars(rows, _DRAWN)}, system_grid(rows))
 
 
 def figures_of(cell: Cell) -> dict[str, float]:
@@ -137,19 +137,3 @@ def _margins(found: dict[Cell, dict[str, float]]) -> Iterator[Row]:
     """Yield how many points more promises headway keeps than the best router of stock vLLM, per load, if both ran."""
     kept = {Case(one.load, one.setting, one.system): figures["attainment.promised"] for one, figures in found.items()}
     return margin_rows(kept, CHOICES)
-
-
-def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
-    systems = list(dict.fromkeys(row.system for row in rows if row.id == "attainment.promised"))
-    settings = list(dict.fromkeys(row.setting for row in rows if row.id == "attainment.promised"))
-    figure, grid = sheet(2, 1, 9.0, 6.0)
-    width, shades = 0.8 / len(systems), colours(systems)
-    for axes, id in zip(grid, ("attainment.promised", "prompt.hit_pct"), strict=True):
-        for number, system in enumerate(systems):
-            values = {row.setting: row.ours for row in rows if (row.id, row.system) == (id, system)}
-            places = np.arange(len(settings)) + (number - (len(systems) - 1) / 2) * width
-            axes.bar(places, [values.get(one) or 0.0 for one in settings], width, color=shades[system])
-        labels = [one.replace(", ", "\n") for one in settings]
-        axes.set(xticks=range(len(settings)), xticklabels=labels, ylabel=f"{id}, %")
-    legend(figure, systems)
-    return {"placement": png(figure)}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +32,12 @@ from headway.simulate.run import no_time
 from headway.simulate.warm_engines import Adapters, KvCache, WarmEngine, around
 from headway.simulate.warm_pool import WarmPool
 from headway.simulate.workload.applications import Applications, Step
+from headway.simulate.workload.traffic import Workload, concat
 from headway.stages import Prewarm, Resource, Stage
 from headway.types import Floats, Request, Slo
+
+if TYPE_CHECKING:
+    from headway.simulate.compiled_fleet import CompiledFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class ReplayLoop(Loop):
     """The loop over requests that arrive when a run's earlier steps have ended.
 
     pause: seconds between two steps of a run. pool: backends outside the LLM. warm: the engine with a cache.
+    beside: requests with arrivals of their own, sorted; they are the first rows of the loop's workload.
+    compiled: as in `Loop`.
     """
 
     def __init__(
@@ -75,9 +82,14 @@ class ReplayLoop(Loop):
         pool: WarmPool,
         observer: Observer | None = None,
         warm: WarmEngine | None = None,
+        beside: Workload | None = None,
+        compiled: CompiledFleet | None = None,
     ) -> None:
-        super().__init__(apps.workload, controller, instances, plan_seconds=no_time, tick=1.0, observer=observer)
-        self._arrivals = []  # each request arrives when its run gets there
+        workload = apps.workload if beside is None else concat(beside, apps.workload)
+        more: dict[str, Any] = {"observer": observer, "compiled": compiled}
+        super().__init__(workload, controller, instances, plan_seconds=no_time, tick=1.0, **more)
+        self._beside = 0 if beside is None else len(beside)
+        del self._arrivals[self._beside :]  # each request of a run arrives when its run gets there
         self.end = np.full(len(apps), math.nan)
         self._apps, self._pause, self._pool, self._warm_engine = apps, pause, pool, warm
         self._progress = [_Progress() for _ in range(len(apps))]
@@ -127,7 +139,7 @@ class ReplayLoop(Loop):
         slo = within(Slo(), stage.target, float(self._apps.arrival[run]), now)
         adapter = self._apps.adapters[run] if self._apps.adapters else None
         for row in mine:
-            request = self.workload.request(row)
+            request = self.workload.request(self._beside + row)
             request = replace(request, arrival=now, stage=stage, slo=slo, adapter=adapter)
             self._come(request, now)
 
@@ -156,7 +168,10 @@ class ReplayLoop(Loop):
 
     def _end_request(self, id: str, first: float, evictions: int, overhead: float, now: float) -> None:
         super()._end_request(id, first, evictions, overhead, now)
-        run = int(self.workload.run[self.workload.row_of(id)])
+        row = self.workload.row_of(id)
+        if row < self._beside:
+            return
+        run = int(self.workload.runs[self.workload.run[row]])
         self._progress[run].left -= 1
         if self._progress[run].left == 0:
             self._go_on(run, now + overhead)
@@ -192,12 +207,16 @@ def replay(
     observer: Observer | None = None,
     until: float = math.inf,
     cache: KvCache | Adapters | None = None,
+    beside: Workload | None = None,
+    fast: bool = False,
 ) -> Replayed:
     """Run applications to their end, at most to the instant `until`.
 
     Each application is a tenant, as fair sharing (VTC) counts it. cold_s: seconds that backends outside the
     LLM need to start, by name; they are part of the recorded seconds of the units that they serve. cache: of
-    the only instance. Raises ConfigError for a fleet that cannot serve the workload.
+    the only instance. beside: other requests, as in `ReplayLoop`. fast: iterations are compiled, where they can be;
+    the planner then plans at ends of requests, not at first tokens.
+    Raises ConfigError for a fleet that cannot serve the workload.
     """
     planner = recipe.planner()
     check(instances)
@@ -208,12 +227,20 @@ def replay(
     warm = None if cache is None else _install(fleet, cache)
     if warm is not None:
         warm.rank = planner.rank
-    loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, observer=observer, warm=warm)
+    compiled = _compiled(fleet) if fast else None
+    more: dict[str, Any] = {"observer": observer, "warm": warm, "beside": beside, "compiled": compiled}
+    loop = ReplayLoop(apps, controller, fleet, pause=pause, pool=pool, **more)
     outcome = loop.run(progress, until)
     pool.close()
     if warm is not None:
         warm.cache.close()
     return Replayed(loop.end, outcome, pool, warm)
+
+
+def _compiled(fleet: Sequence[SimulatedInstance]) -> CompiledFleet | None:
+    from headway.simulate.compiled_fleet import CompiledFleet  # brings numba
+
+    return CompiledFleet.of(fleet)
 
 
 def _install(fleet: Sequence[SimulatedInstance], cache: KvCache | Adapters) -> WarmEngine:

@@ -1,0 +1,136 @@
+"""`headway bench agents`: recorded coding agents in a closed loop beside chat, in the simulator.
+
+An agent's next request comes when the one before it is answered and the recorded time of its tools has passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.catalog import recorded, simulated
+from benchmarks.catalog.bars import bars
+from benchmarks.catalog.grounds import PROFILE, check_sizes, fleet
+from benchmarks.catalog.margins import HEADWAY
+from benchmarks.catalog.programs import RECIPE as PROGRAMS
+from benchmarks.catalog.workloads import CHAT
+from benchmarks.experiment import Result, computed, experiment, refuse_unknown
+from headway.policy.recipes.recipe import Recipe
+from headway.simulate.replay import replay
+from headway.simulate.workload.applications import Applications, AppRun, Step, applications
+from headway.simulate.workload.arrivals import poisson
+from headway.simulate.workload.run_prefixes import with_prefixes
+from headway.simulate.workload.traces import locate
+from headway.simulate.workload.traffic import concat
+from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
+from headway.whatif.slo_violations import met
+
+STOCK = "vllm-fcfs"
+SYSTEMS = (HEADWAY, STOCK, "session", PROGRAMS.name, "hermes")
+SETTINGS = {"all-kv": "", "little-kv": ",kv_tokens=240000"}  # of the engines
+AGENTS, CHATS = 0.2, 0.3  # conversations per second and engine at 1.0 times the capacity
+WARM_S = 150.0  # after which conversations count
+_APP, _UNIT = "coding-agent", "turn"
+_UNITS = {"conversation.mean": "s", "conversation.p95": "s", "attainment.promised": "%", "prompt.hit_pct": "%"}
+_DRAWN = {"conversation.mean": "mean seconds of an agent", "attainment.promised": "promises of chat kept, %"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system on one load. setting: one of `SETTINGS`."""
+
+    setting: str
+    engines: int
+    load: float
+    system: str
+    seconds: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The setting, as rows name it."""
+        return f"{self.setting}, {self.engines} engines, {self.load:g}x"
+
+
+@experiment("agents", "sim", f"Coding agents in a closed loop beside chat ({SIMULATED})")
+def main(
+    ask: Ask,
+    systems: tuple[str, ...] = (),
+    settings: tuple[str, ...] = (),
+    engines: tuple[float, ...] = (),
+    loads: tuple[float, ...] = (),
+    seconds: float | None = None,
+) -> Result:
+    """Simulate; what is not given: `quick`, two engines with little KV, a short time, three systems; else all."""
+    systems = systems or ((HEADWAY, STOCK, PROGRAMS.name) if ask.quick else SYSTEMS)
+    settings = settings or (("little-kv",) if ask.quick else tuple(SETTINGS))
+    engines = engines or ((2,) if ask.quick else (4, 16))
+    loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3))
+    seconds = seconds or (60.0 if ask.quick else 240.0)
+    refuse_unknown("setting", settings, SETTINGS)
+    check_sizes(engines, loads)
+    locate(*recorded.FILE)
+    for name in systems:
+        system(name)
+    cells = [
+        Cell(setting, int(count), load, name, seconds, ask.seed)
+        for setting, count, load, name in itertools.product(settings, engines, loads, systems)
+    ]
+    found = computed(cells, figures_of, sources=() if ask.quick else simulated.SOURCES)
+    rows = [
+        Row(id, cell.system, cell.name, value, _UNITS[id])
+        for cell, figures in found.items()
+        for id, value in figures.items()
+    ]
+    rows += _of_stock(found)
+    workload = (
+        f"{SIMULATED}: engines of {PROFILE} with prefix caches; {AGENTS:g} agents and {CHATS:g} conversations of "
+        f"interactive-chat begin per second and engine at 1x, those of {seconds:g} s count."
+    )
+    return Result(rows, workload, lambda: {"agents": bars(rows, _DRAWN)}, system_grid(rows))
+
+
+def system(name: str) -> Recipe:
+    """Return a system by its name. ConfigError for an unknown one."""
+    return PROGRAMS if name == PROGRAMS.name else simulated.system(name)
+
+
+def figures_of(cell: Cell) -> dict[str, float]:
+    """Simulate a cell and return its figures."""
+    rng, end = np.random.default_rng(cell.seed), WARM_S + cell.seconds
+    many = cell.engines * cell.load
+    agents, chat = runs(AGENTS * many, end, rng), CHAT.workload(CHATS * many, end, rng)
+    engines = fleet(cell.engines, more=SETTINGS[cell.setting])
+    done = replay(system(cell.system), engines, agents, beside=chat, fast=True)
+    took = (done.end - agents.arrival)[agents.arrival >= WARM_S]
+    rows = np.zeros(len(done.outcome.end), bool)
+    rows[: len(chat)] = chat.arrival >= WARM_S
+    kept = met(concat(chat, agents.workload), done.outcome)[rows].mean()
+    figures = float(took.mean()), float(np.quantile(took, 0.95)), 100 * float(kept), done.outcome.hit_pct
+    return dict(zip(_UNITS, figures, strict=True))
+
+
+def runs(rate: float, seconds: float, rng: np.random.Generator) -> Applications:
+    """Return agents that begin at `rate` per second, each with one of the recorded conversations."""
+    scripts = [AppRun(_APP, tuple(_steps(talk))) for talk in recorded.conversations()]
+    begins = poisson(rate, seconds, rng)
+    chosen = [scripts[i] for i in rng.integers(len(scripts), size=begins.size).tolist()]
+    return with_prefixes(applications(chosen, begins, "default"), {f"{_APP}/{_UNIT}": recorded.SYSTEM})
+
+
+def _steps(talk: Sequence[recorded.AgentTurn]) -> Iterator[Step]:
+    for prompt, answer, tools_s in talk:
+        yield Step(_UNIT, requests=((prompt, int(answer)),))
+        yield Step("tools", "tools", seconds=tools_s)
+
+
+def _of_stock(found: Mapping[Cell, Mapping[str, float]]) -> Iterator[Row]:
+    """Yield mean seconds of a conversation as a multiple of stock vLLM's, where that ran."""
+    stock = {cell.name: figures["conversation.mean"] for cell, figures in found.items() if cell.system == STOCK}
+    for cell, figures in found.items():
+        if cell.name in stock:
+            value = figures["conversation.mean"] / stock[cell.name]
+            yield Row("conversation.of_stock", cell.system, cell.name, value, "x")
