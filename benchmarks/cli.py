@@ -332,7 +332,7 @@ def agents(
     ] = None,
     settings: Annotated[str | None, typer.Option(help="all-kv, little-kv or both; unset, both.")] = None,
     engines: Annotated[str | None, typer.Option(help="Sizes of the fleet; unset, 4,16.")] = None,
-    loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.7,1,1.3.")] = None,
+    loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.5,0.7,1.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
 ) -> None:
     """Replay recorded coding agents in a closed loop beside chat on a fleet (SIMULATED; needs HEADWAY_DATA)."""

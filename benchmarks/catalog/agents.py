@@ -68,7 +68,7 @@ def main(
     systems = systems or ((HEADWAY, STOCK, PROGRAMS.name) if ask.quick else SYSTEMS)
     settings = settings or (("little-kv",) if ask.quick else tuple(SETTINGS))
     engines = engines or ((2,) if ask.quick else (4, 16))
-    loads = loads or ((1.0,) if ask.quick else (0.7, 1.0, 1.3))
+    loads = loads or ((1.0,) if ask.quick else (0.5, 0.7, 1.0))
     seconds = seconds or (60.0 if ask.quick else 240.0)
     refuse_unknown("setting", settings, SETTINGS)
     check_sizes(engines, loads)
