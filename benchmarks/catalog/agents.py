@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from headway.simulate.workload.arrivals import poisson
 from headway.simulate.workload.run_prefixes import with_prefixes
 from headway.simulate.workload.traces import locate
 from headway.simulate.workload.traffic import concat
+from headway.types import Floats
 from headway.whatif.output.results import SIMULATED, Ask, Row, system_grid
 from headway.whatif.slo_violations import met
 
@@ -86,6 +88,7 @@ def main(
         for id, value in figures.items()
     ]
     rows += _of_stock(found)
+    rows.append(Row("conversation.mean", "alone", "on an idle engine", alone(), "s"))
     workload = (
         f"{SIMULATED}: engines of {PROFILE} with prefix caches; {AGENTS:g} agents and {CHATS:g} conversations of "
         f"interactive-chat begin per second and engine at 1x, those of {seconds:g} s count."
@@ -113,12 +116,26 @@ def figures_of(cell: Cell) -> dict[str, float]:
     return dict(zip(_UNITS, figures, strict=True))
 
 
+def alone() -> float:
+    """Return the mean seconds of a recorded conversation on an idle engine."""
+    begins = np.array([3600.0 * number for number in range(len(_scripts()))])
+    done = replay(system(STOCK), fleet(1), _applications(_scripts(), begins), fast=True)
+    return float((done.end - begins).mean())
+
+
 def runs(rate: float, seconds: float, rng: np.random.Generator) -> Applications:
     """Return agents that begin at `rate` per second, each with one of the recorded conversations."""
-    scripts = [AppRun(_APP, tuple(_steps(talk))) for talk in recorded.conversations()]
-    begins = poisson(rate, seconds, rng)
-    chosen = [scripts[i] for i in rng.integers(len(scripts), size=begins.size).tolist()]
-    return with_prefixes(applications(chosen, begins, "default"), {f"{_APP}/{_UNIT}": recorded.SYSTEM})
+    scripts, begins = _scripts(), poisson(rate, seconds, rng)
+    return _applications([scripts[i] for i in rng.integers(len(scripts), size=begins.size).tolist()], begins)
+
+
+@cache
+def _scripts() -> Sequence[AppRun]:
+    return [AppRun(_APP, tuple(_steps(talk))) for talk in recorded.conversations()]
+
+
+def _applications(scripts: Sequence[AppRun], begins: Floats) -> Applications:
+    return with_prefixes(applications(scripts, begins, "default"), {f"{_APP}/{_UNIT}": recorded.SYSTEM})
 
 
 def _steps(talk: Sequence[recorded.AgentTurn]) -> Iterator[Step]:
