@@ -236,29 +236,33 @@ def rivals(
 @command()
 def beside(
     ask: Ask,
-    real: Annotated[bool, typer.Option("--real", help="On real engines started here.")] = False,
+    real: Annotated[bool, typer.Option("--real", help="On two real engines started here, a core each.")] = False,
     systems: Annotated[
         str, typer.Option(help="With --real, comma-separated: vllm-fcfs, vllm-priority and recipes.")
-    ] = "vllm-fcfs,headway",
+    ] = "vllm-fcfs,vllm-priority,headway",
     model: Annotated[str, typer.Option(help="With --real: model name, directory or hub id.")] = "smollm2",
-    duration: Annotated[float, typer.Option(min=1, help="With --real: seconds until the batch is due.")] = 240.0,
-    capacity: Annotated[
-        float | None, typer.Option(min=0.001, help="With --real: requests/s of the engine, instead of measuring them.")
+    batch: Annotated[int, typer.Option(min=1, help="With --real: requests of the batch.")] = 300,
+    burst: Annotated[
+        float, typer.Option(min=1, help="With --real: seconds of a burst, and of the time after it.")
+    ] = 45.0,
+    knee: Annotated[
+        float | None, typer.Option(min=0.001, help="With --real: requests/s of two engines, instead of measuring them.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="With --real: rounds over all systems.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="With --real: batch limit of every engine.")] = 16,
 ) -> None:
-    """Run interactive bursts beside a batch with a completion deadline (SIMULATED without --real)."""
+    """Run interactive requests beside a batch on two engines (SIMULATED without --real)."""
     if not real:
         from benchmarks.simulated.beside import main
 
         main(ask)
         return
     from benchmarks.real import beside as live
+    from benchmarks.simulated.beside import Shape
     from headway.whatif.measured.systems import standard_engine
 
     engine = standard_engine(model, max_running=max_running, blocks=None)
-    live.main(ask, live.BesideTrial(engine, listed(systems), duration, rounds, ask.seed, capacity))
+    shape = Shape(batch, 10.0, burst, burst)
+    live.main(ask, live.BesideTrial(engine, listed(systems), shape, knee, ask.seed))
 
 
 @command()

@@ -1,108 +1,101 @@
-"""`headway bench beside --real`: interactive bursts beside a batch with a deadline, on real engines.
+"""`headway bench beside --real`: interactive requests beside a batch on two real vLLM engines, a core each.
 
-Like `simulated/beside.py`, with a batch as large as the engine can finish before the deadline. Each system
-serves the interactive requests alone, and again beside the batch.
+Like `benchmarks/simulated/beside.py`, smaller. The systems run one after the other, each on engines of its own; stock
+vLLM's requests go to its engines in turn, Headway's to its gateway. Stock vLLM first serves the interactive requests
+alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.simulated import beside
-from benchmarks.simulated.beside import ALONE, BESIDE, Figures
+from benchmarks.simulated.beside import ALONE, BATCH_PRIORITY, BATCH_RATE, BATCH_SLO, KNEE_SHARE, Seen, Shape, rows_of
+from benchmarks.simulated.beside import plot as picture
 from headway.config import Engine
-from headway.engines.vllm.process.sizes import expected
-from headway.types import Slo
-from headway.whatif.load import mix, report
-from headway.whatif.load.metrics import attainment, values
-from headway.whatif.load.records import Call, Record, Results
-from headway.whatif.measured import compare
-from headway.whatif.measured.systems import Start, running
-from headway.whatif.output.results import Ask
+from headway.engines.vllm.process.launch import free_port
+from headway.errors import ConfigError
+from headway.types import Floats, Slo
+from headway.whatif.load import generator, mix
+from headway.whatif.load.records import Call, Record
+from headway.whatif.measured.compare import BURST, steady
+from headway.whatif.measured.starting import START_S
+from headway.whatif.measured.systems import STOCK, answering, check, gateway, running
+from headway.whatif.output.results import Ask, Row, system_grid
 
-_INTERACTIVE = mix.TrafficTier("interactive", 0.5, Slo(ttft=1.5, tpot=0.150), "sharegpt_first_turn", max_tokens=128)
-_PHASES = 6  # three bursts, each followed by idle time
-_QUICK_SECONDS, _QUICK_TOKENS, _QUICK_CAPACITY = 4.0, 32, 6.0  # capacity: requests/s with such short answers
+UNPROTECTED = "vllm-fcfs"
+_TIER = mix.TrafficTier(
+    "interactive", slo=Slo(ttft=1.0, tpot=0.15), max_tokens=32, ignore_eos=True, prompt_tokens=(100, 160)
+)
+_CORES = ("0", "1")
+_QUICK = Shape(batch=16, lead=2.0, burst=4.0, idle=2.0, bursts=1, onset=2.0)
+_QUICK_KNEE = 3.0  # requests/s, instead of measuring them
+_console = Console(stderr=True)
 
-Found = dict[tuple[str, str], list[Record]]
+Start = Callable[[str, Sequence[Engine], Path], AbstractAsyncContextManager[Sequence[str]]]
+
+
+@asynccontextmanager
+async def fleet(name: str, engines: Sequence[Engine], logs: Path) -> AsyncIterator[Sequence[str]]:
+    """Start a system on these engines, yield the addresses that take its requests, then stop it.
+
+    Raises EngineError, with the last lines of the log, when it does not start.
+    """
+    async with AsyncExitStack() as stack:
+        if name in STOCK:
+            folders = [logs / f"engine-{i}" for i in range(len(engines))]
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            started = (running(name, one, folder, ()) for one, folder in zip(engines, folders, strict=True))
+            yield [await stack.enter_async_context(one) for one in started]
+            return
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        child = gateway(name, tuple(engines), port, logs, ("interactive", "batch"))
+        await stack.enter_async_context(answering(name, child, f"{url}/ready"))
+        yield [url]
 
 
 @dataclass(frozen=True, slots=True)
 class BesideTrial:
     """The settings of a trial.
 
-    seconds: time until the batch is due; the interactive requests arrive within the same time
-    capacity: requests/s of the engine; None = measured on the first system
-    interactive: the class of interactive requests with a promise; the others are copies with other SLOs
-    start: starts the systems, as `systems.running` does
+    engine: each of the two. systems: stock policies and recipes. knee: requests/s of two engines, None = measured.
+    tier: interactive requests; the batch's differ in class, SLO and priority. start: starts a system, as `fleet` does.
     """
 
     engine: Engine
     systems: tuple[str, ...]
-    seconds: float
-    rounds: int = 1
+    shape: Shape
+    knee: float | None = None
     seed: int = 0
-    capacity: float | None = None
-    interactive: mix.TrafficTier = _INTERACTIVE
-    start: Start = running
+    tier: mix.TrafficTier = _TIER
+    start: Start = fleet
 
-    @property
-    def plain(self) -> mix.TrafficTier:
-        """The class of interactive requests without an SLO."""
-        return replace(self.interactive, name=beside.PLAIN, slo=Slo())
+    def calls(self, at: Floats, batch: bool = False, seed: int = 0) -> list[Call]:
+        """Return interactive requests, or the batch's, that arrive at these seconds."""
+        tier = replace(self.tier, name="batch", slo=BATCH_SLO, priority=BATCH_PRIORITY) if batch else self.tier
+        return mix.calls(mix.Mix(tier.name, (tier,)), at, np.random.default_rng([self.seed, batch, seed]))
 
-    @property
-    def batch(self) -> mix.TrafficTier:
-        """The class of the batch: due at the deadline, less urgent than all others."""
-        return replace(self.interactive, name="batch", slo=Slo(e2e=self.seconds), priority=10)
+    async def send(self, urls: Sequence[str], calls: Sequence[Call], label: str) -> list[Record]:
+        """Send each request to the next address, and return the records."""
+        _console.print(label)
+        name, parts = self.engine.name, [calls[i :: len(urls)] for i in range(len(urls))]
+        each = (generator.run(url, name, part, progress=False) for url, part in zip(urls, parts, strict=True))
+        return [record for records in await asyncio.gather(*each) for record in records]
 
-    def calls(self, capacity: float, number: int) -> tuple[list[Call], list[Call]]:
-        """Return a round's interactive requests, and the batch, which is sent at the start."""
-        rng = np.random.default_rng([self.seed, number])
-        at = beside.bursts(capacity, _PHASES, self.seconds / _PHASES, rng)
-        due = np.zeros(max(round(capacity * beside.LEFT * beside.USED * self.seconds), 1))
-        alone = mix.Mix("interactive", (self.interactive, self.plain))
-        batch = mix.Mix("batch", (self.batch,))
-        warn = _silent if number else None  # warn once, in the first round
-        return mix.calls(alone, at, rng, warn=warn), mix.calls(batch, due, rng, warn=_silent)
-
-
-@dataclass(frozen=True, slots=True)
-class BesideOutcome:
-    """The records by system and setting, and the engine's capacity in requests/s."""
-
-    found: Found
-    capacity: float
-
-
-async def run(trial: BesideTrial) -> BesideOutcome:
-    """Run all systems, with and without the batch. Raise ConfigError or EngineError if one cannot run."""
-    setup = compare.CompareSetup(
-        mix.Mix("beside", (trial.interactive, trial.plain, trial.batch)),
-        without_prefixes(trial.engine),
-        trial.systems,
-        rounds=trial.rounds,
-        seed=trial.seed,
-        together=True,
-        start=trial.start,
-    )
-    async with compare.started(setup) as systems:
-        capacity = trial.capacity or await systems.capacity()
-        found: Found = {(name, setting): [] for name in trial.systems for setting in (ALONE, BESIDE)}
-        for number in range(trial.rounds):
-            alone, batch = trial.calls(capacity, number)
-            for name in compare.rotated(trial.systems, number):
-                for setting, calls in ((ALONE, alone), (BESIDE, [*batch, *alone])):
-                    label = f"{setting}, round {number + 1} of {trial.rounds}"
-                    records, _ = await systems.send(name, calls, label)
-                    found[name, setting] += records
-    return BesideOutcome(found, capacity)
+    def engines(self) -> list[Engine]:
+        """Return the two engines, each on a core of its own."""
+        return [replace(without_prefixes(self.engine), cores=core, start_timeout_s=START_S) for core in _CORES]
 
 
 def without_prefixes(engine: Engine) -> Engine:
@@ -110,52 +103,48 @@ def without_prefixes(engine: Engine) -> Engine:
     return replace(engine, args=(*engine.args, "--no-enable-prefix-caching"))
 
 
-def _silent(_: str) -> None:
-    """Discard a warning."""
+async def run(trial: BesideTrial) -> tuple[dict[str, Seen], float]:
+    """Return the figures by system, and the knee. Raise ConfigError or EngineError if a system cannot run."""
+    shape, knee, found = trial.shape, trial.knee, dict[str, Seen]()
+    logs = Path(tempfile.mkdtemp(prefix="headway-beside-"))
+    for name in dict.fromkeys((UNPROTECTED, *trial.systems)):
+        async with trial.start(name, trial.engines(), logs) as urls:
+            await trial.send(urls, trial.calls(np.zeros(4), seed=1), f"{name}: warm-up")  # first requests are slow
+            knee = knee or steady(await trial.send(urls, trial.calls(np.zeros(BURST), seed=2), f"{name}: knee"))
+            at = shape.interactive(KNEE_SHARE * knee, np.random.default_rng(trial.seed))
+            alone, batch = trial.calls(at), trial.calls(shape.due(), batch=True)
+            if name == UNPROTECTED:
+                found[ALONE] = seen(shape, await trial.send(urls, alone, ALONE))
+            if name in trial.systems:
+                found[name] = seen(shape, await trial.send(urls, [*batch, *alone], f"{name}, beside the batch"))
+    assert knee is not None
+    return found, knee
 
 
-def figures(records: Sequence[Record]) -> Figures:
-    """Return the figures of a run; a request without a first token has an infinite ttft."""
-    batch = [record for record in records if record.tier == "batch"]
-    plain = [record for record in records if record.tier == beside.PLAIN]
-    mine = [record for record in records if record.tier not in ("batch", beside.PLAIN)]
-    silence = float(values(mine + plain, "itl").max(initial=0.0))
-    return Figures(_p99(mine), _p99(plain), silence, attainment(mine) or 0.0, attainment(batch))
+def seen(shape: Shape, records: Sequence[Record]) -> Seen:
+    """Return the figures of a run; a request that failed has an infinite ttft and end."""
+    mine = [record for record in records if record.tier != "batch"]
+    ends = np.array([np.inf if record.last is None or not record.ok else record.last for record in records])
+    batch = np.array([record.tier == "batch" for record in records])
+    at, ttft = (np.array([getattr(record, name) for record in mine]) for name in ("at", "ttft"))
+    return Seen.of(shape, at, ttft, ends[batch] if batch.any() else None)
 
 
-def _p99(records: Sequence[Record]) -> float:
-    with np.errstate(invalid="ignore"):  # between two infinite values it is NaN
-        return float(np.quantile([record.ttft for record in records], 0.99)) if records else math.nan
-
-
-@experiment("beside", "vllm", "Interactive bursts beside a batch with a deadline on vLLM")
+@experiment("beside", "vllm", "Interactive requests beside a batch on two vLLM engines")
 def main(ask: Ask, trial: BesideTrial) -> Result:
-    """Run the benchmark. `quick`: a few seconds of short answers at a fixed capacity."""
+    """Run the benchmark. `quick`: a batch of 16 and one short burst at a fixed rate, Headway alone beside the batch."""
+    if len(os.sched_getaffinity(0)) < len(_CORES):
+        raise ConfigError("Two engines need two cores.", "Run it where this process may use two.")
+    check(trial.systems, trial.engine)
     if ask.quick:
-        trial = replace(
-            trial,
-            seconds=min(trial.seconds, _QUICK_SECONDS),
-            rounds=1,
-            capacity=trial.capacity or _QUICK_CAPACITY,
-            interactive=replace(trial.interactive, max_tokens=_QUICK_TOKENS),
-        )
-    outcome = asyncio.run(run(trial))
-    plain = beside.rows_of({key: figures(records) for key, records in outcome.found.items()})
-    rows = [replace(row, setting=f"{row.setting}, {trial.seconds:g} s") for row in plain]
-    runs: Results = {f"{name}, {kind}": (records, {}) for (name, kind), records in outcome.found.items()}
-    notes, workload = report.warnings(runs), _describe(trial, outcome)
-    return Result(rows, workload, lambda: {"beside": beside.plot(plain)}, notes=notes)
-
-
-def _describe(trial: BesideTrial, outcome: BesideOutcome) -> str:
-    records = next(found for (_, setting), found in outcome.found.items() if setting == BESIDE)
-    batch = sum(record.tier == "batch" for record in records)
-    measured = "" if trial.capacity else ", measured on the first system"
-    classes = mix.describe(mix.Mix("beside", (trial.interactive, trial.plain)))
-    return (
-        f"{classes}; {len(records) - batch} requests in "
-        f"{trial.seconds / _PHASES:g} s bursts at {beside.BURST:g} x capacity and as long at "
-        f"{beside.IDLE:g} x (capacity {outcome.capacity:.3f} req/s{measured}); a batch of {batch} such "
-        f"requests, due after {trial.seconds:g} s; {trial.rounds} x {trial.seconds:g} s, batch limit "
-        f"{expected(trial.engine).max_running}, no prefix caching."
+        trial = replace(trial, shape=_QUICK, knee=trial.knee or _QUICK_KNEE, systems=trial.systems[-1:])
+    found, knee = asyncio.run(run(trial))
+    shape, tier = trial.shape, trial.tier
+    rows = [*rows_of(found, f"{shape.batch} in the batch"), Row("knee", ALONE, "", knee, "requests/s")]
+    workload = (
+        f"two engines of {trial.engine.name}, a core each, batch limit {trial.engine.max_running}; prompts of "
+        f"{tier.prompt_tokens} and answers of {tier.max_tokens} tokens, {mix.format_slo(tier.slo)}; {shape.bursts} "
+        f"bursts of {shape.burst:g} s at {KNEE_SHARE:.0%} of the knee, {shape.idle:g} s apart; {shape.batch} requests "
+        f"at {BATCH_RATE:g}/s from {shape.lead:g} s before the first burst on, due after a day; no prefix caching."
     )
+    return Result(rows, workload, lambda: {"beside": picture(rows)}, system_grid(rows))
