@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from tools import reference
+from tools import reference, results
 
 from headway.cli.checkout import bench_commands
 from headway.cli.main import app
@@ -54,6 +56,35 @@ def ids(page: Path) -> str:
 def test_a_reference_is_what_the_script_writes(name: str) -> None:
     written = (ROOT / "docs" / name).read_text()
     assert written == reference.pages()[name], "run `python -m tools.reference`"
+
+
+def test_the_results_are_what_the_script_writes() -> None:
+    assert (ROOT / "docs" / "results.md").read_text() == results.page(), "run `python -m tools.results`"
+
+
+def test_a_result_stands_beside_its_strongest_rival(tmp_path: Path) -> None:
+    def row(system: str, value: float | None) -> dict[str, Any]:
+        return {"id": "kept", "system": system, "setting": "1x", "paper": None, "ours": value, "unit": "%"}
+
+    rows = [row("headway", 90.0), row("weak", 50.0), row("strong", 80.0), row("bound", 99.0), row("failed", None)]
+    kept = {"command": "headway bench x", "machine": "2 cores", "date": "2026-11-30"}
+    result = {"bench": "x", "host": "sim", "rows": rows, "seconds": 7.0}
+    (tmp_path / "x.json").write_text(json.dumps(kept | {"result": result}))
+    figure = results.Figure("Kept", "x", "kept", "1x", highest=True)
+    others = [
+        replace(figure, rival="weak"),
+        replace(figure, rival=None),
+        replace(figure, file="y", asks="headway bench y"),
+    ]
+    lines = results.page([figure, *others], tmp_path).splitlines()
+    where = "SIMULATED, [x](results/x.json)"
+    assert f"| Kept, % | 90 | 80 (strong) | {where} |" in lines
+    assert f"| Kept, % | 90 | 50 (weak) | {where} |" in lines
+    assert f"| Kept, % | 90 |  | {where} |" in lines
+    assert "| Kept | not measured yet | | `headway bench y` |" in lines
+    assert "| x | `headway bench x` | 7 | 2 cores | 2026-11-30 |" in lines
+    with pytest.raises(KeyError, match=r"x.json has no lost of headway in '1x'"):
+        results.page([replace(figure, id="lost")], tmp_path)
 
 
 # ---- paths

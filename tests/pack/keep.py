@@ -61,7 +61,7 @@ def level(row: dict[str, float], now: float = 0.0, params: PackerParams | None =
 
 
 def pace_among(table: Jobs) -> Pace:
-    return pace_of(table.data, in_progress(table.data, table.rows(), 0.0), OnlineLatency().theta)
+    return pace_of(table.data, in_progress(PromisesConfig(), table.data, table.rows(), 0.0), OnlineLatency().theta)
 
 
 def ran(step: Step) -> Ints:

@@ -8,7 +8,7 @@ import pytest
 from headway.policy.core.engine_spec import EngineSpec, PromisesConfig
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.promises.outlook import ANSWER, FAR, PROMPT, WAITS, any_plain, under_pressure
+from headway.policy.pack.promises.outlook import ANSWER, DISTANT, FAR, PROMPT, WAITS, any_plain, under_pressure
 from headway.policy.pack.promises.packer import Promises, kept_of, outlooks_of
 from headway.policy.pack.promises.selection import select
 from headway.policy.recipes.registry import find
@@ -246,12 +246,13 @@ def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
 @pytest.mark.parametrize(
     ("pressure", "all_promised", "expected"), [(0.0, True, ANSWER), (0.0, False, FAR), (0.5, False, ANSWER)]
 )
-def test_a_begun_answer_due_tomorrow_waits_for_requests_without_a_promise_alone(
+def test_a_begun_answer_due_in_minutes_waits_for_requests_without_a_promise_alone(
     pressure: float, all_promised: bool, expected: int
 ) -> None:
     params = under_pressure(packer().params, pressure, all_promised)
-    assert level(answer(e2e=86400.0), params=params) == expected
-    assert level({"e2e": 86400.0}, params=params) == FAR, "a prompt waits in any case"
+    assert level(answer(e2e=300.0), params=params) == expected
+    assert level({"e2e": 300.0}, params=params) == FAR, "a prompt waits in any case"
+    assert {level(one, params=params) for one in (answer(e2e=86400.0), {"e2e": 86400.0})} == {DISTANT}
 
 
 def test_requests_without_a_promise_are_seen() -> None:

@@ -14,6 +14,7 @@ from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.pack.promises.limits import seconds_allowed, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
+    DISTANT,
     FAR,
     HOPE,
     LOST,
@@ -40,7 +41,7 @@ def test_levels() -> None:
     assert level({"ttft": 1.0}, now=0.99) == LOST, "its prompt takes longer than that"
     assert level({"e2e": 1.0}) == PROMPT
     assert level({"e2e": 1.0}, now=0.9) == LOST
-    assert level({"e2e": 86400.0}) == FAR
+    assert (level({"e2e": 300.0}), level({"e2e": 86400.0})) == (FAR, DISTANT)
     assert level({"e2e": 1.0, "spread": 1.0}, now=0.9) == HOPE, "the answer may be short"
     assert level(answer(ttft=1.0, tpot=0.1), now=0.5) == ANSWER
     assert level(answer(ttft=0.05, tpot=0.1), now=0.5) == LOST, "the first token came late"
@@ -56,7 +57,7 @@ def test_of_a_batch_that_is_too_slow_some_answers_are_given_up_and_the_others_ke
     late = [answer(e2e=0.2, tokens_left=100.0) for _ in range(40)]
     for table in (jobs(*rows), jobs(*rows, *loose, *late)):
         theta = OnlineLatency().theta
-        answers = in_progress(table.data, table.rows(), 0.3)
+        answers = in_progress(PromisesConfig(), table.data, table.rows(), 0.3)
         pace = pace_of(table.data, answers, theta)
         chosen = in_pace(packer().params, table.data, answers, 0.3, theta, pace)
         kept = pace_of(table.data, chosen.pace, theta)

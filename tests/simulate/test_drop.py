@@ -10,6 +10,7 @@ import pytest
 
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
+from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.pack.promises.outlook import LOST, in_progress, outlook_of, pace_of
 from headway.policy.recipes.registry import find
@@ -114,7 +115,7 @@ def test_only_what_its_packer_has_given_up_is_refused_inside(monkeypatch: pytest
     def judged(self: SimulatedInstance, id: str) -> None:
         jobs, theta = self.engine.jobs, self.learned.theta
         if id in jobs:
-            pace = pace_of(jobs.data, in_progress(jobs.data, jobs.rows(), now[0]), theta)
+            pace = pace_of(jobs.data, in_progress(PromisesConfig(), jobs.data, jobs.rows(), now[0]), theta)
             levels.append(outlook_of(params, jobs.data, jobs.row_of[id], now[0], theta, pace)[0])
         drop(self, id)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.errors import ConfigError
+from headway.policy.core.ranks import DISTANT_S
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import UNLIMITED
 
@@ -104,6 +105,9 @@ class PromisesConfig(NamedTuple):
     long_answer_stds: requests that are not kept leave a deadline's answer time to be this many deviations
         longer.
     defer_beyond_s: a request without a tpot comes last while its latest start is further away; inf = never.
+    distant_s: while its deadline is even this far away it comes last of all, begun or not. distant_share: an
+        iteration whose requests beside the kept ones are all such takes this share of the tightest tpot, or of a
+        usual iteration, so that one that arrives meanwhile does not wait for long.
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
@@ -146,6 +150,8 @@ class PromisesConfig(NamedTuple):
     overload_s: float = 180.0
     long_answer_stds: float = 2.0
     defer_beyond_s: float = 30.0
+    distant_s: float = DISTANT_S
+    distant_share: float = 0.4
     begun_size_share: float = 0.5
     tpot_margin: float = 0.01
     itl_margin: float = 0.1

@@ -22,6 +22,8 @@ ARRIVAL, PRIORITY, DUE, ATTAINABLE = range(4)
 ON_TIME, LATE, BEST_EFFORT, FAR = range(4)
 # Requests due in more seconds than this rank after overdue ones (`Ordered.counts_late`).
 FAR_S = 600.0
+# Requests whose deadline is further away than this yield to all others, also begun and in the choice of an engine.
+DISTANT_S = 3600.0
 # Soft target in seconds that the queue assumes for requests without one; the engine knows better.
 SOFT = 10.0
 # The rank (`Jobs.urgency`) of a promise beyond its tenant's fair share (`policy/plan/tenant_parts.py`): it is

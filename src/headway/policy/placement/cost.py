@@ -11,7 +11,8 @@ elsewhere (`Instance.continues`). The busier the engines, the more a second
 of computing counts beside a second of waiting, because all later requests on that engine wait for it: delay is 1 while
 they have nothing to do, and `BUSY_DELAY` while prompts wait on all of them. A prefix in the cache is worth the seconds
 that it saves and no more: once an engine is so far behind that another one has computed the prefix anew by then, the
-request goes there, and both hold it. One more cached token never makes an engine cost more.
+request goes there, and both hold it. One more cached token never makes an engine cost more. What is inside an engine
+and due in more than an hour (a batch) counts only for requests like it: all others go before it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.policy.core.ranks import DISTANT_S
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
 from headway.types import Backlog, Batch, Bools, Floats, Instance, Ints, Request, Slo
@@ -101,6 +103,7 @@ class _Load:
     waiting: requests without a first token, in the order of sending. answers, context: number and tokens of the others.
         rate: sum of the tokens per second that these were promised.
     since: instant from which the engine computes the first of its prompts. known: its latency is its own.
+    urgent: the load without requests that are due in a long time, which wait for all others; None = this is it.
     """
 
     instance: Instance
@@ -113,6 +116,7 @@ class _Load:
     context: float = 0.0
     rate: float = 0.0
     since: float = 0.0
+    urgent: _Load | None = None
     _pace: tuple[float, float] | None = None
     _chunk: float | None = None  # seconds of an iteration of `_CHUNK` prompt tokens
 
@@ -148,6 +152,8 @@ class _Load:
 
     def change(self, id: str, one: _Inside, sign: int) -> None:
         """Add (1) or take out (-1) a request."""
+        if self.urgent is not None and not one.distant:
+            self.urgent.change(id, one, sign)
         self.room.change(one, sign)
         if one.promised or self.instance.own_order:
             self.firm.change(one, sign)
@@ -160,6 +166,8 @@ class _Load:
 
     def start(self, id: str, now: float) -> None:
         """Take note of a first token."""
+        if self.urgent is not None and id in self.urgent.waiting:
+            self.urgent.start(id, now)
         one = self.waiting.pop(id)
         one.started, self.since = True, now
         self._change_answers(one, 1)
@@ -186,6 +194,15 @@ class _Load:
     def learn(self, latency: Latency) -> None:
         """Take note of what the engine has learned."""
         self.latency, self._pace, self._chunk = latency, None, None
+        if self.urgent is not None:
+            self.urgent.learn(latency)
+
+    def expects(self, now: float) -> None:
+        """Take note that a request comes now."""
+        if not self.waiting:
+            self.since = now
+        if self.urgent is not None:
+            self.urgent.expects(now)
 
 
 @dataclass(slots=True)
@@ -195,7 +212,7 @@ class _Inside:
     load: of that engine, None = it is not up as far as is known. row: in the backlog.
     tokens: expected ones, prompt and answer. found: of its prompt, in the cache when it was sent.
     work: seconds that the rest of its prompt takes. rate: tokens per second that it was promised.
-    promised: it has a promise.
+    promised: it has a promise. distant: it is due in a long time.
     """
 
     name: str
@@ -208,6 +225,7 @@ class _Inside:
     places: int
     rate: float
     promised: bool
+    distant: bool
     started: bool = False
 
 
@@ -232,7 +250,8 @@ class Placement:
         """Add an engine, or what replaces it; what was inside it still is, until it is said to have left."""
         alike = (one.latency for one in self._loads.values() if one.known and one.instance.model == instance.model)
         latency = instance.latency or next(alike, OnlineLatency().seconds)
-        load = self._loads[instance.id] = _Load(instance, latency, instance.latency is not None)
+        known = instance.latency is not None
+        load = self._loads[instance.id] = _Load(instance, latency, known, urgent=_Load(instance, latency, known))
         self.index.forget(instance.id)
         if instance.prefix_caching:
             self.index.add(instance.id, instance.blocks_total, instance.block_size)
@@ -278,12 +297,17 @@ class Placement:
         backlog.work[row], backlog.pending[row] = work, True
         tokens, places, rate = backlog.tokens.item(row), backlog.places.item(row), self._rates.get(id, 0.0)
         promised = rate > 0 or backlog.due.item(row) < math.inf
-        one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate, promised)
+        distant = self._is_distant(backlog, row, now)
+        one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate, promised, distant)
         if load is not None:
-            if not load.waiting:
-                load.since = now
+            load.expects(now)
             load.change(id, one, 1)
         self._expect(id, name)
+
+    def _is_distant(self, backlog: Backlog, row: int, now: float) -> bool:
+        """Tell whether a request is due in a long time, so that all others go before it."""
+        rate = self._rates.get(str(backlog.keys[row]), 0.0)
+        return bool(rate == 0.0 and DISTANT_S < backlog.due.item(row) - now < math.inf)
 
     def planned(self, id: str, name: str, found: int, *, moved: bool) -> None:
         """Let requests that are placed after this one in the same plan find its prompt; `sent` follows.
@@ -374,6 +398,8 @@ class Placement:
         for load in loads:
             load.settle(backlog, now)
             kinds.setdefault(load.latency, load)
+        if not self._is_distant(backlog, row, now):
+            loads = [load.urgent or load for load in loads]
         fastest = min(kinds.values(), key=lambda load: seconds_on(load, 0))
         ahead, out = self._ahead(backlog, row, engines, now), list[Cost]()
         free = sum(load.free for load in loads) / len(loads)

@@ -21,6 +21,7 @@ from headway.policy.pack.kernels import CompiledStep, Rows, allocate, missing_of
 from headway.policy.pack.promises.limits import TimeLimits
 from headway.policy.pack.promises.outlook import (
     ANSWER,
+    FAR,
     HOPE,
     PROMPT,
     WAITS,
@@ -201,9 +202,8 @@ def compose(
 ) -> CompiledStep:
     """Return the step of the queue; others: rows that hold a slot and are not in it."""
     shape, fresh, limit = _kept_iteration(params, jobs, kept, theta, limits, now, kv.row_chunk)
-    limits = TimeLimits(limits.first, limits.plain, min(limits.spare, limit), limits.tpot, limits.soonest)
-    order, count, shape = _chosen(params, jobs, queue, kv, theta, limits, shape)
-    chunk = max(shape.prompt, _fitting(params, theta, shape, limits.spare))
+    order, count, shape, spare = _chosen(params, jobs, queue, kv, theta, limits, limit, shape)
+    chunk = max(shape.prompt, _fitting(params, theta, shape, spare))
     if shape.decodes == 0 or (fresh and not _yields(params, limits)):
         chunk = max(chunk, params.min_chunk)
     # One runs however long it takes: an engine that computes nothing would never come out of it.
@@ -342,15 +342,16 @@ def _fitting(params: PackerParams, theta: Floats, shape: Shape, limit: float) ->
 
 @compiled
 def _chosen(
-    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, limits: TimeLimits, shape: Shape
-) -> tuple[Ints, int, Shape]:
+    params: PackerParams, jobs: Rows, queue: Queue, kv: KvBudget, theta: Floats, limits: TimeLimits, most: float,
+    shape: Shape,
+) -> tuple[Ints, int, Shape, float]:  # fmt: skip
     """Return the rows that may run, then those that pause with their KV unless others need it.
 
-    Also how many may run, and the iteration.
+    Also how many may run, the iteration, and the seconds that it may take, at most `most`.
     """
     rows, keys, serial, heap = queue.rows, queue.keys, queue.serial, queue.newcomers
     order, pauses, size, paused = np.empty(rows.size, np.int64), np.empty(queue.sorted.size, np.int64), 0, 0
-    blocks, at, waiting = 0.0, 0, heap.size
+    blocks, at, waiting, spare = 0.0, 0, heap.size, min(limits.distant, most)
     while at < queue.sorted.size or waiting:
         if waiting and (at == queue.sorted.size or before(keys, serial, heap[0], queue.sorted[at])):
             row = rows[heap[0]]
@@ -359,6 +360,8 @@ def _chosen(
                 waiting = 0  # the batch is full, or no newcomer overtakes one that does not fit
                 continue
             blocks, order[size], size = blocks + need, row, size + 1
+            if queue.level[heap[0]] <= FAR:
+                spare = min(limits.spare, most)
             waiting = pop(keys, serial, heap, waiting)
             continue
         row, level, at = rows[queue.sorted[at]], queue.level[queue.sorted[at]], at + 1
@@ -366,14 +369,15 @@ def _chosen(
         if level == WAITS and not jobs["running"][row]:
             continue
         if level > WAITS:
-            shape, runs = _with(jobs, row, theta, limits.spare, shape)
+            spare = min(limits.spare, most) if level <= FAR else spare
+            shape, runs = _with(jobs, row, theta, spare, shape)
         blocks += reserved_of(jobs, row, kv.size, params.keep.growth_share)
         if runs:
             order[size], size = row, size + 1
         else:
             pauses[paused], paused = row, paused + 1
     order[size : size + paused] = pauses[:paused]
-    return order[: size + paused], size, shape
+    return order[: size + paused], size, shape, spare
 
 
 @compiled

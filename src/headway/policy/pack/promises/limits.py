@@ -21,6 +21,7 @@ class TimeLimits(NamedTuple):
     first: with a new prompt that is kept.
     plain: with other kept prompts.
     spare: with requests that are not kept.
+    distant: with no others that are not kept than those whose deadline is distant.
     tpot: the tightest of the kept answers, inf = none.
     soonest: until the first of the promised first tokens is due, inf = none is to come.
     """
@@ -28,6 +29,7 @@ class TimeLimits(NamedTuple):
     first: float
     plain: float
     spare: float
+    distant: float
     tpot: float
     soonest: float
 
@@ -62,7 +64,9 @@ def seconds_allowed(
         left = jobs["arrival"][row] + jobs["e2e"][row] - now
         if 0.0 < left < np.inf:
             deadline = min(deadline, _each_until(params, jobs, row, left, pace))
-    return TimeLimits(first, min(first, tpot), min(first, usual, deadline, share * tpot), tpot, soonest)
+    spare = min(first, usual, deadline, share * tpot)
+    distant = min(spare, params.keep.distant_share * min(usual, tpot))
+    return TimeLimits(first, min(first, tpot), spare, distant, tpot, soonest)
 
 
 @compiled

@@ -20,8 +20,8 @@ from headway.types import Floats, Ints
 # Levels, most urgent first. STREAM: silent for long. Kept, as they can be on time: ANSWER decodes, PROMPT
 # does not, HOPE only if its answer is short, WAITS has no room yet. Not kept, by soft due: GOES_ON begun and
 # due soon, OTHER, TURN by its tenant's turn, SURPLUS lost and beyond its tenant's fair share. FAR not due for
-# long. LOST cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
-STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, LOST = range(-1, 10)
+# long, DISTANT not for very long. LOST cannot be on time; `queue.py` makes it one of those from GOES_ON to SURPLUS.
+STREAM, ANSWER, PROMPT, HOPE, WAITS, GOES_ON, OTHER, TURN, SURPLUS, FAR, DISTANT, LOST = range(-1, 11)
 
 _LAST = 1e9  # seconds: more than any answer is behind
 _LONG_S = 1800.0  # for which a lost promise may show an overload after it was due
@@ -54,12 +54,16 @@ class Answers(NamedTuple):
 
 
 @compiled
-def in_progress(jobs: Rows, rows: Ints, now: float) -> Ints:
-    """Return the answers in progress that were promised something and are not late yet, by their serial."""
+def in_progress(keep: PromisesConfig, jobs: Rows, rows: Ints, now: float) -> Ints:
+    """Return the answers in progress that were promised something and are not late yet, by their serial.
+
+    Those whose deadline is distant are left out: they wait for all others, so these are as fast as without them.
+    """
     size, found = 0, np.empty(rows.size, np.int64)
     for row in rows:
         begun = jobs["running"][row] and jobs["output_tokens"][row] and promised(jobs, row)
         late = now > jobs["arrival"][row] + jobs["e2e"][row] or jobs["gap"][row] > jobs["itl"][row]
+        late |= is_distant(keep, jobs, row, now)
         if begun and not late and jobs["first"][row] <= jobs["arrival"][row] + jobs["ttft"][row]:
             found[size], size = row, size + 1
     return found[:size][np.argsort(jobs["serial"][found[:size]])]
@@ -303,12 +307,21 @@ def outlook_of(params: PackerParams, jobs: Rows, row: int, now: float, theta: Fl
         start = min(start, catch_up, next_start)
     if lost:
         return LOST, -np.inf
-    deferred = start - now > params.keep.defer_beyond_s and not (made and caution.keeps_begun)
-    if deferred and jobs["tpot"][row] == np.inf:
-        return FAR, start
+    if start - now > params.keep.defer_beyond_s and jobs["tpot"][row] == np.inf:
+        if is_distant(params.keep, jobs, row, now):
+            return DISTANT, start
+        if not (made and caution.keeps_begun):
+            return FAR, start
     if made and missing_of(jobs, row) == 1 and jobs["running"][row]:
         return ANSWER, start
     return PROMPT if start >= now or jobs["running"][row] else HOPE, start
+
+
+@compiled
+def is_distant(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> bool:
+    """Tell whether a row's only deadline is more than `distant_s` away."""
+    due = jobs["arrival"][row] + jobs["e2e"][row]
+    return bool(keep.distant_s < due - now < np.inf and min(jobs["tpot"][row], jobs["itl"][row]) == np.inf)
 
 
 @compiled
@@ -345,7 +358,7 @@ def soft_due(keep: PromisesConfig, jobs: Rows, row: int, level: int, theta: Floa
     other's KV in turn.
     """
     target = jobs["soft"][row]
-    if target == 0.0 or level == FAR:
+    if target == 0.0 or level in (FAR, DISTANT):
         target = min(jobs["ttft"][row], jobs["e2e"][row])
     if target == np.inf:
         target = keep.soft_target_factor * prefill_of(theta, jobs["prompt"][row] - jobs["found"][row])

@@ -126,7 +126,7 @@ def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float,
     all_promised = not any_plain(jobs, rows)
     calm = under_pressure(params, 0.0, all_promised)
     inside = np.flatnonzero(jobs["running"][rows])
-    every = in_progress(jobs, rows[inside], now)
+    every = in_progress(params.keep, jobs, rows[inside], now)
     pace = pace_of(jobs, every, theta)
     answers = in_pace(params, jobs, every, now, theta, pace)
     if answers.pace.size < every.size:
@@ -208,7 +208,7 @@ def _let_streams_go_on(
     """
     keep, free, places, size, holders = params.keep, kv.free, np.empty(inside.size, np.int64), 0, 0
     for i in inside:
-        waits = outlook.level[i] > WAITS and outlook.level[i] != FAR
+        waits = WAITS < outlook.level[i] < FAR or outlook.level[i] == LOST
         holders += waits and kernels.decodes(jobs, outlook.rows[i])
         share = keep.overdue_share if waits else keep.kept_overdue_share
         if is_silent(jobs, outlook.rows[i], now, share * params.max_gap):

@@ -15,7 +15,18 @@ from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.ranks import BEYOND, outer
 from headway.policy.core.sorting import push, sort
 from headway.policy.pack.kernels import Rows
-from headway.policy.pack.promises.outlook import FAR, GOES_ON, HOPE, OTHER, SURPLUS, TURN, WAITS, Outlook, soft_due
+from headway.policy.pack.promises.outlook import (
+    DISTANT,
+    FAR,
+    GOES_ON,
+    HOPE,
+    OTHER,
+    SURPLUS,
+    TURN,
+    WAITS,
+    Outlook,
+    soft_due,
+)
 from headway.types import Floats, Ints
 
 # Of equals those that were kept come first, then those that hold a slot: more than any serial.
@@ -75,7 +86,7 @@ def _fill(
             near = jobs["output_tokens"][row] > 0 and due - now < keep.near_s
             level[i] = GOES_ON if near else _level_behind(level[i], jobs["urgency"][row])
             keys[2, i] = keys[0, i] if level[i] == TURN else due
-            if level[i] == FAR and running:
+            if level[i] >= FAR and running:
                 keys[2, i] = -np.inf
             keys[0, i], keys[1, i] = min(keys[0, i], 0.0), level[i]
         serial[i] = i if i < kept.rows.size else jobs["serial"][row] + (_HOLDS if running else _COMES)
@@ -89,8 +100,8 @@ def _fill(
 @compiled
 def _level_behind(level: int, urgency: float) -> int:
     """Return the level of what is not kept and need not go on."""
-    if level == FAR:
-        return FAR
+    if level in (FAR, DISTANT):
+        return level
     if urgency == BEYOND:
         return SURPLUS
     return TURN if urgency > 0.0 else OTHER
