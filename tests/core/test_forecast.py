@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.task import MOST_TASKS, TaskLengths
@@ -131,6 +134,35 @@ def test_rare_hangs_move_the_forecast_no_more_than_their_share() -> None:
         hung = rng.random() < 0.02
         latency.learn(batch, seconds(batch) * (1000 if hung else rng.lognormal(0, 0.05)))
     assert worst(latency) < 0.25  # 2 % of surprises, each counted at most threefold
+
+
+def slow_of(ratios: Sequence[float]) -> float:
+    """Return what iterations are held to take of their forecast after these measurements of an exact law."""
+    latency = taught(500, noise=0.0)
+    for batch, ratio in zip(shapes(np.random.default_rng(3), len(ratios)), ratios, strict=True):
+        latency.learn(batch, latency.seconds(batch) * ratio)
+    return float(latency.slow[0])
+
+
+@given(noise=st.lists(st.tuples(st.floats(0.0, 1.5), st.floats(0.0, 1.0)), max_size=120), scale=st.floats(0.0, 1.0))
+def test_more_noise_makes_a_margin_no_smaller_and_bounded(noise: list[tuple[float, float]], scale: float) -> None:
+    loud = slow_of([1.0 + size for size, _ in noise])
+    quiet = slow_of([1.0 + scale * part * size for size, part in noise])
+    assert 1.0 <= quiet <= loud + 0.05 <= 2.05
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.1, 0.2])
+def test_a_hundredth_of_the_iterations_takes_longer_than_its_forecast_and_the_margin(noise: float) -> None:
+    latency, rng, longer = taught(3000, noise=noise), np.random.default_rng(4), 0
+    for batch in shapes(rng, 3000):
+        measured = seconds(batch) * rng.lognormal(0, noise)
+        longer += measured > latency.slow[0] * latency.seconds(batch)
+        latency.learn(batch, measured)
+    assert 0.005 < longer / 3000 < 0.015
+
+
+def test_without_noise_iterations_leave_no_more_than_the_least_margin() -> None:
+    assert taught(2000, noise=0.0).slow[0] < 1.0 / (1.0 - PromisesConfig().itl_margin)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])

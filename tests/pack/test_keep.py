@@ -236,10 +236,10 @@ def test_answers_that_are_late_go_on_however_slow_the_engine_is(recipe: str, sec
 
 def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
     params = packer().params
-    assert under_pressure(params, 1.0, all_promised=False) == params
+    assert under_pressure(params, 1.0, all_promised=False, slow=1.0) == params
     calm = params.keep.calm
-    assert under_pressure(params, 0.0, all_promised=False) == params._replace(caution=calm)
-    half = under_pressure(params, 0.5, all_promised=False).caution
+    assert under_pressure(params, 0.0, all_promised=False, slow=1.0) == params._replace(caution=calm)
+    half = under_pressure(params, 0.5, all_promised=False, slow=1.0).caution
     assert calm.answer_safety < half.answer_safety < params.caution.answer_safety
 
 
@@ -249,7 +249,7 @@ def test_while_nothing_is_lost_requests_are_given_more_time() -> None:
 def test_a_begun_answer_due_in_minutes_waits_for_requests_without_a_promise_alone(
     pressure: float, all_promised: bool, expected: int
 ) -> None:
-    params = under_pressure(packer().params, pressure, all_promised)
+    params = under_pressure(packer().params, pressure, all_promised, 1.0)
     assert level(answer(e2e=300.0), params=params) == expected
     assert level({"e2e": 300.0}, params=params) == FAR, "a prompt waits in any case"
     assert {level(one, params=params) for one in (answer(e2e=86400.0), {"e2e": 86400.0})} == {DISTANT}

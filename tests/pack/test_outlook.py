@@ -90,8 +90,9 @@ def test_a_gap_above_its_itl_is_lost_and_before_that_it_limits_the_iteration() -
     assert level(smooth, now=0.55) == ANSWER
     assert level(smooth | {"gap": 0.11}, now=0.55) == LOST, "what it makes good later counts for its mean alone"
     assert level(smooth, now=0.7) == LOST
-    now, theta, params = 0.2, OnlineLatency().theta, packer(PromisesConfig(itl_margin=0.1)).params
-    for itl, most in (np.inf, 0.2), (0.1, 0.09):
+    now, theta, keep = 0.2, OnlineLatency().theta, PromisesConfig(itl_margin=0.1)
+    for itl, slow, most in (np.inf, 2.0, 0.2), (0.1, 1.05, 0.09), (0.1, 1.25, 0.08):
+        params = under_pressure(packer(keep).params, 1.0, all_promised=True, slow=slow)
         table = jobs(answer(ttft=1.0, tpot=0.1, itl=itl, last=now, tokens_left=10.0), {"ttft": 5.0})
         pace = pace_among(table)
         outlooks = outlooks_of(params, table.data, table.rows(), now, theta, pace, NONE)
@@ -134,7 +135,7 @@ def test_a_prompt_with_a_deadline_starts_early_enough_for_a_long_answer() -> Non
 
     def start(e2e: float, **more: float) -> float:
         table = jobs({"e2e": e2e, "tokens_left": 100.0} | more)
-        params = under_pressure(packer().params, 1.0, all_promised=True)
+        params = under_pressure(packer().params, 1.0, all_promised=True, slow=1.0)
         return outlook_of(params, table.data, 0, 0.0, theta, pace_among(table))[1]
 
     alone = 100.0 * pace_among(jobs({})).token

@@ -46,7 +46,7 @@ class EngineState(NamedTuple):
     output: output tokens, by row of `jobs`.
     account: one record of `kernels.USAGE`.
     iteration: rows and tokens of the iteration in progress, shape (2, slots).
-    theta, cov, cap, taught, forget, surprise: the packer's `OnlineLatency`; `learns`: it is taught.
+    theta, cov, cap, slow, taught, forget, surprise: the packer's `OnlineLatency`; `learns`: it is taught.
     law, law_kind: the latency model. error: `InstanceSpec.latency_error`.
     packer: its `params`.
     """
@@ -59,6 +59,7 @@ class EngineState(NamedTuple):
     theta: Floats
     cov: Floats
     cap: Floats
+    slow: Floats
     taught: Ints
     law: Floats
     law_kind: int
@@ -84,7 +85,7 @@ def begin(engine: EngineState, rows: Ints, now: float, totals: Rows) -> Ran:
 def decide(engine: EngineState, rows: Ints, free: int, now: float) -> CompiledStep:
     """Return the packer's step for these rows. free: blocks."""
     kv_budget = KvBudget(engine.blocks, free, engine.limits.size, engine.limits.slots, UNLIMITED)
-    return pack(engine.packer, engine.jobs, rows, kv_budget, now, engine.theta)
+    return pack(engine.packer, engine.jobs, rows, kv_budget, now, engine.theta, engine.slow[0])
 
 
 @compiled_into_callers
@@ -113,8 +114,10 @@ def start(engine: EngineState, ran: Ran, copied: int, paused: int, now: float, t
     seconds = max(law_seconds(engine.law_kind, engine.law, decodes, context, prefill, pairs), SHORTEST)
     if engine.learns:
         parts = (float(decodes), float(context), float(prefill), float(pairs))
-        learn(engine.theta, engine.cov, engine.cap, *parts, seconds * engine.error, engine.forget, engine.surprise)
-        engine.taught[0] += 1
+        learn(
+            engine.theta, engine.cov, engine.cap, engine.slow, engine.taught, *parts, seconds * engine.error,
+            engine.forget, engine.surprise,
+        )  # fmt: skip
     copies = moved * engine.packer.copy_seconds  # beside the computation
     seconds = max(seconds, copies if moved else 0.0)
     total["busy"] += seconds
@@ -162,5 +165,6 @@ def state_of(
     kind, law = latency.compiled_law
     return EngineState(
         clock, jobs, output, account, np.zeros((2, limits.slots), np.int64), learned.theta, learned.cov, learned.cap,
-        learned.taught, law, kind, packer, limits, blocks, learned.forget, learned.surprise, error, learns,
+        learned.slow, learned.taught, law, kind, packer, limits, blocks, learned.forget, learned.surprise, error,
+        learns,
     )  # fmt: skip

@@ -111,7 +111,8 @@ class PromisesConfig(NamedTuple):
     begun_size_share: share of its size at which an answer with a deadline counts when the largest is given
         up; 0 = none of them is.
     tpot_margin: share of each tpot that answers keep in reserve when prompts take of their time.
-    itl_margin: share of each itl that iterations leave, because forecasts of them err.
+    itl_margin: share of each itl that iterations leave at least, because forecasts of them err; more where they err
+        by more (`OnlineLatency.slow`).
     catch_up_share: an answer behind its tpot asks for iterations in which it catches up by the end of twice
         its expected answer, but for none shorter than this share of its tpot.
     overdue_share, kept_overdue_share: a stream that is silent for this share of `EngineSpec.max_gap_s` goes
@@ -182,6 +183,7 @@ class PackerParams(NamedTuple):
     keep, caution: of `promises.Promises` only.
     host: tokens that rows' KV on the host may take, 0 = it is not copied there.
     copy_seconds: of one token. max_gap: `EngineSpec.max_gap_s`.
+    gap_share: of each itl, what iterations may take (`outlook.under_pressure`).
     """
 
     kind: int
@@ -194,6 +196,7 @@ class PackerParams(NamedTuple):
     copy_seconds: float = 0.0
     max_gap: float = math.inf
     caution: Caution = PromisesConfig().lost
+    gap_share: float = 1.0 - PromisesConfig().itl_margin
 
 
 def check(spec: EngineSpec, kv: KvUse, recipe: str) -> None:

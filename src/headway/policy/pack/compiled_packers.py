@@ -12,8 +12,10 @@ from headway.types import Floats, Ints
 
 
 @compiled
-def pack(params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats) -> CompiledStep:
-    """Return the step of one of the packers; rows: all of the engine's, in any order."""
+def pack(
+    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats, slow: float
+) -> CompiledStep:
+    """Return the step of one of the packers; rows: all of the engine's, in any order; theta, slow: `OnlineLatency`."""
     if params.kind == PROMISES:
-        return pack_promises(params, jobs, rows, kv_budget, now, theta)
+        return pack_promises(params, jobs, rows, kv_budget, now, theta, slow)
     return pack_by_rank(params, jobs, rows, kv_budget, now, theta)

@@ -19,6 +19,9 @@ _PRIOR = np.array([0.010, 0.5e-3, 1.4e-6, 0.29e-3, 1.1e-7])
 THETA_SIZE = _PRIOR.size
 _SHORTEST = 1e-4  # seconds
 _TELLING = 32  # iterations from which on the fit says more about the engine than the prior does
+# Of the measured over the forecast seconds of an iteration: the share that is below `slow`, by how much one more
+# iteration moves it (so it tells of the last 2,000 or so), and its bound, which leaves half of a gap to iterations.
+_SLOW_QUANTILE, _SLOW_STEP, _SLOWEST = 0.99, 0.05, 2.0
 
 
 class OnlineLatency:
@@ -28,7 +31,9 @@ class OnlineLatency:
     surprise: a step that took far longer than forecast, because another process had the core, moves the fit
         no more than this many times its forecast.
     theta: the five scaled coefficients, which compiled loops read in place.
-    taught: iterations that it was taught by `learn`, in an array of one, which compiled loops write in place.
+    slow: 0.99 of the iterations take at most this many times their forecast, from 1 to 2.
+    taught: iterations that it was taught by `learn`. It and `slow` are arrays of one, which compiled loops write in
+        place.
     """
 
     def __init__(self, forget: float = 0.998, surprise: float = 2.0) -> None:
@@ -36,6 +41,7 @@ class OnlineLatency:
         self.theta: Floats = _PRIOR * _SCALE
         self.cov: Floats = np.diag(np.square(self.theta) * 4e3)
         self.cap: Floats = np.diag(self.cov).copy()
+        self.slow: Floats = np.ones(1)
         self.taught: Ints = np.zeros(1, np.int64)
 
     @property
@@ -62,8 +68,7 @@ class OnlineLatency:
     def learn(self, batch: Batch, seconds: float) -> None:
         """Move the fit towards one measured iteration."""
         shape = (batch.decodes, batch.context, batch.prefill, batch.prefill_context)
-        learn(self.theta, self.cov, self.cap, *shape, seconds, self.forget, self.surprise)
-        self.taught[0] += 1
+        learn(self.theta, self.cov, self.cap, self.slow, self.taught, *shape, seconds, self.forget, self.surprise)
 
 
 def batch_of(jobs: Jobs, rows: Ints, tokens: Ints) -> Batch:
@@ -102,6 +107,8 @@ def learn(
     theta: Floats,
     cov: Floats,
     cap: Floats,
+    slow: Floats,
+    taught: Ints,
     decodes: float,
     context: float,
     prefill: float,
@@ -110,16 +117,21 @@ def learn(
     forget: float,
     surprise: float,
 ) -> None:
-    """Move theta and cov, in place, towards one measured iteration by recursive least squares.
+    """Move theta and cov, in place, towards one measured iteration by recursive least squares, and count it.
 
     Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short
-    iterations (decodes only) matter as much as long ones.
+    iterations (decodes only) matter as much as long ones. Once the fit is telling, `slow` follows its
+    quantile by steps whose mean is 0 there (Robbins and Monro 1951).
     """
     x = np.array([1.0, decodes, context, prefill, pairs]) / _SCALE
     forecast = 0.0
     for i in range(5):
         forecast += theta[i] * x[i]
     expected = max(forecast, _SHORTEST)
+    if taught[0] >= _TELLING:
+        step = _SLOW_STEP * ((seconds > slow[0] * expected) - (1.0 - _SLOW_QUANTILE))
+        slow[0] = min(max(slow[0] + step, 1.0), _SLOWEST)
+    taught[0] += 1
     error = (min(seconds, (1 + surprise) * expected) - forecast) / expected
     x = x / expected
     ahead = np.zeros(5)

@@ -152,7 +152,7 @@ def _most_urgent(jobs: Rows, kept: Outlook) -> int:
 def _rest_of(params: PackerParams, jobs: Rows, kept: Outlook, i: int, now: float) -> float:
     """Return the seconds for which an answer can stand still."""
     row = kept.rows[i]
-    rest = min(rest_of(params.keep, jobs, row, now), jobs["last"][row] + params.max_gap - now)
+    rest = min(rest_of(params, jobs, row, now), jobs["last"][row] + params.max_gap - now)
     return float(min(rest, kept.start[i] - now) if jobs["e2e"][row] < np.inf else rest)
 
 
@@ -168,7 +168,7 @@ def _beside(
             rest = _rest_of(params, jobs, kept, i, now)
             if rest > wait > -np.inf:
                 continue
-            slow = max(min(jobs["tpot"][row], until_gap(params.keep, jobs, row, now)), pace.token)
+            slow = max(min(jobs["tpot"][row], until_gap(params, jobs, row, now)), pace.token)
             least = min(least, rest if rest > pace.token else slow)
         if kept.level[i] <= ANSWER:
             decodes, context = decodes + 1, context + jobs["computed"][row]

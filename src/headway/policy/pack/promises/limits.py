@@ -53,8 +53,8 @@ def seconds_allowed(
             lead = lead_of(params.keep, jobs, row, now)
             # One that is behind need not catch up at once; to stop all prompts for it would not save it.
             catch_up = pace_to_catch_up(params.keep, jobs, row, lead)
-            rest = rest_of(params.keep, jobs, row, now)
-            slow = max(min(catch_up, until_gap(params.keep, jobs, row, now)), pace.token)
+            rest = rest_of(params, jobs, row, now)
+            slow = max(min(catch_up, until_gap(params, jobs, row, now)), pace.token)
             first = min(first, rest if rest > pace.token else slow)
             tpot = min(tpot, each)
             if lead < 2.0 * each:  # or it would never get ahead again

@@ -217,10 +217,10 @@ def _is_hopeless(jobs: Rows, row: int, theta: Floats) -> bool:
 
 
 @compiled
-def under_pressure(params: PackerParams, pressure: float, all_promised: bool) -> PackerParams:
+def under_pressure(params: PackerParams, pressure: float, all_promised: bool, slow: float) -> PackerParams:
     """Return the parameters under this pressure: while nothing is lost, no request is given up early.
 
-    all_promised: no request is without a promise.
+    all_promised: no request is without a promise. slow: `OnlineLatency`'s.
     """
     calm, lost = params.keep.calm, params.keep.lost
     caution = Caution(
@@ -241,6 +241,7 @@ def under_pressure(params: PackerParams, pressure: float, all_promised: bool) ->
         params.copy_seconds,
         params.max_gap,
         caution,
+        min(1.0 - params.keep.itl_margin, 1.0 / slow),
     )
 
 
@@ -338,15 +339,15 @@ def lead_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
 
 
 @compiled
-def rest_of(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
+def rest_of(params: PackerParams, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds for which an answer can stand still: by its lead, and by its itl."""
-    return float(min(lead_of(keep, jobs, row, now), until_gap(keep, jobs, row, now)))
+    return float(min(lead_of(params.keep, jobs, row, now), until_gap(params, jobs, row, now)))
 
 
 @compiled
-def until_gap(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> float:
+def until_gap(params: PackerParams, jobs: Rows, row: int, now: float) -> float:
     """Return the seconds until an answer's gap is too long, less a margin; inf = it has no itl."""
-    return float(jobs["last"][row] + (1.0 - keep.itl_margin) * jobs["itl"][row] - now)
+    return float(jobs["last"][row] + params.gap_share * jobs["itl"][row] - now)
 
 
 @compiled

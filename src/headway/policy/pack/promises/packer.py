@@ -109,22 +109,24 @@ class Promises(Packer):
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step; rows that control holds are left alone."""
-        spec = self.spec
+        spec, latency = self.spec, self.spec.latency
         rows = in_sight(self.keep, jobs.data, jobs.rows(), now)
-        step = pack(self.params, jobs.data, rows, kv_budget, now, spec.latency.theta)
+        step = pack(self.params, jobs.data, rows, kv_budget, now, latency.theta, latency.slow[0])
         evict, save = step.evict, _NONE
         if evict.size and self.kv.saves:
-            saves = are_swapped(jobs.computed[evict], spec.latency.theta, spec.copy_seconds)
+            saves = are_swapped(jobs.computed[evict], latency.theta, spec.copy_seconds)
             evict, save = evict[~saves], evict[saves]
         return Step(step.order, step.caps, evict, save, max_running=spec.max_running, token_budget=spec.token_budget)
 
 
 @compiled
-def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats) -> CompiledStep:
-    """Return the step; rows: of the engine, as `sight.in_sight` returns them, in any order."""
+def pack(
+    params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats, slow: float
+) -> CompiledStep:
+    """Return the step; rows: of the engine, as `sight.in_sight` returns them, in any order; slow: `OnlineLatency`'s."""
     rows, others = kernels.without_held(jobs, rows)
     all_promised = not any_plain(jobs, rows)
-    calm = under_pressure(params, 0.0, all_promised)
+    calm = under_pressure(params, 0.0, all_promised, slow)
     inside = np.flatnonzero(jobs["running"][rows])
     every = in_progress(params.keep, jobs, rows[inside], now)
     pace = pace_of(jobs, every, theta)
@@ -134,7 +136,7 @@ def pack(params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float,
     outlook = outlooks_of(calm, jobs, rows, now, theta, pace, answers.lost)
     pressure = pressure_of(params.keep, jobs, outlook, now, theta)
     if pressure > 0.0:
-        params = under_pressure(params, pressure, all_promised)
+        params = under_pressure(params, pressure, all_promised, slow)
         _revise(params, jobs, outlook, now, theta, pace, answers.lost)
     else:
         params = calm
