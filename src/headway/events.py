@@ -29,18 +29,23 @@ class Finished:
     """A request was answered.
 
     cached_tokens, prompt_tokens: cached ones of its prompt, and all, as its engine counts them; None, 0 = not said.
+    met: every target of its SLO was met.
     """
 
     id: str
     output_tokens: int
     cached_tokens: int | None = None
     prompt_tokens: int = 0
+    met: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """A request ended without an answer. missed: its promise counts as missed; otherwise it counts in no share."""
+
     id: str
     reason: str
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

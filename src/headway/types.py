@@ -40,6 +40,7 @@ class Slo:
     soft: a soft target where neither ttft nor e2e is promised: seconds to the first token that order the
         request and promise nothing; None = ten times what the part of its prompt takes alone that is not cached.
     itl: longest gap between two tokens of a stream (inter-token latency); `tpot` bounds their mean.
+    share: of the requests of its class, those that are promised to be on time, above 0 and below 1; None = all.
     """
 
     ttft: float | None = None
@@ -49,6 +50,7 @@ class Slo:
     soft: float | None = None
     line: bool = False
     itl: float | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "e2e", "soft", "itl"):
@@ -57,6 +59,8 @@ class Slo:
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight must be a positive number, not {self.weight}")
+        if self.share is not None and not 0 < self.share < 1:
+            raise ValueError(f"share must be above 0 and below 1, not {self.share}")
         if self.line and (self.ttft is None or self.tpot is None):
             raise ValueError("line needs both ttft and tpot")
 
@@ -239,7 +243,8 @@ class Backlog(Table):
     answer may have with its prompt. places: as in `Request`. model, instance, tenant:
     codes of `Cluster`. objective: index into `OBJECTIVES`. sent: the request is inside `instance`; otherwise
     it is still ours to order. soft: seconds from the arrival to the soft target, where nothing was promised
-    that is due. pending: it is inside an engine and has no token yet; work: seconds that its prompt takes there.
+    that is due. expendable: it is given up before others that were promised something (`policy/core/attainment.py`).
+    pending: it is inside an engine and has no token yet; work: seconds that its prompt takes there.
     serial: order of coming, which decides between equal ranks (traces have many arrivals in one
     second, and row numbers are reused).
     """
@@ -261,6 +266,7 @@ class Backlog(Table):
         "serial": int,
         "work": float,
         "pending": bool,
+        "expendable": bool,
     }
     DEFAULTS: ClassVar[dict[str, float]] = {"places": 1}
 

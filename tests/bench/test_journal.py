@@ -24,6 +24,7 @@ from headway.whatif.journal.advise import Case, advise, attained, fleet_of
 from headway.whatif.journal.calibrate import instances_of
 from headway.whatif.journal.past import Past
 from headway.whatif.journal.report import of_engines, of_requests, of_times, use_of
+from headway.whatif.journal.served import records_of
 from tests.helpers.journal_rows import ENGINE, request, stay, written
 from tests.helpers.recorded import Linear, fleet, record
 
@@ -232,6 +233,22 @@ def test_it_says_what_the_engine_held_where_several_have_the_model() -> None:
     assert said(JournalReader([unsent])) == ""
 
 
+def test_it_says_what_share_a_class_promises_and_has_kept() -> None:
+    late = {"first": 1005.0, "ended": 1006.0}
+    rows = [request("a", share=0.75), request("b", share=0.75, **late), request("c")]
+    rows.append(request("d", tier="other", **late))
+    past = Past.of(JournalReader(rows), "")
+    said = "Its class promises 75 % of its requests, and kept 66.7 % of 3 here."
+    assert explain.promised_share(past.run, past.timeline(1)) == said
+    assert explain.promised_share(past.run, past.timeline(3)) == ""
+    records = records_of(rows[:2] * 2)
+    assert attained(records) == 50.0
+    assert attained([*records, *records_of(rows[:1]) * 4]) == 100.0, "it keeps what it promises"
+    found = {(row.id, row.setting): row.ours for row in of_requests(JournalReader(rows))}
+    assert found["promised_share", "chat"] == 75.0
+    assert ("promised_share", "other") not in found
+
+
 # ---- the report
 
 
@@ -394,8 +411,6 @@ def test_weights_and_soft_targets_are_replayed() -> None:
 
 
 def test_the_class_that_is_worst_off_counts() -> None:
-    from headway.whatif.journal.served import records_of
-
     rows = [request(f"r{i}") for i in range(9)] + [request("late", tier="code", e2e=0.1)]
     assert attained(records_of(rows)) == 0.0
     assert attained(records_of(rows[:9])) == 100.0

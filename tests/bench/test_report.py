@@ -194,6 +194,13 @@ def test_one_system_is_a_column_per_class():
     assert "chat [and] batch" in text
 
 
+def test_a_promised_share_stands_beside_what_was_kept():
+    records = [record(slo=Slo(ttft=1.5, share=0.9)), record(tier="plain")]
+    assert "promised_share %" in printed(built({"a": (records, {})}).table())
+    found = metrics.figures({"a": (records, {})})
+    assert [(row.setting, row.ours) for row in found if row.id == "promised_share"] == [("chat", 90.0)]
+
+
 def test_several_systems_have_ratios_to_the_first():
     faster = [record(10.0, 10.5, 11.5)]
     systems = {"fcfs": (HAND, {"preemptions": 0.0}), "head[way]": (faster, {"preemptions": 2.0}), "none": ([], {})}

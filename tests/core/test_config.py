@@ -225,6 +225,7 @@ weight = 2.5
 measured = true
 pace = "line"
 itl_ms = 90
+share = 0.97
 
 [classes.bulk]
 soft_ttft_ms = 30000
@@ -367,7 +368,17 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         64,
     )
     assert config.classes["gold"] == Tier(
-        300.0, 50.5, 4000.0, -3, drop=True, prewarm=0.25, weight=2.5, measured=True, pace="line", itl_ms=90.0
+        300.0,
+        50.5,
+        4000.0,
+        -3,
+        drop=True,
+        prewarm=0.25,
+        weight=2.5,
+        measured=True,
+        pace="line",
+        itl_ms=90.0,
+        share=0.97,
     )
     assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000, 60.0),)

@@ -106,6 +106,8 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(data: dict[
         ({"classes": {"x": {"priority": 1.5}}}, "classes.x.priority", "1.5"),
         ({"classes": {"x": {"weight": 0}}}, "classes.x.weight", "0"),
         ({"classes": {"x": {"weight": -1.5}}}, "classes.x.weight", "-1.5"),
+        ({"classes": {"x": {"share": 1}}}, "classes.x.share", "1"),
+        ({"classes": {"x": {"share": 0}}}, "classes.x.share", "0"),
         ({"classes": {"x": {"soft_ttft_ms": 0}}}, "classes.x.soft_ttft_ms", "0"),
         ({"classes": {"x": 3}}, "classes.x", "3"),
         ({"classes": 3}, "classes", "3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_the_last_promises_may_cost_more_than_they_are_worth(share: float, engin
     """The sixth engine would add a fifth to five, and save 0.15 points of the one that may be lost."""
     kept_by = {1: 0.5, 2: 0.9, 3: 0.97, 4: 0.985, 5: 0.9898, 6: 0.9913, 7: 0.9935}
     curves = _Curves(sample(), ENGINE, 1.0, 1000.0, {(count, 0): share for count, share in kept_by.items()})
-    assert curves.needed(Arrivals(1.0, np.ones(1), True), 0.0, 2, Scale(max=7, share=share)) == engines
+    assert curves.needed(Arrivals(1.0, np.ones(1), True), 0.0, 2, 7, share) == engines
 
 
 @settings(max_examples=10, deadline=None)
@@ -235,6 +236,17 @@ def test_it_is_not_zero_where_silences_would_cost_too_many_promises() -> None:
         scaler.ended(request(at), 500, 100)
     assert scaler.wanted(3995.0, 1, ENGINE, NOTHING) == 1
     assert scaler.wanted(4020.0, 1, ENGINE, NOTHING) == 0, "as long as this it was never silent"
+
+
+def test_without_a_share_of_its_own_it_is_that_of_the_classes() -> None:
+    scaler = Scaler(Scale(max=3))
+    assert scaler.share == 0.99
+    for i in range(60):
+        slo = replace(SLO, share=0.9) if i % 3 else Slo() if i % 2 else SLO
+        scaler.ended(request(float(i), slo=slo), 500, 100)
+    assert scaler.share == pytest.approx((40 * 0.9 + 10 * 0.99) / 50), "what has no promise does not count"
+    scaler.limits = replace(scaler.limits, share=0.95)
+    assert scaler.share == 0.95
 
 
 def test_engines_that_are_all_lost_are_wanted_again() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from headway.config import Key, Tier
 from headway.engines.vllm.request_metadata import RequestMetadata, read_metadata
+from headway.policy.core.ranks import BEYOND
 from headway.policy.forecast.lengths.task import TELLING
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, CLASSES, SAY, Fake, Gateway, configuration, serving, until
@@ -173,6 +174,21 @@ def weighted(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
         yield one
 
 
+def test_what_a_class_with_a_share_can_spare_is_given_up_first_and_metrics_have_its_share(
+    serve: Serve, fake: Fake
+) -> None:
+    more = {"gold": Tier(ttft_ms=SLOW, share=0.9985), "slow": Tier(e2e_ms=0.001, share=0.9)}
+    with serve(classes=CLASSES | more) as one:
+        one.post(one.chat(service_tier="gold"))
+        assert metadata(fake.last()["body"]).urgency == BEYOND, "of 1,000 requests one may be late"
+        one.post(one.chat(service_tier="slow"))
+        assert one.metric('headway_slo_share{class="gold",share="promised"}') == 0.9985
+        until(lambda: one.metric('headway_slo_share{class="gold",share="kept"}') == 1.0)
+        until(lambda: one.metric('headway_slo_owed_total{class="slow",model="smollm2",tenant="default"}') == 1.0)
+        assert 'headway_slo_share{class="slow",share="kept"} 0.0' in one.get("/metrics").text
+        assert 'headway_slo_share{class="chat"' not in one.get("/metrics").text
+
+
 @pytest.mark.parametrize(
     ("headers", "stage"),
     [
@@ -248,7 +264,7 @@ def arrived(
     seen: list[Any] = []
     on = gateway.controller._add
     with monkeypatch.context() as patch:
-        patch.setattr(type(gateway.controller), "_add", lambda self, request: (seen.append(request), on(request)))
+        patch.setattr(type(gateway.controller), "_add", lambda self, *given: (seen.append(given[0]), on(*given)))
         answer = gateway.post(body or gateway.chat(), path, headers=headers)
     assert answer.status_code == 200, answer.text
     return seen[0]

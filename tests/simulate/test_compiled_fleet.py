@@ -91,6 +91,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "drops with caches": lambda: {
         "instances": fleet(f"{SMALL},prefix_caching=true"), "workload": talks(12.0, drop=True)
     },
+    "a promised share": lambda: {"workload": replace(load := traffic(12.0), share=np.where(load.tier == 0, 0.9, 1.0))},
     "tenants": lambda: {"workload": traffic(8.0, tenants=("a", "b"))},
     "failures": lambda: {"failures": (Failure("e1", 5.0, 4.0), Failure("e2", 8.0)), "workload": traffic(6.0)},
     "failures with caches": lambda: {

@@ -33,7 +33,7 @@ FINGERPRINTS = {
     6: "c4f521e011d45a1a",
     7: "a7cc77e25542dc35",
     8: "0524a2f1d1ed5201",
-    9: "d4aff78c50ecb79e",
+    9: "1dbfa6d4409d9665",
 }
 
 

@@ -43,6 +43,7 @@ from headway.types import Slo
 _HERE = "the configuration"
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Share = Annotated[float, Field(gt=0, le=1, strict=False)]
+PromisedShare = Annotated[float, Field(gt=0, lt=1, strict=False)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _Name = Annotated[str, Field(min_length=1)]
 
@@ -189,6 +190,8 @@ class Tier:
     soft_ttft_ms: target for the first token of an interactive class; it orders requests and promises nothing.
         Unset, about ten times the prompt's time on an idle engine.
     weight: worth of a promise of this class relative to other classes, when not all can be kept.
+    share: share of its requests that is promised to be on time, of the last 1,000 that ended; unset = all. Where not
+        all promises can be kept, recipe headway gives up (1 - share) of its requests before others, the largest first.
     measured: raise ttft_ms, tpot_ms and itl_ms to the engines' ability where a measurement at their start shows that
         they cannot reach these values.
     drop: refuse a request that can no longer be on time (429, before its first token) instead of serving it late.
@@ -206,13 +209,14 @@ class Tier:
     measured: bool = False
     pace: Literal["mean", "line"] = "mean"
     itl_ms: Positive | None = None
+    share: PromisedShare | None = None
 
     @cached_property
     def slo(self) -> Slo:
         """Return the SLO in seconds."""
         ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms, self.soft_ttft_ms, self.itl_ms)
         ttft, tpot, e2e, soft, itl = (None if value is None else value / 1000 for value in ms)
-        return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line", itl)
+        return Slo(ttft, tpot, e2e, self.weight, soft, self.pace == "line", itl, self.share)
 
 
 BATCH = Tier(priority=10, soft_ttft_ms=600_000.0)  # after interactive work, but not starved by it
@@ -468,6 +472,12 @@ def _class_contradictions(name: str, tier: Tier, where: str) -> Iterator[ConfigE
             f"classes.{name} in {where} has soft_ttft_ms, but its promises already order its requests.",
             "Leave out soft_ttft_ms, or ttft_ms and e2e_ms.",
             param=f"classes.{name}.soft_ttft_ms",
+        )
+    if tier.share is not None and not promises and tier.tpot_ms is None and tier.itl_ms is None:
+        yield ConfigError(
+            f"classes.{name} in {where} has a share, but promises its requests nothing.",
+            "Give it ttft_ms, tpot_ms, e2e_ms or itl_ms, or leave share out.",
+            param=f"classes.{name}.share",
         )
     if tier.pace == "line" and (tier.ttft_ms is None or tier.tpot_ms is None):
         yield ConfigError(

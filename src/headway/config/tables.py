@@ -119,7 +119,8 @@ class Log:
 class Scale:
     """Bounds of the number of engines of one model, [scale.MODEL], that follows its promises (docs/scale.md).
 
-    min, max: engines; with min = 0 the last one stops while nothing comes. share: share of the promises to keep.
+    min, max: engines; with min = 0 the last one stops while nothing comes. share: share of the promises to keep;
+        unset, what the model's classes promise (classes.CLASS.share, or 0.99) on average over its requests.
     start_s: time of an engine's start, until one has been seen. starts_engines: `headway serve` starts and stops the
         engines of this machine by it, `headway up` agents, with copies of the model's first engine.
     command: program and arguments to run instead whenever another number is wanted, by `headway serve` or the
@@ -128,7 +129,7 @@ class Scale:
 
     max: Count
     min: Annotated[int, Field(ge=0)] = 1
-    share: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.99
+    share: Annotated[float, Field(gt=0, lt=1, strict=False)] | None = None
     start_s: Positive = 60.0
     starts_engines: bool = False
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None

@@ -285,6 +285,7 @@ def _update_gauges(gateway: Gateway) -> None:
     metrics, controller = gateway.metrics, gateway.dispatcher.control.controller
     metrics.queued.set(controller.queued)
     metrics.set_plan(controller.planner.gauges)
+    metrics.shares(controller.attainment.accounts)
     metrics.running.set(len(controller.requests) - controller.queued)
     metrics.runs.count(gateway.dispatcher.runs)
     for store, file in _sqlite_files(gateway.config).items():

@@ -96,6 +96,7 @@ class Loop:
         self._check_at = math.inf  # when the controller is asked next for what is overdue
         self._caches = len(self.instances) > 1 and any(one.spec.prefix_caching for one in instances)
         self._run_left = Counter(workload.run.tolist() if ends else ())  # requests to end, by code of their run
+        self._tells_starts = len(self.instances) > 1 or bool((workload.share < 1).any())
         self._looked = -math.inf
         self._polled = -math.inf  # when it was last told what the engines have learned
         for failure in failures:
@@ -151,7 +152,7 @@ class Loop:
             if end is not None:
                 self.outcome.gap[self.workload.row_of(id)] = end.gap
                 self._end_request(id, end.first, end.evictions, compiled.instances[number].spec.token_overhead, at)
-            elif len(self.instances) > 1:
+            elif self._tells_starts:
                 self.controller.note(Started(id), at)
         return True
 
@@ -255,7 +256,7 @@ class Loop:
             self._inbox.append(Returned(id))
         elif not instance.holds(request.prompt_tokens, output):
             self.outcome.failed += 1
-            self._inbox.append(Failed(id, "too_long"))
+            self._inbox.append(Failed(id, "too_long", missed=True))
             self._went(id, now)
         else:
             self.outcome.instance[row] = self._numbers[instance.id]
@@ -331,7 +332,7 @@ class Loop:
 
     def _started(self, instance: SimulatedInstance, ran: Ran, now: float) -> None:
         """Tell of first tokens that are out; where there is one engine, only planners of application runs mind."""
-        if len(self.instances) == 1:
+        if not self._tells_starts:
             return
         jobs = instance.engine.jobs
         for id in jobs.names(ran.rows[jobs.first[ran.rows] == now]):
@@ -342,7 +343,8 @@ class Loop:
         assert math.isnan(self.outcome.end[row]), f"{id} is answered twice"
         self.outcome.first[row], self.outcome.end[row] = first + overhead, now + overhead
         self.outcome.evictions[row] = evictions
-        self._after(overhead, now, partial(self._notify, Finished(id, int(self.workload.output[row]))))
+        output = int(self.workload.output[row])
+        self._after(overhead, now, partial(self._notify, Finished(id, output, met=self._met(row))))
         self._after(overhead, now, partial(self._went, id))
 
     def _went(self, id: str, now: float) -> None:
@@ -361,6 +363,15 @@ class Loop:
         for instance in self.instances.values():
             if isinstance(instance.engine, CachingEngine):
                 instance.engine.end_run(run_number(run))
+
+    def _met(self, row: int) -> bool:
+        """Tell whether a request that has ended was on time; what promises no share is not asked about."""
+        if self.workload.share[row] == 1.0:
+            return True
+        request, outcome = self.workload.request(row), self.outcome
+        ttft, e2e = outcome.first[row] - request.arrival, outcome.end[row] - request.arrival
+        tpot = request.tpot(ttft, e2e, int(self.workload.output[row]))
+        return request.slo.met(ttft, tpot, e2e, outcome.gap[row])
 
     # ---- requests that are refused rather than served late
 

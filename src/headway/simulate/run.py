@@ -157,6 +157,7 @@ class Simulation:
         one = self.instances[0]
         plain = plain and planner.pull and not one.others and not one.delays
         plain = plain and not self.workload.drop.any() and not one.prefix_caching
+        plain = plain and not (self.workload.share < 1).any()
         plain = plain and not self.scale and math.isinf(one.mtbf_s) and one.instance.overflow is None
         if not plain:
             return None

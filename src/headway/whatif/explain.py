@@ -128,6 +128,17 @@ def placement(run: Run, story: Timeline) -> str:
     return f"It went to {fleet[chosen].id}, which held {held} of its {prompt:,} prompt tokens; {waited}."
 
 
+def promised_share(run: Run, story: Timeline) -> str:
+    """Say what share of a class's requests is promised and was kept in this run; empty where all are promised."""
+    work = run.workload
+    share = work.share[story.request]
+    if share == 1.0 or not work.promised[story.request]:
+        return ""
+    mine = work.promised & (work.tier == work.tier[story.request])
+    kept = 100 * slo_violations.met(work, run.outcome)[mine].mean()
+    return f"Its class promises {100 * share:.4g} % of its requests, and kept {kept:.1f} % of {mine.sum():,} here."
+
+
 def _missed(kept: SloResult) -> str:
     if kept.promise == "tpot":
         return f"was {_s(kept.late)} too slow, {_pair(kept)} per token"
@@ -337,7 +348,7 @@ def render(run: Run, story: Timeline, *, whole: bool = False, lines: int = _LINE
     unseen = [Text(_NO_LOG, style="dim")] if "unseen" in story.seconds() else []
     return Group(
         Text(verdict(run, story), style="bold"),
-        *[Text(where) for where in [placement(run, story)] if where],
+        *[Text(said) for said in (placement(run, story), promised_share(run, story)) if said],
         Text(about, style="dim"),
         "",
         _states(run, story),

@@ -2,7 +2,8 @@
 
 A TOML file has [[instances]] tables with the keys of `simulate/fleet.py` and, optionally, [[traffic]] tables
 with those of `TrafficClass` in `simulate/workload/traffic.py`: name, share, model, slo ("ttft:400 tpot:200"),
-lengths, priority, max_tokens, slo_scale, tenants and drop (refuse requests that can no longer be on time); and
+promised_share (of its requests that are promised to be on time, `Slo.share`), lengths, priority, max_tokens,
+slo_scale, tenants and drop (refuse requests that can no longer be on time); and
 [scale.MODEL] tables as in a gateway's configuration, of models whose engines come and go.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ class _Traffic(TypedDict, total=False):
     name: str
     share: float
     slo: str
+    promised_share: float
     priority: int
     lengths: str
     model: str
@@ -204,7 +206,10 @@ def _traffic(entry: dict[str, Any], path: Path) -> TrafficClass:
         raise _explain(error, path) from None
     if "name" not in read:
         raise ConfigError(f"A [[traffic]] table in {path} has no name.", "Add a name, which reports show.")
-    values: dict[str, Any] = {**read, "slo": parse_slo(read.get("slo", ""))}
+    promised = read.pop("promised_share", None)
+    if promised is not None and not 0 < promised < 1:
+        raise ConfigError(f"promised_share of [[traffic]] in {path} is {promised}.", "Give a number from 0 to 1.")
+    values: dict[str, Any] = {**read, "slo": replace(parse_slo(read.get("slo", "")), share=promised)}
     if "tenants" in read:
         values["tenants"] = tuple(read["tenants"])
     return TrafficClass(**values)
@@ -214,7 +219,7 @@ def _explain(error: ValidationError, path: Path) -> ConfigError:
     problem = error.errors()[0]
     key = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
-        keys = [entry.name for entry in fields(TrafficClass)]
+        keys = list(_Traffic.__annotations__)
         near = get_close_matches(key, keys, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys)}."
         return ConfigError(f"[[traffic]] in {path} has no {key!r}.", hint)

@@ -124,6 +124,8 @@ def describe(tier: Tier) -> str:
         parts.append(f"no gap above {_ms(tier.itl_ms)}")
     if tier.e2e_ms is not None:
         parts.append(f"whole answer {_ms(tier.e2e_ms)}")
+    if tier.share is not None:
+        parts.append(f"for {100 * tier.share:.4g} % of the requests")
     if tier.ttft_ms is None and tier.e2e_ms is None:
         soft = "soon" if tier.soft_ttft_ms is None else f"within {_ms(tier.soft_ttft_ms)}"
         parts.append(f"first token {soft} (a soft target, no promise)")

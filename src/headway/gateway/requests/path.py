@@ -372,14 +372,14 @@ class RequestPath:
         if not in_flight.enter(RequestState.ENDED):
             return False
         in_flight.drop_body()
-        now, request = clock.now(), in_flight.request
+        request, ended = in_flight.request, Ended(in_flight, clock.now(), "finished", output_tokens)
         self._lengths.answered(request, request.per_answer(output_tokens))
         cached, prompt = in_flight.cached_tokens, in_flight.prompt_tokens
-        finished = Finished(request.id, output_tokens, cached_tokens=cached, prompt_tokens=prompt)
+        finished = Finished(request.id, output_tokens, cached_tokens=cached, prompt_tokens=prompt, met=ended.met)
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
-        done = await self.closings.done(request.id, result, now)
-        self.observers.ended(Ended(in_flight, now, "finished" if done else "abandoned", output_tokens))
+        done = await self.closings.done(request.id, result, ended.at)
+        self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)
         return done
@@ -405,7 +405,7 @@ class RequestPath:
         now = clock.now()
         in_flight.drop_body()
         self.observers.ended(Ended(in_flight, now, outcome, output_tokens, reason))
-        self._dispatcher.remove(in_flight, Failed(in_flight.id, reason))
+        self._dispatcher.remove(in_flight, Failed(in_flight.id, reason, missed=outcome in ("failed", "refused")))
         self._lengths.ended(in_flight.id)
         return now
 

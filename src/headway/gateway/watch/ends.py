@@ -40,6 +40,21 @@ class Ended:
         instant = first if self.in_flight.streams and first is not None else self.at
         return instant - self.in_flight.request.arrival
 
+    @property
+    def e2e(self) -> float:
+        """Seconds from its arrival to its end."""
+        return self.at - self.in_flight.request.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token of one answer after its first."""
+        return self.in_flight.request.tpot(self.ttft, self.e2e, self.output_tokens)
+
+    @property
+    def met(self) -> bool:
+        """Whether an answered request met every target of its SLO."""
+        return self.in_flight.request.slo.met(self.ttft, self.tpot, self.e2e, self.in_flight.silence or 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:

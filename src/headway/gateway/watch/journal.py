@@ -151,7 +151,7 @@ class JournalKeeper(Observer):
             stage.unit[:_NAME] if stage else None, outcome, met, reason,
             in_flight.overflow.late if in_flight and in_flight.overflow else None,
             in_flight.spent(outcome, output_tokens) if in_flight else None,
-            slo.itl, in_flight.silence if in_flight else None,
+            slo.itl, in_flight.silence if in_flight else None, slo.share,
         )  # fmt: skip
 
     def _wall(self, instant: float) -> float:

@@ -20,6 +20,7 @@ from headway.gateway.watch.ends import Ended, Observer, Refused, Resumption
 from headway.gateway.watch.history import History, RatePair
 from headway.gateway.watch.prewarm_metrics import PrewarmMetrics
 from headway.gateway.watch.run_metrics import RunMetrics
+from headway.policy.core.attainment import Account
 from headway.store.batches.records import Batch
 from headway.types import Request, Send
 
@@ -138,6 +139,9 @@ class Metrics(Observer):
             registry=r,
         )
 
+        help = "Share of a class's requests that is promised to be on time, and kept of the last 1,000 that ended."
+        self._shares = Gauge("headway_slo_share", help, ["class", "share"], registry=r)
+
     def _add_swaps(self, r: CollectorRegistry) -> None:
         """Add the metrics of models, their swaps, what goes back to the queue, and batches."""
         self._swaps = Counter(
@@ -251,6 +255,13 @@ class Metrics(Observer):
             self._batches.labels(state).set(count)
         self._lines.set(sum(batch.total - batch.completed - batch.failed for batch in batches))
 
+    def shares(self, accounts: Mapping[str, Account]) -> None:
+        """Set what classes that promise a share of their requests have kept of it."""
+        self._shares.clear()
+        for name, account in accounts.items():
+            for what, share in ("promised", account.share), ("kept", account.kept):
+                self._shares.labels(name, what).set(share)
+
     def loop_failed(self, name: str) -> None:
         """Count an error of a loop beside the requests, which has begun again."""
         self._failures.labels(name).inc()
@@ -292,18 +303,17 @@ class Metrics(Observer):
             self._failed(end.in_flight.request, end.outcome)
 
     def _finished(self, end: Ended) -> None:
-        request, ttft, output_tokens = end.in_flight.request, end.ttft, end.output_tokens
-        by, e2e = self._labels(request), end.at - request.arrival
-        tpot = request.tpot(ttft, e2e, output_tokens)
+        request, ttft, tpot, output_tokens = end.in_flight.request, end.ttft, end.tpot, end.output_tokens
+        by = self._labels(request)
         answers = self._answers.get(by) or self._answers_of(by)
         answers.ended.inc()
         answers.ttft.observe(ttft)
         answers.tpot.observe(tpot)
-        answers.e2e.observe(e2e)
+        answers.e2e.observe(end.e2e)
         answers.prompt.inc(request.prompt_tokens)
         answers.output.inc(output_tokens)
         self.history.answered(answers.pair, ttft, tpot, request.prompt_tokens, end.in_flight.found, output_tokens)
-        self._judge(request, answers.pair, request.slo.met(ttft, tpot, e2e, end.in_flight.silence or 0.0))
+        self._judge(request, answers.pair, end.met)
 
     def streamed(self, request: Request, silence: float) -> None:
         """Note a stream that is over. silence: the longest between two of its tokens, in seconds."""

@@ -26,6 +26,7 @@ from headway.events import (
     Swapped,
     Warmed,
 )
+from headway.policy.core.attainment import Attainment
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.drops import Drops, Needs
 from headway.policy.core.old_plans import still_holding
@@ -61,6 +62,7 @@ class Controller:
     shares: what one tenant may take of them, None = all.
     scaling: how many engines models need, of those with [scale].
     overflow: the engines that cost money, which no planner sees.
+    attainment: what classes that promise a share of their requests have kept.
     """
 
     planner: Planner
@@ -70,6 +72,7 @@ class Controller:
     scaling: Scaling | None = None
     cluster: Cluster = field(default_factory=Cluster)
     overflow: Overflow = field(default_factory=Overflow)
+    attainment: Attainment = field(default_factory=Attainment)
     requests: dict[str, Request] = field(default_factory=dict)
     _places: int = 0  # of all requests, and of those not inside an engine
     _queued: int = 0
@@ -137,6 +140,7 @@ class Controller:
             return None
         if Needs().last_start(request) >= now and self._drops.try_anyway(request, now):
             return None
+        self.attainment.refused(request)
         return Reject(request.id, "infeasible", shortfall=needs.shortfall(request, now))
 
     @property
@@ -213,7 +217,7 @@ class Controller:
         self.cluster.version += 1
         self.planner.on(Failed(request.id, "infeasible"), self.cluster, now)
         retry = self._seconds_of_ends(max(self._queued, 1), now)
-        self._drop(request.id)
+        self._drop(request.id, kept=False)
         return Reject(request.id, "infeasible", retry, needs.shortfall(request, now))
 
     # ---- events and plans
@@ -233,13 +237,12 @@ class Controller:
         match event:
             case Arrived(request, keys):
                 self.cluster.placement.came(request, keys)
-                self._add(request)
+                self._add(request, now)
             case Returned(id, output_tokens):
                 if not self._take_back(id, output_tokens):
                     return False
             case Started(id):
-                self._drops.discard(id)
-                self.cluster.placement.started(self.cluster.backlog, id, now)
+                self._began(id, now)
             case Learned(name, theta):
                 self._drops.learn(event)
                 self.cluster.placement.learned(name, theta)
@@ -258,10 +261,15 @@ class Controller:
             self.scaling.note(event, self.cluster, self.requests, now)
         match event:
             case Finished(id, output_tokens):
-                self._end(id, output_tokens, now)
-            case Failed(id):
-                self._end(id, 0, now)
+                self._end(id, output_tokens, event.met, now)
+            case Failed(id, _, missed):
+                self._end(id, 0, False if missed else None, now)
         return not isinstance(event, Started | Learned | Cached)  # a first token frees nothing
+
+    def _began(self, id: str, now: float) -> None:
+        self._drops.discard(id)
+        self.attainment.started(self.requests.get(id), now)
+        self.cluster.placement.started(self.cluster.backlog, id, now)
 
     def _is_of_overflow(self, event: Event, now: float) -> bool:
         """Take note of an event for overflow; tell whether it is about an overflow engine alone."""
@@ -361,8 +369,9 @@ class Controller:
             table.pop(id, None)
         self.cluster.placement.down(id)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, now: float) -> None:
         forecast = self.lengths.forecast(request)
+        tokens = request.prompt_tokens + forecast.mean * request.places
         self.requests[request.id] = request
         self.cluster.backlog.add(
             request.id,
@@ -371,13 +380,14 @@ class Controller:
             soft=request.slo.soft or SOFT,
             priority=request.priority,
             prompt=request.prompt_tokens,
-            tokens=request.prompt_tokens + forecast.mean * request.places,
+            tokens=tokens,
             longest=request.context + request.max_tokens,
             places=request.places,
             model=self.cluster.code(request.model),
             tenant=self.cluster.code(request.tenant),
             objective=OBJECTIVES.index(request.slo.objective),
             serial=self._serial,
+            expendable=self.attainment.came(request, tokens, now),
         )
         self._serial += 1
         self._places += request.places
@@ -386,15 +396,16 @@ class Controller:
             self.shares.came(request.tenant, request.tier, request.places)
         self._watch(request)
 
-    def _end(self, id: str, output_tokens: int, now: float) -> None:
-        request = self._drop(id)
+    def _end(self, id: str, output_tokens: int, kept: bool | None, now: float) -> None:
+        request = self._drop(id, kept)
         if request is not None:
             self.lengths.learn(request, request.per_answer(output_tokens))
             self._ends.extend([now] * request.places)
 
-    def _drop(self, id: str) -> Request | None:
+    def _drop(self, id: str, kept: bool | None = None) -> Request | None:
         request = self.requests.pop(id, None)
         if request is not None:
+            self.attainment.ended(id, kept)
             self._drops.discard(id)
             self.overflow.ended(id)
             if self.shares is not None:

@@ -26,9 +26,9 @@ FAR_S = 600.0
 DISTANT_S = 3600.0
 # Soft target in seconds that the queue assumes for requests without one; the engine knows better.
 SOFT = 10.0
-# The rank (`Jobs.urgency`) of a promise beyond its tenant's fair share (`policy/plan/tenant_parts.py`): it is
-# the first to be given up where not all can be kept, and otherwise as with rank 0. Best effort has greater
-# ones.
+# The rank (`Jobs.urgency`) of a promise that is beyond its tenant's fair share (`policy/plan/tenant_parts.py`), or that
+# its class can spare (`policy/core/attainment.py`): it is the first to be given up where not all can be kept, and
+# otherwise as with rank 0. Best effort has greater ones.
 BEYOND = 5e-7
 
 

@@ -194,9 +194,9 @@ class RunOrder(Ordered):
         return (self._placed(backlog, entry) for entry in super()._entries(backlog, rows))
 
     def _placed(self, backlog: Backlog, entry: Entry) -> Entry:
-        """Put best effort at its turn, and promises beyond their tenants' fair shares behind the others."""
+        """Put best effort at its turn, and promises that are given up first behind the others."""
         if entry[0] != BEST_EFFORT:
-            beyond = self._beyond and str(backlog.keys[entry[4]]) in self._beyond
+            beyond = backlog.expendable[entry[4]] or (self._beyond and str(backlog.keys[entry[4]]) in self._beyond)
             return (LATE, *entry[1:]) if beyond else entry
         stands, arrival = self._stands, entry[2]
         at = stands.get(str(backlog.keys[entry[4]]), arrival) if stands else arrival
@@ -207,7 +207,7 @@ class RunOrder(Ordered):
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         """Tell the engine where a request stands, so that the packer orders by it, too; `BEYOND` as well."""
         send, backlog = super()._send(cluster, row, name), cluster.backlog
-        if send.id in self._beyond:
+        if send.id in self._beyond or backlog.expendable[row]:
             return replace(send, rank=BEYOND)
         if send.id not in self._stands:
             return send

@@ -27,6 +27,7 @@ _LOCAL = 64  # requests among which gaps are compared
 _STARTS = 8  # starts from which the next one's seconds are taken
 _FINE = 1.1  # loads that are replayed: a factor between two of them
 _ALL = 1 - 1e-9
+_SHARE = 0.99  # of the promises of classes that do not say what share they promise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Scaler:
     _last: float | None = None  # arrival
     _silences: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _ended: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=2 * _KEPT))
+    _shares: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _KEPT))  # promised, of those
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=_STARTS))
     _idle: dict[int, float] = field(default_factory=dict)  # number of engines -> since when fewer are needed
     _curves: _Curves | None = None
@@ -67,6 +69,12 @@ class Scaler:
     def start_s(self) -> float:
         """Seconds that a start takes: the longest of the last few."""
         return max(self._starts, default=self.limits.start_s)
+
+    @property
+    def share(self) -> float:
+        """Share of the promises to keep."""
+        stated = self.limits.share
+        return stated if stated is not None else sum(self._shares) / len(self._shares) if self._shares else _SHARE
 
     def came(self, now: float) -> None:
         """Take note of an arrival."""
@@ -80,6 +88,8 @@ class Scaler:
         slo = request.slo
         promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.pace, slo.e2e))
         answer = max(request.per_answer(output_tokens), 1)
+        if slo.objective != "best_effort":
+            self._shares.append(slo.share or _SHARE)
         self._ended.append((request.arrival, float(max(computed, 1)), float(answer), *promises))
         self._new += 1
 
@@ -113,10 +123,10 @@ class Scaler:
             return lambda: Needs(bounded, bounded)
         if self._curves is None or 2 * self._new >= len(self._ended):
             self._curves, self._new = _Curves.of(self._silences, self._ended, engine), 0
-        curves, waiting = self._curves, _rate(queue, now, start)
+        curves, waiting, share = self._curves, _rate(queue, now, start), self.share
         if not (soon.known and later.known):
-            return lambda: Needs(bounded, curves.needed(later, waiting, have, limits))
-        return lambda: Needs(*(curves.needed(one, waiting, have, limits) for one in (soon, later)))
+            return lambda: Needs(bounded, curves.needed(later, waiting, have, limits.max, share))
+        return lambda: Needs(*(curves.needed(one, waiting, have, limits.max, share) for one in (soon, later)))
 
     def conclude(self, needs: Needs, have: int, now: float) -> int:
         """Return the number of engines that follows from what `ask` computed."""
@@ -142,7 +152,7 @@ class Scaler:
         """
         if self._last is None:
             return now - (self.rates.begun(now)) >= self.start_s
-        longest = float(np.quantile(self._silences, self.limits.share)) if self._silences else 0.0
+        longest = float(np.quantile(self._silences, self.share)) if self._silences else 0.0
         return now - self._last >= max(self.start_s, longest)
 
 
@@ -176,8 +186,8 @@ class _Curves:
         requests = np.ascontiguousarray(np.array(middle)[-size:, 1:])
         return cls(Traffic(gaps, requests), engine, 1 / float(gaps.mean()), float(requests[:, :2].sum(1).mean()))
 
-    def needed(self, arrivals: Arrivals, waiting: float, have: int, limits: Scale) -> int:
-        """Return the fewest engines that keep the share, on average over the forecast's distribution.
+    def needed(self, arrivals: Arrivals, waiting: float, have: int, limit: int, share: float) -> int:
+        """Return the fewest engines, at most `limit`, that keep the share, on average over the forecast's distribution.
 
         Fewer where the last of them save less than they cost: a promise lost is worth the engines' time of 1 / (1 -
         share) others. To keep the last promises, such as those of the longest prompts, can take half of the engines.
@@ -189,13 +199,12 @@ class _Curves:
             return float(self.at(engines, rates) @ weights / weights.sum()) if weights.sum() else 1.0
 
         # Where not even the most engines keep the share, those that keep as much as they do.
-        share = min(limits.share, attained(limits.max))
-        best = most = fewest(attained, share, have, limits.max) or limits.max
+        best = most = fewest(attained, min(share, attained(limit)), have, limit) or limit
         # A loss above the cost of all engines is not made good by any number of fewer ones.
         for engines in range(most - 1, 0, -1):
-            if (lost := attained(best) - attained(engines)) < (1 - limits.share) * math.log(best / engines):
+            if (lost := attained(best) - attained(engines)) < (1 - share) * math.log(best / engines):
                 best = engines
-            elif lost > (1 - limits.share) * math.log(best):
+            elif lost > (1 - share) * math.log(best):
                 break
         return best
 

@@ -49,7 +49,7 @@ _CODES = {"tier": "tiers", "model": "models", "tenant": "tenants", **_STAGE, "pr
 _OPTIONAL = {*_STAGE, "prefix", "drop", "soft", "line"}  # columns of zeros where they are not given
 _TOKENS = ("prompt", "output", "max_tokens")
 _TARGETS = ("ttft", "tpot", "e2e", "itl")
-_REALS = {"arrival", *_TARGETS, "weight", "soft"}
+_REALS = {"arrival", *_TARGETS, "weight", "soft", "share"}
 
 
 def _no_reals() -> Floats:
@@ -77,7 +77,8 @@ class Workload:
     ids: the requests' ids, () = "r0", "r1", ...
     drop: 1 = refuse the request as soon as it cannot be on time; left out, none is.
     line: 1 = the tpot counts from when the first token is due (`Slo.line`); left out, none does.
-    weight: of each SLO, left out = 1. soft: soft targets, left out or 0 = none is stated (`Slo`).
+    weight: of each SLO, left out = 1. share: of its class that is promised, left out or 1 = all.
+    soft: soft targets, left out or 0 = none is stated (`Slo`).
     prefix: codes of the request's `Prefix`, which prefix caches know it by; None = it has one of its own.
     """
 
@@ -107,12 +108,13 @@ class Workload:
     soft: Floats = field(default_factory=_no_reals)
     line: Ints = field(default_factory=_no_codes)
     itl: Floats = field(default_factory=_no_reals)
+    share: Floats = field(default_factory=_no_reals)
     prefix: Ints = field(default_factory=_no_codes)
     prefixes: tuple[Prefix | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         n = len(self.arrival)
-        for name, value in ("weight", 1.0), ("itl", np.inf):
+        for name, value in ("weight", 1.0), ("itl", np.inf), ("share", 1.0):
             if not len(getattr(self, name)):
                 object.__setattr__(self, name, np.full(n, value))
         for name in _COLUMNS:
@@ -128,6 +130,7 @@ class Workload:
         for name in _TARGETS:
             refuse(~(getattr(self, name) > 0), name, getattr(self, name), "seconds above 0, or inf for none")
         refuse(~(self.weight > 0), "weight", self.weight, "above 0")
+        refuse(~((self.share > 0) & (self.share <= 1)), "share", self.share, "above 0 and at most 1")
         refuse(~(self.soft >= 0), "soft", self.soft, "seconds above 0, or 0 for none")
         for name, table in _CODES.items():
             codes, known = getattr(self, name), len(getattr(self, table))
@@ -173,6 +176,7 @@ class Workload:
                 float(self.soft[i]) or None,
                 bool(self.line[i]),
                 _target(self.itl[i]),
+                float(self.share[i]) if self.share[i] < 1.0 else None,
             ),
             priority=int(self.priority[i]),
             tenant=self.tenants[self.tenant[i]],
@@ -299,6 +303,7 @@ def single(
             "line": np.full(n, int(targets.line)),
             "weight": np.full(n, targets.weight),
             "soft": np.full(n, targets.soft or 0.0),
+            "share": np.full(n, targets.share or 1.0),
         }
         | columns
         | seconds,

@@ -18,7 +18,7 @@ import numpy as np
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
-VERSION = 6  # of the tables below, in PRAGMA user_version
+VERSION = 7  # of the tables below, in PRAGMA user_version
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -33,6 +33,7 @@ class RequestRow:
     prompt_tokens: of the longest prompt. output_tokens: of all answers. forecast: of output tokens,
         when it was last sent.
     ttft, tpot, e2e, itl: SLOs in seconds. weight: what one kept counts. soft: a soft target of its ttft, seconds.
+    share: of its class's requests that is promised (`Slo.share`), None = all.
     line: 1 = its tpot counts from when the first token is due (`Slo.line`).
     gap: longest silence between two tokens of its stream, seconds.
     priority: lower is more urgent.
@@ -81,6 +82,7 @@ class RequestRow:
     overflow_cost: float | None = None
     itl: float | None = None
     gap: float | None = None
+    share: float | None = None
 
     @property
     def verdict(self) -> str:

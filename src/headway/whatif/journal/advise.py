@@ -119,9 +119,16 @@ def fleet_of(kinds: Sequence[InstanceSpec], count: int) -> list[InstanceSpec]:
 
 
 def attained(records_: Sequence[Record]) -> float:
-    """Return the lowest attainment of any class, in %."""
+    """Return the lowest attainment of any class, in %; one that keeps the share that it promises counts as 100."""
     parts = metrics.split(metrics.promised(records_))
-    return min((value for part in parts.values() if (value := metrics.attainment(part)) is not None), default=100.0)
+    if any(metrics.promised_share(part) for part in parts.values()):
+        del parts[metrics.ALL]  # what all together keep is no measure where classes promise different shares
+    return min((_of_promised(part) for part in parts.values()), default=100.0)
+
+
+def _of_promised(part: Sequence[Record]) -> float:
+    share, value = metrics.promised_share(part), metrics.attainment(part) or 0.0
+    return 100.0 if share is not None and value >= share else value
 
 
 def _simulated(case: Case, fleet: Sequence[InstanceSpec], load: float, recipe: str) -> list[Record]:

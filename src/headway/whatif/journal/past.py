@@ -233,6 +233,7 @@ def workload_of(rows: Sequence[RequestRow], outputs: Ints | None = None) -> Work
     for target in columns.values():
         target[~np.array(counted)] = np.inf
     columns["weight"] = np.array([row.weight for row in rows])
+    columns["share"] = np.array([row.share or 1.0 for row in rows])
     columns["line"] = np.array([row.line for row in rows]) * np.array(counted)
     columns["soft"] = np.array([row.soft or 0.0 for row in rows])
     names = {

@@ -89,7 +89,8 @@ def of_requests(journal: JournalReader) -> list[Row]:
     tenants = records_of(journal.requests, by_tenant=True)
     if len({record.tier for record in tenants}) > 1:
         found = metrics.figures({SERVED: (tenants, {})})
-        rows += [_of_tenant(row) for row in found if row.setting != metrics.ALL and _is_known(row.id)]
+        found = [row for row in found if row.setting != metrics.ALL and row.id != "promised_share"]  # that is a class's
+        rows += [_of_tenant(row) for row in found if _is_known(row.id)]
     cancelled = sum(row.outcome == "cancelled" for row in journal.requests)
     rows.append(Row("cancelled", SERVED, metrics.ALL, float(cancelled), "count"))
     return rows + list(_shares(journal.requests))

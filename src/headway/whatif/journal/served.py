@@ -36,7 +36,7 @@ def _record(row: RequestRow, began: float, by_tenant: bool) -> Record:
         itl=_NO_GAPS,
         status=200 if done else None,
         error=None if done else row.reason or row.outcome,
-        slo=Slo(row.ttft, row.tpot, row.e2e, row.weight, row.soft, bool(row.line), row.itl),
+        slo=Slo(row.ttft, row.tpot, row.e2e, row.weight, row.soft, bool(row.line), row.itl, row.share),
         longest_gap=row.gap,
         id=row.id,
         model=row.model,

@@ -29,9 +29,9 @@ Figure = tuple[str, float | None, str]
 def figures(results: Results) -> list[Row]:
     """Return every figure of every system: classes with an SLO first, then the others, then `all`.
 
-    Per class: requests, failed, attainment.CLASS, goodput.req_per_s, throughput.tokens_per_s (prompt and
-    output), throughput.output_tokens_per_s, {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms, and gap.max, the
-    longest silence of a stream in ms.
+    Per class: requests, failed, attainment.CLASS, promised_share (of a class that promises less than all),
+    goodput.req_per_s, throughput.tokens_per_s (prompt and output), throughput.output_tokens_per_s,
+    {ttft,tpot,itl,e2el}.{mean,p50,p90,p99} in ms, and gap.max, the longest silence of a stream in ms.
     Once per system: lateness.{mean,p50,p90,p99} (ms by which the generator sent late), preemptions, prompt.hit_pct
     (share of the prompts' tokens that prefix caches had; of simulated engines that have one), engine_hours (of a
     simulation: of all engines, each from its start until it has stopped), be.tokens_per_s (prompt and output of classes
@@ -102,6 +102,11 @@ def attainment(records: Sequence[Record]) -> float | None:
     return 100.0 * sum(record.met for record in part) / len(part) if part else None
 
 
+def promised_share(records: Sequence[Record]) -> float | None:
+    """Return the percentage of the requests of one class that is promised to be on time; None = all, or none."""
+    return next((100.0 * record.slo.share for record in promised(records) if record.slo.share is not None), None)
+
+
 def promised(records: Sequence[Record]) -> list[Record]:
     """Return the records with an SLO."""
     return [record for record in records if record.slo.objective != "best_effort"]
@@ -133,6 +138,8 @@ def _of(setting: str, records: Sequence[Record], span: float | None) -> Iterator
     yield "requests", float(len(records)), "count"
     yield "failed", float(len(records) - len(done)), "count"
     yield f"attainment.{setting}", attainment(records), "%"
+    if setting != ALL and (share := promised_share(records)) is not None:
+        yield "promised_share", share, "%"
     part = promised(records)
     yield "goodput.req_per_s", _per(sum(record.met for record in part), span) if part else None, "req/s"
     total = out + sum(record.prompt_tokens for record in done)

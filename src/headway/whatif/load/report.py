@@ -25,6 +25,7 @@ _HEADLINES = (
     "requests",
     "failed",
     "attainment",
+    "promised_share",
     "goodput.req_per_s",
     "throughput.tokens_per_s",
     "ttft.p50",
@@ -107,8 +108,9 @@ def _by_class(rows: Sequence[Row]) -> Grid:
     lines = []
     for kind, line in found.items():
         cells = [_show(line[name]) if name in line else "" for name in settings]
-        section = kind.partition(".")[0] if line[ALL].unit == "ms" else ""
-        lines.append(_ReportLine(section, _label(line[ALL]), cells))
+        row = next(iter(line.values()))
+        section = kind.partition(".")[0] if row.unit == "ms" else ""
+        lines.append(_ReportLine(section, _label(row), cells))
     return _grid(settings, lines)
 
 

@@ -104,19 +104,9 @@ def prefill_of(theta: Floats, tokens: float) -> float:
 
 @compiled
 def learn(
-    theta: Floats,
-    cov: Floats,
-    cap: Floats,
-    slow: Floats,
-    taught: Ints,
-    decodes: float,
-    context: float,
-    prefill: float,
-    pairs: float,
-    seconds: float,
-    forget: float,
-    surprise: float,
-) -> None:
+    theta: Floats, cov: Floats, cap: Floats, slow: Floats, taught: Ints, decodes: float, context: float,
+    prefill: float, pairs: float, seconds: float, forget: float, surprise: float,
+) -> None:  # fmt: skip
     """Move theta and cov, in place, towards one measured iteration by recursive least squares, and count it.
 
     Errors count relative to the forecast: what disturbs an iteration is proportional to it, and short
@@ -128,7 +118,7 @@ def learn(
     for i in range(5):
         forecast += theta[i] * x[i]
     expected = max(forecast, _SHORTEST)
-    if taught[0] >= _TELLING:
+    if taught[0] >= _TELLING:  # (seconds > ...) is 1 in a hundredth of the iterations where `slow` is right
         step = _SLOW_STEP * ((seconds > slow[0] * expected) - (1.0 - _SLOW_QUANTILE))
         slow[0] = min(max(slow[0] + step, 1.0), _SLOWEST)
     taught[0] += 1
