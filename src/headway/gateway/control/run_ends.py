@@ -1,4 +1,4 @@
-"""Tells engines which application runs have ended: KV that only these have used goes first there.
+"""Reports ended application runs to engines, which then evict KV first that only these runs have used.
 
 A run that is silent for too long has ended, too, but may go on: its KV keeps its place in the engines' order.
 """
@@ -20,7 +20,7 @@ log = logging.getLogger("headway.gateway")
 
 
 class RunEnds:
-    """The engines that have had requests of each live run, and the ended runs that each is to be told of."""
+    """Remembers which engines had requests of each live run, and reports its end to them."""
 
     def __init__(self, engines: Mapping[str, EngineView]) -> None:
         self._engines = engines
@@ -34,14 +34,14 @@ class RunEnds:
             self._of.setdefault(place_of(request)[0], set()).add(engine)
 
     def ended(self, run: EndedRun) -> None:
-        """Tell engines soon that a run has ended, if its client said so."""
+        """Report a run soon whose client said that it ends."""
         for engine in self._of.pop(run.key, ()):
             if run.told:
                 self._untold.setdefault(engine, []).append(run_number(run.key))
                 self._changed.set()
 
     async def run(self) -> None:
-        """Tell engines until cancelled, each in one message at a time."""
+        """Report ends until cancelled, in one message to each engine at a time."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -49,7 +49,7 @@ class RunEnds:
             await asyncio.gather(*(self._tell(name, runs) for name, runs in untold.items()))
 
     async def _tell(self, name: str, runs: Sequence[int]) -> None:
-        """Tell an engine; one that does not answer keeps the KV in its order."""
+        """Report runs to an engine; if it does not answer, its KV keeps the order of last use."""
         engine = self._engines.get(name)
         if engine is None or not engine.up.is_set() or not engine.prefix_caching:
             return

@@ -67,6 +67,8 @@ class RunBlocks:
             request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
         ) -> None:
             cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+            if num_cached_blocks >= num_full_blocks:
+                return
             ids = [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]]
             self._run[ids] = self._runs.get(request.request_id, 0)
             self._depth[ids] = np.arange(num_cached_blocks, num_cached_blocks + len(ids))
