@@ -119,6 +119,13 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
         "instances": fleet("llama-2-7b-a100:2,loads=code@llama-2-7b-a100"),
         "workload": traffic(6.0, models=("llama-2-7b-hf", "code")),
     },
+    "swaps to a model with other slots": lambda: {
+        "instances": [
+            replace(one, slots=16, instance=replace(one.instance, max_running=16))
+            for one in fleet("llama-2-7b-a100:2,loads=code@llama-2-7b-a100")
+        ],
+        "workload": traffic(6.0, models=("llama-2-7b-hf", "code")),
+    },
 }  # fmt: skip
 
 

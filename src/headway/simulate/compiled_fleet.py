@@ -73,10 +73,10 @@ class CompiledFleet:
     def __init__(self, instances: Sequence[SimulatedInstance], engines: list[_Engine], clocks: Rows) -> None:
         self.totals, self.clocks = np.zeros(1, TOTALS), clocks
         self.instances, self._known = instances, engines
-        self._news = np.zeros(_MOST + max(one.state.limits.slots for one in engines), _NEWS)
+        self._news = np.zeros(0, _NEWS)
         self._engines: Any = _list(engines[0], len(engines))  # numba's list
         for number, engine in enumerate(engines):
-            _put(self._engines, number, engine)
+            self._put(number, engine)
 
     @classmethod
     def of(cls, instances: Sequence[SimulatedInstance]) -> CompiledFleet | None:
@@ -106,10 +106,18 @@ class CompiledFleet:
             clock = self.clocks[number : number + 1]
             before, engine = clock.copy(), _engine_of(instance, clock)
             assert engine is not None, "an engine cannot be compiled any more"
-            clock[:], engine.state.iteration[:] = before, self._known[number].state.iteration
-            _put(self._engines, number, engine)
-            self._known[number] = engine
+            rows = before["rows"][0]  # 0 = another engine is here, which may have other slots
+            clock[:] = before
+            engine.state.iteration[:, :rows] = self._known[number].state.iteration[:, :rows]
+            self._put(number, engine)
         return bool(self.clocks["rows"][number])
+
+    def _put(self, number: int, engine: _Engine) -> None:
+        """Take an engine in the place of that number; the news have room for two of each of its slots."""
+        self._known[number] = engine
+        _put(self._engines, number, engine)
+        if self._news.size < (size := _MOST + 2 * engine.state.limits.slots):
+            self._news = np.zeros(size, _NEWS)
 
     def begin(self, number: int, now: float) -> None:
         """Start the next iteration of an engine that is idle, if there is anything to compute."""
@@ -207,7 +215,7 @@ def advance(
         if clock["end"] > limit or (clock["end"] == limit and clock["serial"] > place) or clock["rows"] == 0:
             break
         size = max(size, 0)
-        if size + clock["rows"] > news.size or (eager and size):
+        if size + 2 * clock["rows"] > news.size or (eager and size):
             break
         total["now"] = clock["end"]
         size = _end(engines[number], number, total["now"], news, size)
