@@ -67,12 +67,12 @@ class Slo:
     @property
     def objective(self) -> Objective:
         """interactive (ttft, tpot or itl), deadline (e2e only) or best_effort (no target)."""
-        if self.ttft is not None or self.pace is not None:
+        if self.ttft is not None or self.per_token is not None:
             return "interactive"
         return "deadline" if self.e2e is not None else "best_effort"
 
     @property
-    def pace(self) -> float | None:
+    def per_token(self) -> float | None:
         """Mean seconds per token that tpot and itl allow: where no gap is longer than itl, neither is the mean."""
         return min((s for s in (self.tpot, self.itl) if s is not None), default=None)
 
@@ -176,8 +176,8 @@ class Jobs(Table):
     Attributes:
         arrival, first, last: instants; first, last = of the first and of the newest token, 0 before them.
         gap: longest silence between two tokens so far, seconds.
-        ttft, tpot, e2e, itl: SLOs in seconds, inf = none. tpot: `Slo.pace`, so that packers without a rule for gaps
-            keep their mean.
+        ttft, tpot, e2e, itl: SLOs in seconds, inf = none. tpot: `Slo.per_token`, so that packers without a rule for
+            gaps keep their mean.
         line_from: instant from which its tpot counts at the earliest, -inf = its first token (`Slo.line`).
         weight: of its `Slo`. soft: soft target, seconds from the arrival, 0 = none is stated.
         prompt, computed, output_tokens: tokens. found: of the prompt, what the prefix cache held before it began.

@@ -24,7 +24,7 @@ def record(ttft: float | None) -> Record:
         last=9.0,
         prompt_tokens=1,
         output_tokens=2,
-        itl=np.array([0.1], np.float32),
+        gaps=np.array([0.1], np.float32),
         status=200,
         error=None if ttft else "HTTP 500: x",
         slo=Slo(ttft=1.5),

@@ -40,9 +40,9 @@ async def test_a_completed_answer_is_timed_from_its_plan():
     assert record.e2el < took
     assert (record.prompt_tokens, record.output_tokens) == (11, 8)
     assert record.tpot == pytest.approx((record.e2el - record.ttft) / 7)
-    assert record.itl.dtype == np.float32
-    assert record.itl.size == 3
-    assert 0.14 <= record.itl.sum() <= record.last - record.first + 1e-5
+    assert record.gaps.dtype == np.float32
+    assert record.gaps.size == 3
+    assert 0.14 <= record.gaps.sum() <= record.last - record.first + 1e-5
 
 
 async def test_the_chunk_with_only_the_role_is_no_token():

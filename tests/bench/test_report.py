@@ -300,7 +300,7 @@ def any_record(draw) -> Record:
         out=draw(st.integers(0, 5)),
         error=error,
         slo=slo,
-        itl=gaps,
+        gaps=gaps,
         sent=at + draw(st.floats(0, 1)),
         prompt=draw(st.integers(0, 5)),
     )

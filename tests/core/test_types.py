@@ -177,7 +177,7 @@ def test_an_slo_is_met_at_its_exact_limit() -> None:
 
 
 def test_no_gap_above_an_itl_means_no_mean_above_it() -> None:
-    assert (Slo(tpot=0.1, itl=0.5).pace, Slo(itl=0.5).pace, Slo(ttft=1.0).pace) == (0.1, 0.5, None)
+    assert (Slo(tpot=0.1, itl=0.5).per_token, Slo(itl=0.5).per_token, Slo(ttft=1.0).per_token) == (0.1, 0.5, None)
 
 
 @given(first=st.floats(0.1, 20), pace=st.floats(0.01, 1), tokens=st.integers(2, 50))

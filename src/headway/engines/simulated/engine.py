@@ -129,7 +129,7 @@ class SimulatedEngine:
         row = self.jobs.add(
             id, arrival=arrival, prompt=prompt, priority=priority, serial=self._serial,
             tokens_left=float(output if tokens_left is None else tokens_left), urgency=urgency, spread=spread,
-            ttft=_or_never(targets.ttft), tpot=_or_never(targets.pace), e2e=_or_never(targets.e2e),
+            ttft=_or_never(targets.ttft), tpot=_or_never(targets.per_token), e2e=_or_never(targets.e2e),
             itl=_or_never(targets.itl),
             line_from=arrival + (targets.ttft or 0.0) if targets.line else -math.inf, weight=targets.weight,
             soft=(targets.soft or 0.0) if soft is None else soft,

@@ -78,7 +78,7 @@ def write_metadata(
     slo = request.slo
     values = {
         "ttft": slo.ttft,
-        "tpot": slo.pace,
+        "tpot": slo.per_token,
         "e2e": slo.e2e,
         "itl": slo.itl,
         "soft": slo.soft if soft is None else soft,

@@ -108,7 +108,7 @@ class _Remote:
         answer: expected tokens. sure: by the pace that was learned; otherwise it may answer at once.
         """
         slo, first, token = request.slo, self.first.most * sure, self.token.most * sure
-        if slo.pace is not None and token > slo.pace:
+        if slo.per_token is not None and token > slo.per_token:
             return -math.inf
         needs = ((slo.ttft, first), (slo.e2e, first + answer * token))
         return request.arrival + min(target - took for target, took in needs if target is not None)

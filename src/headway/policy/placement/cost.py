@@ -284,8 +284,8 @@ class Placement:
         """Take note of a request. keys: of its prompt."""
         if keys:
             self._keys[request.id] = keys
-        if (pace := request.slo.pace) is not None:
-            self._rates[request.id] = 1 / pace
+        if (per_token := request.slo.per_token) is not None:
+            self._rates[request.id] = 1 / per_token
 
     def sent(self, backlog: Backlog, row: int, name: str, now: float) -> None:
         """Take note of a request that goes to an engine, whether that is up or not."""

@@ -139,7 +139,7 @@ class Annealed(Planner):
         match event:
             case Arrived(request):
                 row, slo = np.array([backlog.row_of[request.id]]), request.slo
-                for column, seconds in (self._ttft, slo.ttft), (self._tpot, slo.pace), (self._e2e, slo.e2e):
+                for column, seconds in (self._ttft, slo.ttft), (self._tpot, slo.per_token), (self._e2e, slo.e2e):
                     column.put(backlog, row, np.inf if seconds is None else seconds)
                 self._homeless[int(row[0])] = int(backlog.serial[row[0]])
             case Returned(id):

@@ -86,7 +86,7 @@ class Scaler:
     def ended(self, request: Request, computed: int, output_tokens: int) -> None:
         """Take note of a request that was answered. computed: tokens of its prompt that no cache had."""
         slo = request.slo
-        promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.pace, slo.e2e))
+        promises = (math.inf if limit is None else limit for limit in (slo.ttft, slo.per_token, slo.e2e))
         answer = max(request.per_answer(output_tokens), 1)
         if slo.objective != "best_effort":
             self._shares.append(slo.share or _SHARE)

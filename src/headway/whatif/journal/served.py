@@ -33,7 +33,7 @@ def _record(row: RequestRow, began: float, by_tenant: bool) -> Record:
         last=row.ended - began,
         prompt_tokens=row.prompt_tokens,
         output_tokens=row.output_tokens,
-        itl=_NO_GAPS,
+        gaps=_NO_GAPS,
         status=200 if done else None,
         error=None if done else row.reason or row.outcome,
         slo=Slo(row.ttft, row.tpot, row.e2e, row.weight, row.soft, bool(row.line), row.itl, row.share),

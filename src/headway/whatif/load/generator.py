@@ -337,7 +337,7 @@ class Shot:
             last=self.last,
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             output_tokens=self.chunks if output_tokens is None else int(output_tokens),
-            itl=np.array(self.gaps, np.float32),
+            gaps=np.array(self.gaps, np.float32),
             status=self.status,
             error=self.error,
             slo=self.call.slo,

@@ -116,7 +116,7 @@ def values(records: Sequence[Record], metric: str) -> Floats:
     """Return one of METRICS, or gap, in seconds for each completed request (itl: every gap; tpot: from 2 tokens)."""
     done = [record for record in records if record.ok]
     if metric == "itl":
-        return np.concatenate([np.empty(0), *(record.itl for record in done)])
+        return np.concatenate([np.empty(0), *(record.gaps for record in done)])
     seen = [getattr(record, metric) for record in done]
     return np.array([value for value in seen if value is not None], float)
 

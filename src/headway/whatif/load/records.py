@@ -40,13 +40,13 @@ class Record:
     at: planned arrival, from which ttft and e2el count, so that a late sender does not hide queueing
     first: first visible token, or the arrival of an answer that is not streamed
     last: end of the response, or of the attempt
-    itl: seconds between visible chunks
+    gaps: seconds between visible chunks
     status: HTTP status, None = no response
     error: None = completed; the text up to the first colon is the kind of failure
     counted: the endpoint did not report usage, so output_tokens counts chunks and prompt_tokens is 0
     id: x-request-id of the response, None without one
     model: as in `Call`
-    longest_gap: of `itl`, where single gaps are not known
+    longest_gap: of `gaps`, where single gaps are not known
     """
 
     tier: str
@@ -56,7 +56,7 @@ class Record:
     last: float | None
     prompt_tokens: int
     output_tokens: int
-    itl: Gaps
+    gaps: Gaps
     status: int | None
     error: str | None
     slo: Slo
@@ -88,7 +88,7 @@ class Record:
     @property
     def gap(self) -> float | None:
         """Longest silence between visible chunks in seconds; None where there was none or it is not known."""
-        return float(self.itl.max()) if self.itl.size else self.longest_gap
+        return float(self.gaps.max()) if self.gaps.size else self.longest_gap
 
     @property
     def met(self) -> bool:
