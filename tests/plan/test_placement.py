@@ -95,6 +95,17 @@ def test_what_is_on_its_way_counts_as_cached() -> None:
     assert fleet.send(ask("c", prompt=1600), prompt(7, 100)) == first
 
 
+def test_a_batch_due_tomorrow_counts_for_requests_like_it_alone() -> None:
+    fleet, none = Fleet(2), prompt(0, 0)
+    lines = {f"b{i}": fleet.send(ask(f"b{i}", slo=Slo(e2e=86_400.0)), none) for i in range(6)}
+    assert sorted(lines.values()) == ["e0"] * 3 + ["e1"] * 3
+    for id in [id for id, name in lines.items() if name == "e1"]:
+        fleet.end(id, 1.0)
+    chats = [fleet.send(ask(f"c{i}", 2.0, slo=Slo(ttft=1.0, tpot=0.1)), none) for i in range(4)]
+    assert chats == ["e0", "e1", "e0", "e1"]
+    assert fleet.send(ask("b6", 2.0, slo=Slo(e2e=86_400.0)), none) == "e1"
+
+
 def test_an_engine_that_is_far_behind_loses_its_prefix_to_another() -> None:
     fleet = Fleet(2)
     fleet.holds("e0", prompt(7, 20))

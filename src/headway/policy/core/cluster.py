@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headway.policy.core.ranks import DISTANT_S
 from headway.policy.placement.cost import Placement
 from headway.types import Backlog, Instance, Ints
 
@@ -83,7 +84,7 @@ class Cluster:
     warming: dict[str, str] = field(default_factory=dict)
     sent: defaultdict[int, RowSet] = field(default_factory=lambda: defaultdict(RowSet))
     sent_count: int = 0
-    placement: Placement = field(default_factory=Placement)
+    placement: Placement = field(default_factory=lambda: Placement(distant_s=DISTANT_S))
     version: int = 0
     fleet_version: int = 0
 
@@ -127,5 +128,5 @@ class Cluster:
             loading=dict(self.loading),
             warming=dict(self.warming),
             sent=sent,
-            placement=Placement(),
+            placement=Placement(distant_s=DISTANT_S),
         )

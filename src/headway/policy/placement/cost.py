@@ -12,7 +12,7 @@ of computing counts beside a second of waiting, because all later requests on th
 they have nothing to do, and `BUSY_DELAY` while prompts wait on all of them. A prefix in the cache is worth the seconds
 that it saves and no more: once an engine is so far behind that another one has computed the prefix anew by then, the
 request goes there, and both hold it. One more cached token never makes an engine cost more. What is inside an engine
-and due in more than an hour (a batch) counts only for requests like it: all others go before it.
+and due in a long time (a batch due tomorrow) counts only for requests like it: all others go before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.policy.core.ranks import DISTANT_S
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.placement.index import PrefixIndex
 from headway.types import Backlog, Batch, Bools, Floats, Instance, Ints, Request, Slo
@@ -234,10 +233,12 @@ class Placement:
     """The engines' caches and loads, and the cost of a request on each; the controller keeps it current.
 
     index: of prefix caches. forecasts: `lateness` is asked for, of a single engine, too.
+    distant_s: a request whose deadline is further away counts only for requests like it; inf = all count.
     """
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     forecasts: bool = False
+    distant_s: float = math.inf
     _loads: dict[str, _Load] = field(default_factory=dict)
     _keys: dict[str, bytes] = field(default_factory=dict)  # of prompts, by id
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
@@ -307,7 +308,7 @@ class Placement:
     def _is_distant(self, backlog: Backlog, row: int, now: float) -> bool:
         """Tell whether a request is due in a long time, so that all others go before it."""
         rate = self._rates.get(str(backlog.keys[row]), 0.0)
-        return bool(rate == 0.0 and DISTANT_S < backlog.due.item(row) - now < math.inf)
+        return bool(rate == 0.0 and self.distant_s < backlog.due.item(row) - now < math.inf)
 
     def planned(self, id: str, name: str, found: int, *, moved: bool) -> None:
         """Let requests that are placed after this one in the same plan find its prompt; `sent` follows.
