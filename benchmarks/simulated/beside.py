@@ -105,7 +105,7 @@ class Seen:
 
 def rows_of(found: dict[str, Seen], setting: str) -> list[Row]:
     """Return the figures of all systems; the ratio is to stock vLLM without a batch. None: some requests failed."""
-    rows, alone = [], float(np.quantile(found[ALONE].ttft, 0.95))
+    rows, alone = [], float(np.quantile(found[ALONE].ttft, 0.95, method="higher"))
     for system, seen in found.items():
         p50, p95, p99 = (float(np.quantile(seen.ttft, share, method="higher")) for share in (0.5, 0.95, 0.99))
         onset = float(np.quantile(seen.ttft[seen.onset], 0.95, method="higher"))

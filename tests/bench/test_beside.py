@@ -51,6 +51,7 @@ def test_requests_count_until_the_batch_is_complete() -> None:
     found = figures(rows_of({ALONE: alone, "headway": beside}, "few"))
     assert found["ttft.p50", "headway"] == pytest.approx(600.0)
     assert found["onset.ttft.p95", "headway"] == pytest.approx(200.0)
+    assert found["ttft.p95_of_alone", ALONE] == 1.0
     assert ("batch.done", ALONE) not in found
     failed = figures(rows_of({ALONE: Seen.of(Shape(), at, ttft, np.array([np.inf, 180.0]))}, "few"))
     assert (failed["batch.seconds", ALONE], failed["batch.done", ALONE]) == (None, 1.0)
