@@ -54,13 +54,16 @@ def spread(offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now
         return []
     names, sent = list(fleet), defaultdict[str, float](float)
     return [
-        (row, _cheapest(row, [name for name in names if name in some], cluster, now, sent))
+        (row, cheapest(row, [name for name in names if name in some], cluster, now, sent))
         for row, some in offered.items()
     ]
 
 
-def _cheapest(row: int, names: list[str], cluster: Cluster, now: float, sent: dict[str, float]) -> str:
-    """Return the instance that gets a row. sent: seconds of prompts that go to each instance before it; is updated."""
+def cheapest(row: int, names: list[str], cluster: Cluster, now: float, sent: dict[str, float]) -> str:
+    """Return the instance on which a row costs least.
+
+    sent: seconds of prompts that go to each instance before it; is updated.
+    """
     if len(names) == 1:
         return names[0]
     engines = [Engine(cluster.instances[name], cluster.code(name), sent[name]) for name in names]

@@ -1,7 +1,8 @@
 """The virtual queues of a fleet: per instance, request groups in order (QLM 4, definition 4.2).
 
-The order inside the engines is the same: each group has a rank, which its requests carry when they are sent,
-and which lies between those of its neighbours, whether these are queued or running.
+What runs has its place in that order, too: each group has a rank between those of its neighbours, whether these are
+queued or running. Neighbours of one model are in the order of their deadlines, those beyond help last: what an order
+decides is which model an instance serves next, and which groups stand on which instance.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 
 from headway.policy.plan.groups import Group, Kind
-from headway.policy.plan.occupancy import Occupancy, SentRequest
+from headway.policy.plan.occupancy import Occupancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,68 +93,54 @@ class GroupQueues:
     def _put(self, name: str, at: int, group: Group, rank: float) -> None:
         self.queues[name].insert(at, group)
         group.instance, group.rank = name, rank
+        self.settle(group)
 
-    def adopt(self, orders: Mapping[str, Sequence[Item]]) -> dict[str, dict[str, float]]:
-        """Take over an order of the fleet; return the new ranks of requests inside, by instance.
-
-        Groups that have come since it was made are to be placed anew.
-        """
+    def adopt(self, orders: Mapping[str, Sequence[Item]]) -> None:
+        """Take over an order of the fleet. Groups that have come since it was made are to be placed anew."""
         placed = {item.group.id for items in orders.values() for item in items if item.group is not None}
         new = {name: [one for one in queue if one.id not in placed] for name, queue in self.queues.items()}
         self.unplaced = [group for group in self.unplaced if group.id not in placed]
-        ranks = {name: self._reorder(name, items) for name, items in orders.items()}
+        for name, items in orders.items():
+            self._reorder(name, items)
         for name, groups in new.items():
             if name not in orders:
                 self.queues[name] = groups
                 continue
             for group in groups:
                 self.unplace(group)
-        return ranks
 
-    def _reorder(self, name: str, items: Sequence[Item]) -> dict[str, float]:
-        """Make an instance's order that of these items; return the new ranks of requests inside.
-
-        What runs keeps its ranks where its order is as before, so that few messages are needed.
-        """
-        inside, running = self.inside[name], dict[int, list[SentRequest]]()
-        for request in inside:
-            running.setdefault(request.kind.id, []).append(request)
-        order = [item for item in items if item.group is not None or item.kind.id in running]
-        spans = [_span(running[item.kind.id]) for item in order if item.group is None]
-        keeps = all(one[1] < other[0] for one, other in pairwise(spans))
-        changed: dict[str, float] = {}
-        rank = min((span[0] for span in spans), default=1.0) - len(order) - 1.0
-        for at, item in enumerate(order):
+    def _reorder(self, name: str, items: Sequence[Item]) -> None:
+        """Make an instance's order that of these items; what has come inside since goes before them."""
+        at = {item.kind.id: rank for rank, item in enumerate(items) if item.group is None}
+        for request in self.inside[name]:
+            request.rank = at.get(request.kind.id, -1.0)
+        queue = self.queues[name] = list[Group]()
+        for rank, item in enumerate(items):
             if item.group is not None:
-                rank = _between(rank, order[at + 1 :], running) if keeps else rank + 1.0
-                item.group.rank = rank
-                continue
-            mine = running[item.kind.id]
-            if keeps:
-                rank = _span(mine)[1]
-                continue
-            rank += 1.0
-            for request in mine:
-                if request.rank != rank:
-                    inside.rerank(request, rank)
-                    changed[request.id] = rank
-        self.queues[name] = [item.group for item in order if item.group is not None]
-        for group in self.queues[name]:
-            group.instance = name
-        return changed
+                item.group.instance, item.group.rank = name, rank
+                queue.append(item.group)
+        begin = 0
+        for _, run in groupby(list(queue), lambda group: group.kind.sort.model):
+            self._by_deadline(name, begin, begin := begin + len(list(run)))
 
+    def settle(self, group: Group) -> None:
+        """Bring a group to its place in the run of its model, after its first deadline has changed."""
+        queue, model = self.queues[group.instance], group.kind.sort.model
+        begin = end = queue.index(group)
+        while begin > 0 and queue[begin - 1].kind.sort.model == model:
+            begin -= 1
+        while end < len(queue) and queue[end].kind.sort.model == model:
+            end += 1
+        self._by_deadline(group.instance, begin, end)
 
-def _between(rank: float, behind: Sequence[Item], running: dict[int, list[SentRequest]]) -> float:
-    """Return a rank above this one and below that of the next running item."""
-    for item in behind:
-        if item.group is None:
-            return (rank + _span(running[item.kind.id])[0]) / 2
-    return rank + 1.0
-
-
-def _span(requests: Sequence[SentRequest]) -> tuple[float, float]:
-    ranks = [request.rank for request in requests]
-    return min(ranks), max(ranks)
+    def _by_deadline(self, name: str, begin: int, end: int) -> None:
+        """Sort neighbouring groups of one model; they exchange their ranks."""
+        run = self.queues[name][begin:end]
+        ranks = sorted(group.rank for group in run)
+        run.sort(key=lambda group: (group.lost, group.first))
+        for group, rank in zip(run, ranks, strict=True):
+            group.rank = rank
+        self.queues[name][begin:end] = run
 
 
 def _highest(item: Item, inside: Occupancy) -> float:

@@ -85,7 +85,8 @@ class Group:
     first, last: deadlines of the oldest and of the youngest; inf = best effort.
     longest: tokens that the longest of them may need.
     instance: on whose virtual queue it stands, "" = on none yet.
-    rank: of its requests inside that instance, lower first.
+    rank: its place there, lower first.
+    lost: its requests are beyond help.
     """
 
     id: int
@@ -97,6 +98,7 @@ class Group:
     longest: int = 0
     instance: str = ""
     rank: float = 0.0
+    lost: bool = False
 
     def head(self, backlog: Backlog) -> int | None:
         """Return the row that is served next, None = the group is empty."""
@@ -129,6 +131,7 @@ class RequestGroups:
         self._kinds: dict[Sort, list[Kind]] = {}
         self._open: dict[int, int] = {}  # id of a kind -> the group that its arrivals join
         self._returned: dict[int, int] = {}  # the same for requests that have come back
+        self._lost: dict[int, int] = {}  # the same for those beyond help
         self._recent: dict[Sort, deque[tuple[float, float, float]]] = {}
         self._fitted: dict[Sort, int] = {}
         self._arrived: dict[Sort, int] = {}
@@ -164,6 +167,18 @@ class RequestGroups:
         self._join(group, backlog, row, due)
         return group
 
+    def give_up(self, group: Group, backlog: Backlog) -> Group:
+        """Move a group's head, which is beyond help, to the group of such requests of its kind; return that."""
+        row, serial = group.entries.popleft()
+        self.left(serial)
+        lost = self.groups.get(self._lost.get(group.kind.id, -1))
+        if lost is None:
+            lost = self._new(group.kind, float(backlog.due[row]), opens=False)
+            lost.lost, self._lost[group.kind.id] = True, lost.id
+        self._join(lost, backlog, row, float(backlog.due[row]))
+        self.refresh(group, backlog)
+        return lost
+
     def of(self, serial: int) -> Group | None:
         """Return the group of a queued request, None = it is in none."""
         return self.groups.get(self._of.get(serial, -1))
@@ -182,7 +197,7 @@ class RequestGroups:
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.id]
-        for table in (self._open, self._returned):
+        for table in (self._open, self._returned, self._lost):
             if table.get(group.kind.id) == group.id:
                 del table[group.kind.id]
 
@@ -263,6 +278,7 @@ class RequestGroups:
         for kind in old:
             self._open.pop(kind.id, None)
             self._returned.pop(kind.id, None)
+            self._lost.pop(kind.id, None)
         self._kinds[sort] = new
 
     def _kind(self, sort: Sort, centre: Floats) -> Kind:

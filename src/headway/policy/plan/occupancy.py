@@ -1,4 +1,4 @@
-"""The requests inside one instance by rank, so that a planner knows what is ahead of a queued one."""
+"""The requests inside one instance by urgency, so that a planner knows what is ahead of a queued one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.policy.plan.groups import Kind
 class SentRequest:
     """A request inside an instance.
 
-    rank: its `Jobs.urgency` there.
+    rank: its place among the groups of that instance's virtual queue. urgency: its `Jobs.urgency` there.
     blocks: KV blocks that it may be expected to fill.
     due: its deadline; inf = best effort. sent: when it was sent.
     full: the batch was full when it was sent. places: as in `Request`.
@@ -24,6 +24,7 @@ class SentRequest:
     instance: str
     kind: Kind
     rank: float
+    urgency: float
     blocks: int
     due: float
     sent: float
@@ -38,7 +39,7 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        self._ranks: list[tuple[float, int]] = []
+        self._order: list[tuple[float, int]] = []
         self._requests: dict[int, SentRequest] = {}  # by serial
         self.blocks = self.places = 0
 
@@ -50,12 +51,17 @@ class Occupancy:
 
     @property
     def highest(self) -> float:
-        """The rank of the least urgent request; there must be one."""
-        return self._ranks[-1][0]
+        """The last rank; there must be a request."""
+        return max(request.rank for request in self)
+
+    @property
+    def first(self) -> SentRequest | None:
+        """The most urgent request."""
+        return self._requests[self._order[0][1]] if self._order else None
 
     def add(self, request: SentRequest) -> None:
         """Add a request that is sent."""
-        insort(self._ranks, (request.rank, request.serial))
+        insort(self._order, (request.urgency, request.serial))
         self._requests[request.serial] = request
         self.blocks += request.blocks
         self.places += request.places
@@ -63,20 +69,20 @@ class Occupancy:
     def remove(self, request: SentRequest) -> None:
         """Remove a request that has ended or come back."""
         if self._requests.pop(request.serial, None) is not None:
-            del self._ranks[bisect_right(self._ranks, (request.rank, request.serial)) - 1]
+            del self._order[bisect_right(self._order, (request.urgency, request.serial)) - 1]
             self.blocks -= request.blocks
             self.places -= request.places
 
-    def rerank(self, request: SentRequest, rank: float) -> None:
-        """Change the rank of a request that is inside."""
+    def change(self, request: SentRequest, urgency: float) -> None:
+        """Change the urgency of a request that is inside."""
         self.remove(request)
-        request.rank = rank
+        request.urgency = urgency
         self.add(request)
 
-    def ahead(self, rank: float) -> tuple[int, int]:
-        """Return the places of the requests that go before a queued one of this rank, and their KV blocks."""
-        count = bisect_right(self._ranks, (rank, 1 << 62))
-        if count == len(self._ranks):
+    def ahead(self, urgency: float) -> tuple[int, int]:
+        """Return the places of the requests that go before a queued one of this urgency, and their KV blocks."""
+        count = bisect_right(self._order, (urgency, 1 << 62))
+        if count == len(self._order):
             return self.places, self.blocks
-        before = [self._requests[serial] for _, serial in self._ranks[:count]]
+        before = [self._requests[serial] for _, serial in self._order[:count]]
         return sum(one.places for one in before), sum(one.blocks for one in before)

@@ -1,25 +1,32 @@
 """QLM's planner: request groups on virtual queues, and what their order makes each instance do (QLM 4, 5, 7).
 
 The order of the groups on an instance's virtual queue decides the LLM serving operations: the head group's
-requests are pulled while there is room; a group that goes before what runs is sent anyway, with a rank that
-makes the engine evict for it (recompute or swap, as its packer chooses); where the head group has another
-model, that is swapped in as soon as what is ahead of it has drained; models further back are brought into
-host memory. New groups go to the place that costs least. When a violation is foreseen, or an instance idles
-while others have queues, the plan generator orders all groups anew, beside the event loop.
+requests are pulled while there is room; where the head group has another model, that is swapped in as soon as what
+is ahead of it has drained; models further back are brought into host memory. New groups go to the place that costs
+least. When a violation is foreseen, or an instance idles while others have queues, the plan generator orders all
+groups anew, beside the event loop.
+
+Within a model requests are bound one by one: the groups at the head of all instances that have it loaded are pulled
+by deadline, what is beyond help last, each request to the instance that costs least, if it can be in time there. A
+request that is due before what runs is sent anyway, with a rank that makes the engine evict for it (recompute or
+swap, as its packer chooses).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.policy.core.cluster import Cluster
+from headway.policy.forecast.completion import Pace
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan import plan_generator as generator
+from headway.policy.plan.dispatch import cheapest
 from headway.policy.plan.estimator import Normal, fleet_of, load_seconds
 from headway.policy.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
 from headway.policy.plan.group_queues import Item
@@ -27,10 +34,11 @@ from headway.policy.plan.groups import Group, Kind, RequestGroups, Sort, centres
 from headway.policy.plan.occupancy import SentRequest
 from headway.policy.plan.plan_generator import Shortage
 from headway.policy.plan.queue_order import QueueOrder
-from headway.policy.plan.situation import Situation, describe
+from headway.policy.plan.situation import HOPE, INTERACTIVE, Situation, describe
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
 
+_LOST = 1e12  # the urgency of requests beyond help begins here
 _UPCOMING = 2  # models further back on a virtual queue that are brought into host memory
 
 
@@ -137,7 +145,8 @@ class Qlm(Planner):
                 kind = self._groups.kind_of(backlog, row, self._size(backlog, row))
                 instance = cluster.instances[name]
                 blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-                self._note_sent(backlog, row, kind, name, 0.0, blocks, now, full=False)
+                urgency = _urgency(float(backlog.due[row]))
+                self._note_sent(backlog, row, kind, name, 0.0, urgency, blocks, now, full=False)
 
     def _joined(self, group: Group) -> None:
         """Note that a request has joined a group, which may be new."""
@@ -195,7 +204,11 @@ class Qlm(Planner):
         """Return what the virtual queues make their instances do now; costs follow what has changed."""
         self._follow_fleet(cluster, now)
         self._places.place_new(cluster, now)
-        send, swap, warm = list[Send](), dict[str, str](), dict[str, str]()
+        for name in self._places.changed & set(cluster.instances):
+            self._give_up_inside(cluster.instances[name], now)
+        changed = {one.model: None for name, one in cluster.instances.items() if name in self._places.changed}
+        send = [one for model in changed for one in self._pull(cluster, model, now)]
+        swap, warm = dict[str, str](), dict[str, str]()
         for name in [name for name in cluster.instances if name in self._places.changed]:
             model = self._swap_to(cluster, name)
             if model is not None and self._takes_long(cluster, name, model):
@@ -203,14 +216,10 @@ class Qlm(Planner):
             elif model is not None:
                 swap[name] = model
                 self._places.loading[name] = now
-            else:
-                send += self._pull(cluster, name, now)
-                if self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
-                    warm[name] = ahead
+            elif self.options.warms and (ahead := self._to_warm(cluster, name)) is not None:
+                warm[name] = ahead
         self._places.changed -= set(cluster.instances)
         self._judged.clear()
-        if not self.options.ranks:
-            self._rerank.clear()
         rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
         self._rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
@@ -235,39 +244,124 @@ class Qlm(Planner):
         self._limits = {model: sorted(some) for model, some in limits.items()}
         self._batch = {model: sum(some) / len(some) for model, some in batches.items()}
 
-    def _pull(self, cluster: Cluster, name: str, now: float) -> Iterator[Send]:
-        """Yield the requests that belong inside an instance by the order of its groups (request pulling)."""
-        backlog, instance, inside = cluster.backlog, cluster.instances[name], self._places.queues.inside[name]
-        model = cluster.code(instance.model)
-        for group in list(self._places.queues.queues[name]):
-            if group.kind.sort.model != model:
-                return
-            while (row := group.head(backlog)) is not None:
-                count, blocks = inside.ahead(group.rank if self.options.evicts else math.inf)
-                needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-                fits = count < instance.window and blocks + needs <= instance.blocks_total
-                if not fits and count:
-                    return
-                yield self._send(backlog, row, group, instance, needs, now, count)
+    def _pull(self, cluster: Cluster, model: str, now: float) -> Iterator[Send]:
+        """Yield the requests of a model that belong inside its instances now, by deadline (request pulling)."""
+        backlog, queues = cluster.backlog, self._places.queues.queues
+        peers = [name for name, one in cluster.instances.items() if one.model == model]
+        waiting, sent = [name for name in peers if self._head(cluster, name)], defaultdict[str, float](float)
+        while waiting:
+            name = min(waiting, key=lambda one: (queues[one][0].lost, queues[one][0].first))
+            group = queues[name][0]
+            row = group.head(backlog)
+            assert row is not None, "an empty group disappears"
+            if not group.lost and self._is_lost(cluster.instances[name], group.kind, float(backlog.due[row]), now):
+                self._give_up(backlog, group)
+            elif target := self._target(cluster, group, row, peers, now, sent):
+                yield self._send(backlog, row, group, cluster.instances[target], now)
+            else:
+                waiting.remove(name)
+                continue
+            waiting = [one for one in waiting if self._head(cluster, one)]
 
-    def _send(
-        self, backlog: Backlog, row: int, group: Group, instance: Instance, blocks: int, now: float, ahead: int
-    ) -> Send:
+    def _head(self, cluster: Cluster, name: str) -> bool:
+        """Tell whether the first group of a virtual queue is of the model that its instance has."""
+        queue = self._places.queues.queues[name]
+        return bool(queue) and self._places.model(queue[0]) == cluster.instances[name].model
+
+    def _target(
+        self, cluster: Cluster, group: Group, row: int, peers: Sequence[str], now: float, sent: dict[str, float]
+    ) -> str | None:
+        """Return the instance that takes a group's head: that of its queue, or another one where it is in time."""
+        backlog, own = cluster.backlog, cluster.instances[group.instance]
+        able = []
+        for name in peers if self.options.places == "planned" else (own.id,):
+            instance, queue = cluster.instances[name], self._places.queues.queues[name]
+            other = instance is not own and bool(queue) and not self._head(cluster, name)
+            if other or instance.limit < min(int(backlog.longest[row]), own.limit):
+                continue
+            if self._fits(instance, backlog, row, group) and self._in_time(instance, own, group, row, backlog, now):
+                able.append(name)
+        return cheapest(row, able, cluster, now, sent) if able else None
+
+    def _fits(self, instance: Instance, backlog: Backlog, row: int, group: Group) -> bool:
+        """Tell whether an instance has room for a queued request, beside what goes before it there."""
+        urgency = _urgency(float(backlog.due[row]), lost=group.lost) if self.options.evicts else math.inf
+        count, blocks = self._places.queues.inside[instance.id].ahead(urgency)
+        needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+        return not count or (count < instance.window and blocks + needs <= instance.blocks_total)
+
+    def _in_time(self, instance: Instance, own: Instance, group: Group, row: int, backlog: Backlog, now: float) -> bool:
+        """Tell whether a request can be in time on an instance, or as soon as on that of its queue."""
+        if instance is own:
+            return True
+        finish, there = (self._pace(one, group.kind).finish(0.5) for one in (instance, own))
+        return finish <= max(float(backlog.due[row]) - now, there)
+
+    def _pace(self, instance: Instance, kind: Kind) -> Pace:
+        serving = self._places.estimator.serving(instance, instance.model)
+        assert serving is not None, "an instance serves its own model"
+        return self._places.estimator.pace(serving, kind.tokens)
+
+    def _is_lost(self, instance: Instance, kind: Kind, due: float, now: float, elapsed: float = 0.0) -> bool:
+        """Tell whether a request is beyond help. elapsed: seconds for which it has been inside."""
+        if kind.sort.objective == INTERACTIVE:
+            return due < now
+        return not math.isinf(due) and due - now <= HOPE * self._pace(instance, kind).remaining(elapsed)
+
+    def _give_up(self, backlog: Backlog, group: Group) -> None:
+        """Let a queued request that is beyond help wait behind all that can be in time."""
+        queues = self._places.queues
+        lost = self._groups.give_up(group, backlog)
+        if not lost.instance:
+            queues.after(group, lost)
+        if group.size:
+            queues.settle(group)
+        else:
+            queues.remove(group)
+
+    def _give_up_inside(self, instance: Instance, now: float) -> None:
+        """Let the most urgent requests inside that are beyond help go behind all that can be in time.
+
+        Answers that stream go on.
+        """
+        inside = self._places.queues.inside[instance.id]
+        while (one := inside.first) is not None and one.urgency < _LOST and one.kind.sort.objective != INTERACTIVE:
+            if not self._is_lost(instance, one.kind, one.due, now, now - one.sent):
+                return
+            inside.change(one, _urgency(one.due, lost=True))
+            if self.options.ranks:
+                self._rerank.setdefault(instance.id, {})[one.id] = one.urgency
+
+    def _send(self, backlog: Backlog, row: int, group: Group, instance: Instance, now: float) -> Send:
         group.entries.popleft()
+        urgency = _urgency(float(backlog.due[row]), lost=group.lost)
+        blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+        ahead = self._places.queues.inside[instance.id].ahead(urgency)[0]
         full = 10 * (ahead + 1) >= 9 * instance.max_running
-        id = self._note_sent(backlog, row, group.kind, instance.id, group.rank, blocks, now, full=full)
+        id = self._note_sent(backlog, row, group.kind, instance.id, group.rank, urgency, blocks, now, full=full)
         self._ungroup(int(backlog.serial[row]))
         if group.size:
             self._groups.refresh(group, backlog)
-        return Send(id, instance.id, group.rank if self.options.ranks else 0.0)
+            self._places.queues.settle(group)
+        return Send(id, instance.id, urgency if self.options.ranks else 0.0)
 
     def _note_sent(
-        self, backlog: Backlog, row: int, kind: Kind, name: str, rank: float, blocks: int, now: float, *, full: bool
+        self,
+        backlog: Backlog,
+        row: int,
+        kind: Kind,
+        name: str,
+        rank: float,
+        urgency: float,
+        blocks: int,
+        now: float,
+        *,
+        full: bool,
     ) -> str:
         """Take note that a request is inside an instance; return its id."""
         id, due = str(backlog.keys[row]), float(backlog.due[row])
         serial, places = int(backlog.serial[row]), int(backlog.places[row])
-        request = SentRequest(id, serial, name, kind, rank, blocks, due, now, full, places)
+        request = SentRequest(id, serial, name, kind, rank, urgency, blocks, due, now, full, places)
         self._sent[id] = request
         self._places.queues.inside[name].add(request)
         return id
@@ -281,8 +375,9 @@ class Qlm(Planner):
         instance, inside = cluster.instances[name], self._places.queues.inside[name]
         if model == instance.model or not instance.can_load(model):
             return None
-        ahead = inside.ahead(queue[0].rank)[0] if self.options.evicts else len(inside)
-        return model if ahead == 0 else None
+        if any(not self.options.evicts or one.rank <= queue[0].rank for one in inside):
+            return None
+        return model
 
     def _takes_long(self, cluster: Cluster, name: str, model: str) -> bool:
         """Tell whether the plan generator is to judge a swap first, as things are now.
@@ -356,8 +451,7 @@ class Qlm(Planner):
             if name in self._places.queues.queues:
                 items = [situation.items[i] for i in order.queue(g)]
                 orders[name] = [item for item in items if self._still_holds(cluster, name, item)]
-        for name, ranks in self._places.queues.adopt(orders).items():
-            self._rerank.setdefault(name, {}).update(ranks)
+        self._places.queues.adopt(orders)
         self._places.changed |= set(self._places.queues.queues)
 
     def _still_holds(self, cluster: Cluster, name: str, item: Item) -> bool:
@@ -385,3 +479,8 @@ class Qlm(Planner):
         base, work = generator.see(situation).waiting(i)
         instance = next(one for one in fleet_of(cluster) if one.id == group.instance)
         return self._places.estimator.completion(instance, group.kind, base, work, ahead, self._places.model(group))
+
+
+def _urgency(due: float, *, lost: bool = False) -> float:
+    """Return the rank of a request inside an engine: its deadline, behind all others if it is beyond help."""
+    return _LOST + due if lost else due

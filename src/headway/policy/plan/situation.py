@@ -19,14 +19,14 @@ from headway.policy.plan.occupancy import Occupancy
 from headway.policy.plan.queue_order import LEVELS, PlanProblem, QueueOrder, order_of
 from headway.types import OBJECTIVES, Floats, Instance, Ints
 
-_INTERACTIVE = OBJECTIVES.index("interactive")
+INTERACTIVE = OBJECTIVES.index("interactive")
 # Columns of a table of items: those of `PlanProblem`; of the latest starts one for each level.
 _SHARE, _VARIANCE, _ROOM, _FINISH = range(4)
 _FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LEVELS))
 _COLUMNS = 4 + 2 * len(LEVELS)
 _Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
 _FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
-_HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
+HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
 # Share of the requests that come while an instance loads a model, per instance, which are late because of it.
 # Chosen by `headway bench fleet --simulated`: from 0.02 to 0.15 the outcome is much the same.
 _DELAYED = 0.05
@@ -232,12 +232,12 @@ class _Builder:
         the first quarter may be given up.
         """
         mine = [request for request in inside if request.kind.id == item.kind.id]
-        if item.kind.sort.objective == _INTERACTIVE:
+        if item.kind.sort.objective == INTERACTIVE:
             return float(len(mine)), 0.0
         latest = []
         for request in mine:
             left, needs = request.due - self.now, pace.remaining(self.now - request.sent)
-            if left > _HOPE * needs:
+            if left > HOPE * needs:
                 latest.append(max(left - needs, 0.0))
         latest.sort()
         return float(len(latest)), latest[len(latest) // 4] if latest else math.inf
@@ -287,6 +287,6 @@ def _empty(*shape: int) -> Floats:
 
 def _needs(kind: Kind, pace: Pace) -> Floats:
     """Return, by level, the seconds from a request's start to what its SLO is about."""
-    if kind.sort.objective == _INTERACTIVE:
+    if kind.sort.objective == INTERACTIVE:
         return np.full(len(LEVELS), pace.prefill)
     return np.array([pace.finish(level) for level in LEVELS])
