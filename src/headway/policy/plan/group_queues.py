@@ -1,7 +1,7 @@
 """The virtual queues of a fleet: per instance, request groups in order (QLM 4, definition 4.2).
 
 What runs has its place in that order, too: each group has a rank between those of its neighbours, whether these are
-queued or running. Neighbours of one model are in the order of their deadlines, those beyond help last: what an order
+queued or running. Neighbours of one model are in the order of their deadlines, those overdue last: what an order
 decides is which model an instance serves next, and which groups stand on which instance.
 """
 

@@ -86,7 +86,7 @@ class Group:
     longest: tokens that the longest of them may need.
     instance: on whose virtual queue it stands, "" = on none yet.
     rank: its place there, lower first.
-    lost: its requests are beyond help.
+    lost: its requests are overdue.
     """
 
     id: int
@@ -131,7 +131,7 @@ class RequestGroups:
         self._kinds: dict[Sort, list[Kind]] = {}
         self._open: dict[int, int] = {}  # id of a kind -> the group that its arrivals join
         self._returned: dict[int, int] = {}  # the same for requests that have come back
-        self._lost: dict[int, int] = {}  # the same for those beyond help
+        self._lost: dict[int, int] = {}  # the same for those overdue
         self._recent: dict[Sort, deque[tuple[float, float, float]]] = {}
         self._fitted: dict[Sort, int] = {}
         self._arrived: dict[Sort, int] = {}
@@ -168,7 +168,7 @@ class RequestGroups:
         return group
 
     def give_up(self, group: Group, backlog: Backlog) -> Group:
-        """Move a group's head, which is beyond help, to the group of such requests of its kind; return that."""
+        """Move a group's head, which is overdue, to the group of such requests of its kind; return that."""
         row, serial = group.entries.popleft()
         self.left(serial)
         lost = self.groups.get(self._lost.get(group.kind.id, -1))

@@ -7,7 +7,7 @@ least. When a violation is foreseen, or an instance idles while others have queu
 groups anew, beside the event loop.
 
 Within a model requests are bound one by one: the groups at the head of all instances that have it loaded are pulled
-by deadline, what is beyond help last, each request to the instance that costs least, if it can be in time there. A
+by deadline, what is overdue last, each request to the instance that costs least, if it can be in time there. A
 request that is due before what runs is sent anyway, with a rank that makes the engine evict for it (recompute or
 swap, as its packer chooses).
 """
@@ -34,11 +34,11 @@ from headway.policy.plan.groups import Group, Kind, RequestGroups, Sort, centres
 from headway.policy.plan.occupancy import SentRequest
 from headway.policy.plan.plan_generator import Shortage
 from headway.policy.plan.queue_order import QueueOrder
-from headway.policy.plan.situation import HOPE, INTERACTIVE, Situation, describe
+from headway.policy.plan.situation import INTERACTIVE, Situation, describe
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
 
-_LOST = 1e12  # the urgency of requests beyond help begins here
+_LOST = 1e12  # the urgency of requests overdue begins here
 _UPCOMING = 2  # models further back on a virtual queue that are brought into host memory
 
 
@@ -254,7 +254,7 @@ class Qlm(Planner):
             group = queues[name][0]
             row = group.head(backlog)
             assert row is not None, "an empty group disappears"
-            if not group.lost and self._is_lost(cluster.instances[name], group.kind, float(backlog.due[row]), now):
+            if not group.lost and backlog.due[row] < now:
                 self._give_up(backlog, group)
             elif target := self._target(cluster, group, row, peers, now, sent):
                 yield self._send(backlog, row, group, cluster.instances[target], now)
@@ -302,14 +302,8 @@ class Qlm(Planner):
         assert serving is not None, "an instance serves its own model"
         return self._places.estimator.pace(serving, kind.tokens)
 
-    def _is_lost(self, instance: Instance, kind: Kind, due: float, now: float, elapsed: float = 0.0) -> bool:
-        """Tell whether a request is beyond help. elapsed: seconds for which it has been inside."""
-        if kind.sort.objective == INTERACTIVE:
-            return due < now
-        return not math.isinf(due) and due - now <= HOPE * self._pace(instance, kind).remaining(elapsed)
-
     def _give_up(self, backlog: Backlog, group: Group) -> None:
-        """Let a queued request that is beyond help wait behind all that can be in time."""
+        """Let a queued request that is overdue wait behind all that can be in time."""
         queues = self._places.queues
         lost = self._groups.give_up(group, backlog)
         if not lost.instance:
@@ -320,14 +314,9 @@ class Qlm(Planner):
             queues.remove(group)
 
     def _give_up_inside(self, instance: Instance, now: float) -> None:
-        """Let the most urgent requests inside that are beyond help go behind all that can be in time.
-
-        Answers that stream go on.
-        """
+        """Let requests inside that are overdue go behind all that can be in time; answers that stream go on."""
         inside = self._places.queues.inside[instance.id]
-        while (one := inside.first) is not None and one.urgency < _LOST and one.kind.sort.objective != INTERACTIVE:
-            if not self._is_lost(instance, one.kind, one.due, now, now - one.sent):
-                return
+        while (one := inside.first) is not None and one.urgency < now and one.kind.sort.objective != INTERACTIVE:
             inside.change(one, _urgency(one.due, lost=True))
             if self.options.ranks:
                 self._rerank.setdefault(instance.id, {})[one.id] = one.urgency
@@ -482,5 +471,5 @@ class Qlm(Planner):
 
 
 def _urgency(due: float, *, lost: bool = False) -> float:
-    """Return the rank of a request inside an engine: its deadline, behind all others if it is beyond help."""
+    """Return the rank of a request inside an engine: its deadline, behind all others if it is overdue."""
     return _LOST + due if lost else due

@@ -26,7 +26,7 @@ _FIRST, _LAST = slice(4, 4 + len(LEVELS)), slice(4 + len(LEVELS), 4 + 2 * len(LE
 _COLUMNS = 4 + 2 * len(LEVELS)
 _Z = np.array([max(NormalDist().inv_cdf(level), 0.0) for level in LEVELS])
 _FULL = 0.75  # share of the KV that requests inside are to fill, from which on pausing them is not free
-HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
+_HOPE = 0.3  # share of the seconds that an answer is expected to take still, which it may be in time with
 # Share of the requests that come while an instance loads a model, per instance, which are late because of it.
 # Chosen by `headway bench fleet --simulated`: from 0.02 to 0.15 the outcome is much the same.
 _DELAYED = 0.05
@@ -237,7 +237,7 @@ class _Builder:
         latest = []
         for request in mine:
             left, needs = request.due - self.now, pace.remaining(self.now - request.sent)
-            if left > HOPE * needs:
+            if left > _HOPE * needs:
                 latest.append(max(left - needs, 0.0))
         latest.sort()
         return float(len(latest)), latest[len(latest) // 4] if latest else math.inf
