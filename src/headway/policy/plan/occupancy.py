@@ -54,11 +54,6 @@ class Occupancy:
         """The last rank; there must be a request."""
         return max(request.rank for request in self)
 
-    @property
-    def first(self) -> SentRequest | None:
-        """The most urgent request."""
-        return self._requests[self._order[0][1]] if self._order else None
-
     def add(self, request: SentRequest) -> None:
         """Add a request that is sent."""
         insort(self._order, (request.urgency, request.serial))
@@ -81,8 +76,11 @@ class Occupancy:
 
     def ahead(self, urgency: float) -> tuple[int, int]:
         """Return the places of the requests that go before a queued one of this urgency, and their KV blocks."""
-        count = bisect_right(self._order, (urgency, 1 << 62))
-        if count == len(self._order):
+        if not self._order or self._order[-1][0] <= urgency:
             return self.places, self.blocks
-        before = [self._requests[serial] for _, serial in self._order[:count]]
+        before = self.before(urgency)
         return sum(one.places for one in before), sum(one.blocks for one in before)
+
+    def before(self, urgency: float) -> list[SentRequest]:
+        """Return the requests that go before a queued one of this urgency, in their order."""
+        return [self._requests[serial] for _, serial in self._order[: bisect_right(self._order, (urgency, 1 << 62))]]

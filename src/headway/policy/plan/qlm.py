@@ -316,10 +316,11 @@ class Qlm(Planner):
     def _give_up_inside(self, instance: Instance, now: float) -> None:
         """Let requests inside that are overdue go behind all that can be in time; answers that stream go on."""
         inside = self._places.queues.inside[instance.id]
-        while (one := inside.first) is not None and one.urgency < now and one.kind.sort.objective != INTERACTIVE:
-            inside.change(one, _urgency(one.due, lost=True))
-            if self.options.ranks:
-                self._rerank.setdefault(instance.id, {})[one.id] = one.urgency
+        for one in inside.before(now):
+            if one.kind.sort.objective != INTERACTIVE:
+                inside.change(one, _urgency(one.due, lost=True))
+                if self.options.ranks:
+                    self._rerank.setdefault(instance.id, {})[one.id] = one.urgency
 
     def _send(self, backlog: Backlog, row: int, group: Group, instance: Instance, now: float) -> Send:
         group.entries.popleft()
