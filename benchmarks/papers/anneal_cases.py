@@ -16,6 +16,7 @@ from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal
 from headway.policy.core.mapping import Records, Targets, costs_of
 from headway.policy.forecast.latency import profiles
+from headway.policy.forecast.latency.laws import SloAware
 from headway.policy.forecast.latency.sampled import PUBLISHED
 from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.task import TaskLengths
@@ -59,13 +60,13 @@ class AnnealCase:
             (np.arange(count) < half)[order],
         )
 
-    def costs(self, output: Floats | Ints | None = None) -> Records:
-        """Return the costs by the published law, with these answers instead of the true ones."""
+    def costs(self, output: Floats | Ints | None = None, law: SloAware = PUBLISHED) -> Records:
+        """Return the costs by the law, with these answers instead of the true ones."""
         tokens = np.asarray(self.output if output is None else output, float)
         targets = Targets(
             np.where(self.code, np.inf, _TTFT), np.where(self.code, np.inf, _TPOT), np.where(self.code, _E2E, np.inf)
         )
-        return costs_of(PUBLISHED, self.prompt, self.prompt, tokens, targets, np.zeros(tokens.size))
+        return costs_of(law, self.prompt, self.prompt, tokens, targets, np.zeros(tokens.size))
 
     def forecast(self, error: float | Profiled, rng: np.random.Generator) -> Floats:
         """Return forecast answers, at least 1 token.

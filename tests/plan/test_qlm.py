@@ -219,21 +219,55 @@ def test_shortage_is_signalled() -> None:
     assert planner.gauges["short_seconds"] > 60
 
 
-def test_ranks_of_what_runs_change_when_its_order_does() -> None:
-    """What runs of two kinds, of which the first turns out to be able to wait."""
+def test_what_is_overdue_inside_goes_behind_what_can_be_in_time() -> None:
     place = Planned(Qlm(), instance("e0", running=2, lead=0))
+    place.come(ask("late", answer=3000, slo=soon(5.0)))
     place.come(ask("slow", answer=3000, slo=soon(10_000.0)))
-    place.come(ask("quick", at=0.1, answer=50, slo=soon(30.0)))
-    commands: list[Command] = []
-    for i in range(12):
-        commands += place.come(ask(f"r{i}", at=2.0 + i, answer=50, slo=soon(12.0)))
-    planner = place.core.planner
-    assert isinstance(planner, Qlm)
-    for command in of(commands, Rerank):
-        assert isinstance(command, Rerank)
-        assert set(command.ranks) <= set(place.core.requests)
-    inside = planner._places.queues.inside["e0"]
-    assert {one.id for one in inside} == set(place.inside)
+    commands = place.come(ask("quick", at=6.0, answer=50, slo=soon(30.0)))
+    (rerank,) = of(commands, Rerank)
+    assert isinstance(rerank, Rerank)
+    assert set(rerank.ranks) == {"late"}
+    sends = {send.id: send.rank for send in of(commands, Send) if isinstance(send, Send)}
+    assert sends["quick"] < 10_000.0 < rerank.ranks["late"]
+
+
+def test_an_answer_that_streams_goes_on_after_its_first_token_was_due() -> None:
+    place = Planned(Qlm(), instance("e0", running=2, lead=0))
+    place.come(ask("streams", answer=3000, slo=Slo(ttft=1.0)))
+    place.come(ask("late", answer=3000, slo=soon(5.0)))
+    (rerank,) = of(place.come(ask("next", at=6.0, slo=soon(30.0))), Rerank)
+    assert isinstance(rerank, Rerank)
+    assert set(rerank.ranks) == {"late"}
+
+
+def test_what_is_overdue_waits_behind_what_can_be_in_time() -> None:
+    place = Planned(Qlm(), instance("e0", running=1, lead=0))
+    place.come(ask("runs", answer=100, slo=soon(1.0)))
+    for i in range(3):
+        place.come(ask(f"late{i}", at=0.01 + i / 100, answer=100, slo=soon(2.0)))
+    place.come(ask("next", at=0.1, answer=100, slo=soon(100.0)))
+    for now in range(5, 10):
+        place.end(place.order[-1], float(now))
+    assert place.order == ["runs", "next", "late0", "late1", "late2"]
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=5, deadline=None)
+def test_on_one_model_as_many_are_in_time_as_by_deadline(seed: int) -> None:
+    """Also under overload: half of the requests are urgent, the others have minutes."""
+    rng = np.random.default_rng(seed)
+    at, urgent = np.sort(rng.uniform(0, 20, 60)), rng.random(60) < 0.5
+    work = together(
+        *(
+            arriving(float(when), output=int(rng.integers(5, 40)), slo=soon(6.0 if quick else 60.0))
+            for when, quick in zip(at, urgent, strict=True)
+        )
+    )
+    kept = {}
+    for name in ("qlm", "edf"):
+        outcome = Simulation(find(name), [machine("e0", "default"), machine("e1", "default")], work).run()
+        kept[name] = int(np.count_nonzero(outcome.end - work.arrival <= work.e2e))
+    assert kept["qlm"] >= kept["edf"] - 2
 
 
 def test_what_an_engine_has_learned_is_planned_by() -> None:
