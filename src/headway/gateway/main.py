@@ -230,16 +230,14 @@ class GatewayServer(uvicorn.Server):
         with console.status("starting engines ..."):
             while left or not said:
                 left = self._still_starting(console, left)
-                if self.failed:
+                if self.failed or (said and self._link is not None):  # what agents start may come later, or never
                     return
-                if said and self._link is not None:  # what others start may come later, or never
-                    break
                 if state.ready and not said:
                     said = True
+                    self._report_targets(console, gateway)
                     models = escape(", ".join(sorted(gateway.counters)))
                     _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
                 await asyncio.sleep(_LOOK_S)
-        self._report_targets(console, gateway)
 
     def _still_starting(self, console: Console, engines: Sequence[EngineView]) -> list[EngineView]:
         """Describe the engines that have come up; return the others, unless one of this process cannot start."""
