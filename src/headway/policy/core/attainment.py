@@ -2,14 +2,12 @@
 
 Of the last 1,000 requests of such a class that ended, (1 - share) x 1,000 may miss their promise. While some of these
 misses are left, requests that come are expendable: planner and packer give them up first where not all promises can be
-kept. Each takes a miss until it has begun in time or ends, so that of any 1,000 requests no more are given up by
-choice. The fewer misses are left, the larger a request must be among those of its class: to give it up makes room for
-more of the others.
+kept. Each takes a miss until it ends, so that of any 1,000 requests no more are given up by choice. The fewer misses
+are left, the larger a request must be among those of its class: to give it up makes room for more of the others.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
@@ -87,18 +85,11 @@ class Attainment:
         return False
 
     def started(self, request: Request | None, now: float) -> None:
-        """Take note of a first token; None = its request has ended.
-
-        An answer that has begun in time is not given up first any more, unless the whole of it has a deadline.
-        """
+        """Take note of a first token; None = its request has ended."""
         self._look(now)
-        if request is None or (account := self._of.get(request.id)) is None:
-            return
-        if request.slo.e2e is None and now <= request.slo.due(request.arrival):
-            account.expendable.discard(request.id)
-        if request.id in self._checks:
+        if request is not None and request.id in self._checks:
             self._checks.discard(request.id)
-            self._checks.watch(request.id, request.arrival + (request.slo.e2e or math.inf))
+            self._checks.watch(request.id, request.arrival + (request.slo.e2e or float("inf")))
 
     def ended(self, id: str, kept: bool | None) -> None:
         """Take note of an end; kept: None = it counts in no share, such as that of a client that left."""
