@@ -26,6 +26,7 @@ from headway.whatif.output.results import SIMULATED, Ask
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
 SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
+LOADED = (QLM, "edf", "shepherd", "headway")
 # Without load balancing: groups at random. Without an order that considers model swaps: groups by deadline.
 ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
@@ -61,6 +62,11 @@ def _single(seconds: float) -> QlmSetting:
     return QlmSetting("W_B", (("a100", 2),), ONE, 1.2, seconds)
 
 
+def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
+    """Return one model from a little to far above its capacity, with ten seeds."""
+    return tuple(replace(single, load=load, interactive=s, seeds=10) for load in (1.2, 2.0, 3.0) for s in _SHARES)
+
+
 def _mixed(seconds: float, a10: int) -> QlmSetting:
     gpus, names = (("a100", 10 - a10), ("a10", a10)), tuple(model.name for model in TWELVE)
     return QlmSetting("W_A of 7B models", gpus, TWELVE, 0.8, seconds, (names, names[10 - a10 :] + names))
@@ -85,6 +91,7 @@ def full() -> QlmPlan:
             PaperPart("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
             PaperPart("multi-ablation", (multi,), ABLATION),
             PaperPart("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
+            PaperPart("loads", _loads(single), LOADED),
             PaperPart("single-ablation", (single,), ABLATION),
             PaperPart("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
             PaperPart("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),

@@ -88,6 +88,7 @@ class QlmSetting:
     queued: requests that wait at the start.
     slo_scale: factor of all SLOs.
     host_gb: host memory for weights, per instance.
+    seeds: runs whose figures are averaged.
     """
 
     name: str
@@ -102,6 +103,7 @@ class QlmSetting:
     queued: int = 0
     slo_scale: float = 1.0
     host_gb: float = HOST_GB
+    seeds: int = 1
 
     def describe(self) -> str:
         """Return the workload, rate and mix, as in a row's setting."""
@@ -116,6 +118,8 @@ class QlmSetting:
             parts.append(f"{self.queued} queued")
         if self.slo_scale != 1:
             parts.append(f"SLO x {self.slo_scale:g}")
+        if self.seeds > 1:
+            parts.append(f"{self.seeds} seeds")
         return ", ".join(parts)
 
     @property
