@@ -92,8 +92,12 @@ FIGURES = (
         asks="headway bench overhead --seed 0",
     ),
     Figure(
-        "Accepted requests lost in 1,000 faults", "faults", "faults.lost", "1000 faults, RabbitMQ of 1", rival=None,
+        "Accepted requests lost in 1,000 faults", "faults", "faults.lost", "1000 faults, RabbitMQ of 3", rival=None,
         asks="headway bench faults --faults 1000 --seed 0",
+    ),
+    Figure(
+        "Long streams broken by them, of 8,655", "faults", "faults.streams.broken", "1000 faults, RabbitMQ of 3",
+        rival=None, asks="headway bench faults --faults 1000 --seed 0",
     ),
     Figure(
         "Iterations in the simulator against real ones", "truth", "pace.bias_pct", "below", rival=None,
