@@ -251,6 +251,30 @@ def test_what_is_overdue_waits_behind_what_can_be_in_time() -> None:
     assert place.order == ["runs", "next", "late0", "late1", "late2"]
 
 
+def test_a_stream_that_was_interrupted_is_not_overdue() -> None:
+    place = Planned(Qlm(), instance("e0", running=1, lead=0))
+    place.come(ask("streams", answer=3000, slo=Slo(ttft=1.0)))
+    place.come(ask("waits", at=0.1, answer=100, slo=soon(100.0)))
+    place.inside.clear()
+    place.notify(InstanceDown("e0"), 5.0)
+    place.notify(Returned("streams", 20), 5.0)
+    place.notify(InstanceUp(instance("e0", running=1, lead=0)), 6.0)
+    assert list(place.inside) == ["streams"]
+
+
+def test_what_was_placed_without_the_planner_does_not_stop_it() -> None:
+    """As overflow engines and a new leader place requests."""
+    place = Planned(Qlm(), instance("e0", running=1, lead=0))
+    for i in range(3):
+        place.come(ask(f"r{i}", at=i / 100, slo=soon(30.0 + 20 * i)))
+    place.core.place("r1", "e0", 0.5)
+    place.end("r0", 1.0)
+    assert place.order == ["r0", "r2"]
+    place.notify(Returned("r1"), 1.5)
+    place.end("r2", 2.0)
+    assert place.order == ["r0", "r2", "r1"]
+
+
 @given(st.integers(0, 1000))
 @settings(max_examples=5, deadline=None)
 def test_on_one_model_as_many_are_in_time_as_by_deadline(seed: int) -> None:

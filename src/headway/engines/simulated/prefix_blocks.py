@@ -251,14 +251,20 @@ def touch(pool: PrefixBlocks, block: int) -> None:
 
 @compiled
 def give_up_first(pool: PrefixBlocks, run: int) -> int:
-    """Put the free blocks that only this run has used first in the queue; return how many they are.
+    """Put the free blocks that only this run has used first in the queue, behind leading ones that hold nothing.
+
+    Return how many they are.
 
     The ends of chains go first, so that what is left of a chain is still its beginning.
     """
     blocks = np.flatnonzero((pool.run == run) & (pool.key != 0) & (pool.references == 0))
+    for i in blocks:
+        _unlink(pool, i)
+    first = 0
+    while pool.after[first] != 0 and pool.key[pool.after[first]] == 0:
+        first = pool.after[first]
     for i in np.argsort(pool.depth[blocks], kind="mergesort"):
-        _unlink(pool, blocks[i])
-        _link(pool, blocks[i], 0)
+        _link(pool, blocks[i], first)
     return blocks.size
 
 

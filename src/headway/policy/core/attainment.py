@@ -72,8 +72,9 @@ class Attainment:
     def came(self, request: Request, size: float, now: float) -> bool:
         """Take note of a request that was accepted; tell whether it may be given up. size: tokens."""
         slo = request.slo
-        if slo.share is None or slo.objective == "best_effort":
+        if slo.share is None:
             self.accounts.pop(request.tier, None)
+        if slo.share is None or slo.objective == "best_effort":
             return False
         account = self._account(request.tier, slo.share)
         self._look(now)
@@ -104,7 +105,7 @@ class Attainment:
 
     def refused(self, request: Request) -> None:
         """Take note of a request that was refused before it was accepted, as it could not be on time."""
-        if request.slo.share is not None:
+        if request.slo.share is not None and request.slo.objective != "best_effort":
             self._account(request.tier, request.slo.share).ended(missed=True)
 
     def _account(self, tier: str, share: float) -> Account:

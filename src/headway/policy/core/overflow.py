@@ -245,6 +245,8 @@ class Overflow(Checks):
         inside, code = bool(backlog.sent[row]), int(backlog.instance[row])
         if (inside and not backlog.pending[row]) or request.id in self._there or request.id in self._begun:
             return None
+        if backlog.expendable[row]:  # nothing is paid for what its class can spare
+            return None
         fleet = [Engine(one, cluster.code(name)) for name, one in cluster.instances.items()]
         mine = [one for one in fleet if (one.code == code if inside else _could_hold(request, one.instance))]
         answer = (backlog.tokens.item(row) - backlog.prompt.item(row)) / request.places

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -244,6 +245,7 @@ class Placement:
     _rates: dict[str, float] = field(default_factory=dict)  # promised tokens per second, by id
     _planned: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # engine, `found` and `moved`, by id
     _inside: dict[str, _Inside] = field(default_factory=dict)
+    _nears: list[tuple[float, str]] = field(default_factory=list)  # when distant requests inside no longer are, by id
 
     # ---- what happens
 
@@ -300,10 +302,23 @@ class Placement:
         promised = rate > 0 or backlog.due.item(row) < math.inf
         distant = self._is_distant(backlog, row, now)
         one = self._inside[id] = _Inside(name, load, row, tokens, prompt, found, work, places, rate, promised, distant)
+        if distant:
+            heappush(self._nears, (backlog.due.item(row) - self.distant_s, id))
         if load is not None:
             load.expects(now)
             load.change(id, one, 1)
         self._expect(id, name)
+
+    def _settle_distant(self, now: float) -> None:
+        """Count requests like all others from when their deadlines are near."""
+        while self._nears and self._nears[0][0] <= now:
+            id = heappop(self._nears)[1]
+            one = self._inside.get(id)
+            if one is None or not one.distant:
+                continue
+            one.distant = False
+            if one.load is not None and one.load.urgent is not None:
+                one.load.urgent.change(id, one, 1)
 
     def _is_distant(self, backlog: Backlog, row: int, now: float) -> bool:
         """Tell whether a request is due in a long time, so that all others go before it."""
@@ -396,11 +411,12 @@ class Placement:
             return known[key]
 
         kinds = dict[Latency, _Load]()
+        self._settle_distant(now)
         for load in loads:
             load.settle(backlog, now)
             kinds.setdefault(load.latency, load)
         if not self._is_distant(backlog, row, now):
-            loads = [load.urgent or load for load in loads]
+            loads = [load if load.instance.own_order else load.urgent or load for load in loads]
         fastest = min(kinds.values(), key=lambda load: seconds_on(load, 0))
         ahead, out = self._ahead(backlog, row, engines, now), list[Cost]()
         free = sum(load.free for load in loads) / len(loads)

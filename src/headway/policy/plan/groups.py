@@ -21,6 +21,7 @@ from headway.types import Backlog, Floats
 _SEED = 0
 _SPAN = 0.25  # deadlines of one group lie within this share of its SLO
 _SLO_APART = 0.3  # logarithm of the ratio from which two SLOs are never of one kind
+_ARRIVED, _RETURNED, _BEGUN, _LOST = "arrived", "returned", "begun", "lost"
 _NO_SLO = 1e6  # seconds: how far away best effort is from every SLO, as k-means sees it
 
 
@@ -86,7 +87,7 @@ class Group:
     longest: tokens that the longest of them may need.
     instance: on whose virtual queue it stands, "" = on none yet.
     rank: its place there, lower first.
-    lost: its requests are overdue.
+    lost: its requests are overdue. begun: answers that stream and have begun, which go on also when they are overdue.
     """
 
     id: int
@@ -99,6 +100,7 @@ class Group:
     instance: str = ""
     rank: float = 0.0
     lost: bool = False
+    begun: bool = False
 
     def head(self, backlog: Backlog) -> int | None:
         """Return the row that is served next, None = the group is empty."""
@@ -129,9 +131,8 @@ class RequestGroups:
         self.groups: dict[int, Group] = {}
         self._of: dict[int, int] = {}  # serial of a queued request -> its group
         self._kinds: dict[Sort, list[Kind]] = {}
-        self._open: dict[int, int] = {}  # id of a kind -> the group that its arrivals join
-        self._returned: dict[int, int] = {}  # the same for requests that have come back
-        self._lost: dict[int, int] = {}  # the same for those overdue
+        # (id of a kind, which of its requests) -> the group that these join: those that arrive, come back, are overdue
+        self._joins: dict[tuple[int, str], int] = {}
         self._recent: dict[Sort, deque[tuple[float, float, float]]] = {}
         self._fitted: dict[Sort, int] = {}
         self._arrived: dict[Sort, int] = {}
@@ -151,30 +152,31 @@ class RequestGroups:
         """
         kind = self.kind_of(backlog, row, size)
         due = float(backlog.due[row])
-        group = self.groups.get(self._open.get(kind.id, -1))
+        group = self.groups.get(self._joins.get((kind.id, _ARRIVED), -1))
         if group is None or not _near(group, due, float(backlog.arrival[row])):
             group = self._new(kind, due)
         self._join(group, backlog, row, due)
         return group, self._split(group, backlog) if group.size > self.delta * batch else None
 
-    def put_back(self, backlog: Backlog, row: int, kind: Kind) -> Group:
-        """Put a request that was sent and has come back into a group of such requests."""
+    def put_back(self, backlog: Backlog, row: int, kind: Kind, *, begun: bool = False) -> Group:
+        """Put a request that was sent and has come back into a group of such requests. begun: as in `Group`."""
         due = float(backlog.due[row])
-        group = self.groups.get(self._returned.get(kind.id, -1))
+        key = kind.id, _BEGUN if begun else _RETURNED
+        group = self.groups.get(self._joins.get(key, -1))
         if group is None or not _near(group, due, float(backlog.arrival[row])):
             group = self._new(kind, due, opens=False)
-            self._returned[kind.id] = group.id
+            group.begun, self._joins[key] = begun, group.id
         self._join(group, backlog, row, due)
         return group
 
     def give_up(self, group: Group, backlog: Backlog) -> Group:
-        """Move a group's head, which is overdue, to the group of such requests of its kind; return that."""
-        row, serial = group.entries.popleft()
+        """Move a group's head, which is overdue, to the group of such requests of its kind there; return that."""
+        (row, serial), key = group.entries.popleft(), (group.kind.id, f"{_LOST} {group.instance}")
         self.left(serial)
-        lost = self.groups.get(self._lost.get(group.kind.id, -1))
-        if lost is None:
+        lost = self.groups.get(self._joins.get(key, -1))
+        if lost is None or lost.instance != group.instance:
             lost = self._new(group.kind, float(backlog.due[row]), opens=False)
-            lost.lost, self._lost[group.kind.id] = True, lost.id
+            lost.lost, self._joins[key] = True, lost.id
         self._join(lost, backlog, row, float(backlog.due[row]))
         self.refresh(group, backlog)
         return lost
@@ -192,14 +194,14 @@ class RequestGroups:
         if group is not None:
             group.size -= 1
             if group.size == 0:
-                self._forget(group)
+                self.forget(group)
         return group
 
-    def _forget(self, group: Group) -> None:
+    def forget(self, group: Group) -> None:
+        """Forget a group."""
         del self.groups[group.id]
-        for table in (self._open, self._returned, self._lost):
-            if table.get(group.kind.id) == group.id:
-                del table[group.kind.id]
+        for key in [key for key, id in self._joins.items() if id == group.id]:
+            del self._joins[key]
 
     def refresh(self, group: Group, backlog: Backlog) -> None:
         """Bring a group's first deadline up to date with its head."""
@@ -211,7 +213,7 @@ class RequestGroups:
         group = Group(next(self._ids), kind, first=due, last=due)
         self.groups[group.id] = group
         if opens:
-            self._open[kind.id] = group.id
+            self._joins[kind.id, _ARRIVED] = group.id
         return group
 
     def _join(self, group: Group, backlog: Backlog, row: int, due: float) -> None:
@@ -275,10 +277,8 @@ class RequestGroups:
             if _distance(nearest.centre, centre) < 1.0:
                 kind.output, kind.square, kind.seen = nearest.output, nearest.square, min(nearest.seen, 32)
             new.append(kind)
-        for kind in old:
-            self._open.pop(kind.id, None)
-            self._returned.pop(kind.id, None)
-            self._lost.pop(kind.id, None)
+        gone = {kind.id for kind in old}
+        self._joins = {key: id for key, id in self._joins.items() if key[0] not in gone}
         self._kinds[sort] = new
 
     def _kind(self, sort: Sort, centre: Floats) -> Kind:

@@ -7,16 +7,16 @@ least. When a violation is foreseen, or an instance idles while others have queu
 groups anew, beside the event loop.
 
 Within a model requests are bound one by one: the groups at the head of all instances that have it loaded are pulled
-by deadline, what is overdue last, each request to the instance that costs least, if it can be in time there. A
-request that is due before what runs is sent anyway, with a rank that makes the engine evict for it (recompute or
-swap, as its packer chooses).
+by deadline, what is overdue behind the rest of its run of one model, each request to the instance that costs least, if
+it can be in time there. A request that is due before what runs is sent anyway, with a rank that makes the engine evict
+for it (recompute or swap, as its packer chooses).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -99,8 +99,8 @@ class Qlm(Planner):
                 self._places.arrivals.arrived(now)
                 self._places.models[cluster.code(request.model)] = request.model
                 self._add(cluster, cluster.backlog.row_of[request.id])
-            case Returned(id):
-                self._come_back(cluster, id)
+            case Returned(id, output_tokens):
+                self._come_back(cluster, id, begun=output_tokens > 0)
             case Finished(id, output_tokens):
                 self._leave(cluster, id, now, output_tokens)
             case Failed(id):
@@ -120,7 +120,7 @@ class Qlm(Planner):
         backlog = cluster.backlog
         batch = self._batch.get(int(backlog.model[row]), 64.0)
         group, half = self._groups.add(backlog, row, self._size(backlog, row), batch)
-        self._joined(group)
+        self._joined(group, float(backlog.due[row]))
         if half is not None:
             if group.instance:
                 self._places.queues.after(group, half)
@@ -146,20 +146,29 @@ class Qlm(Planner):
                 instance = cluster.instances[name]
                 blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
                 urgency = _urgency(float(backlog.due[row]))
-                self._note_sent(backlog, row, kind, name, 0.0, urgency, blocks, now, full=False)
+                id = self._note_sent(backlog, row, kind, name, 0.0, urgency, blocks, now, full=False)
+                if self.options.ranks:
+                    self._rerank.setdefault(name, {})[id] = urgency
 
-    def _joined(self, group: Group) -> None:
+    def _joined(self, group: Group, due: float) -> None:
         """Note that a request has joined a group, which may be new."""
         if group.instance:
             self._places.changed.add(group.instance)
+            if group.first == due:
+                self._places.queues.settle(group)
         elif group.size == 1:
             self._places.queues.unplaced.append(group)
 
-    def _come_back(self, cluster: Cluster, id: str) -> None:
-        request = self._sent.pop(id, None)
-        if request is not None:
-            self._vacate(request)
-            self._joined(self._groups.put_back(cluster.backlog, cluster.backlog.row_of[id], request.kind))
+    def _come_back(self, cluster: Cluster, id: str, *, begun: bool) -> None:
+        request, backlog, row = self._sent.pop(id, None), cluster.backlog, cluster.backlog.row_of[id]
+        if request is None:  # it was placed without this planner
+            self._ungroup(int(backlog.serial[row]))
+            self._add(cluster, row)
+            return
+        self._vacate(request)
+        begun &= request.kind.sort.objective == INTERACTIVE
+        group = self._groups.put_back(backlog, row, request.kind, begun=begun)
+        self._joined(group, float(backlog.due[row]))
 
     def _leave(self, cluster: Cluster, id: str, now: float, output_tokens: int) -> None:
         request = self._sent.pop(id, None)
@@ -204,8 +213,6 @@ class Qlm(Planner):
         """Return what the virtual queues make their instances do now; costs follow what has changed."""
         self._follow_fleet(cluster, now)
         self._places.place_new(cluster, now)
-        for name in self._places.changed & set(cluster.instances):
-            self._give_up_inside(cluster.instances[name], now)
         changed = {one.model: None for name, one in cluster.instances.items() if name in self._places.changed}
         send = [one for model in changed for one in self._pull(cluster, model, now)]
         swap, warm = dict[str, str](), dict[str, str]()
@@ -247,21 +254,28 @@ class Qlm(Planner):
     def _pull(self, cluster: Cluster, model: str, now: float) -> Iterator[Send]:
         """Yield the requests of a model that belong inside its instances now, by deadline (request pulling)."""
         backlog, queues = cluster.backlog, self._places.queues.queues
-        peers = [name for name, one in cluster.instances.items() if one.model == model]
-        waiting, sent = [name for name in peers if self._head(cluster, name)], defaultdict[str, float](float)
-        while waiting:
+        heads = [name for name, one in cluster.instances.items() if one.model == model]
+        peers, sent = dict.fromkeys(heads), defaultdict[str, float](float)  # peers: those that may have room
+        for name in heads:
+            self._give_up_inside(cluster.instances[name], now)
+        while waiting := [name for name in heads if self._head(cluster, name)]:
             name = min(waiting, key=lambda one: (queues[one][0].lost, queues[one][0].first))
             group = queues[name][0]
             row = group.head(backlog)
-            assert row is not None, "an empty group disappears"
-            if not group.lost and backlog.due[row] < now:
+            if row is None:  # its requests were placed without this planner
+                self._drop(group)
+            elif not (group.lost or group.begun) and backlog.due[row] < now:
                 self._give_up(backlog, group)
             elif target := self._target(cluster, group, row, peers, now, sent):
                 yield self._send(backlog, row, group, cluster.instances[target], now)
             else:
-                waiting.remove(name)
-                continue
-            waiting = [one for one in waiting if self._head(cluster, one)]
+                heads.remove(name)
+                peers.pop(name, None)  # what is later must not take the room that it waits for
+
+    def _drop(self, group: Group) -> None:
+        self._places.changed.add(group.instance)
+        self._places.queues.remove(group)
+        self._groups.forget(group)
 
     def _head(self, cluster: Cluster, name: str) -> bool:
         """Tell whether the first group of a virtual queue is of the model that its instance has."""
@@ -269,26 +283,27 @@ class Qlm(Planner):
         return bool(queue) and self._places.model(queue[0]) == cluster.instances[name].model
 
     def _target(
-        self, cluster: Cluster, group: Group, row: int, peers: Sequence[str], now: float, sent: dict[str, float]
+        self, cluster: Cluster, group: Group, row: int, peers: dict[str, None], now: float, sent: dict[str, float]
     ) -> str | None:
-        """Return the instance that takes a group's head: that of its queue, or another one where it is in time."""
+        """Return the instance that takes a group's head: that of its queue, or another one where it is in time.
+
+        peers: instances that may have room; those without a place for it leave, as they have none for later ones.
+        """
         backlog, own = cluster.backlog, cluster.instances[group.instance]
+        urgency = _urgency(float(backlog.due[row]), lost=group.lost) if self.options.evicts else math.inf
         able = []
-        for name in peers if self.options.places == "planned" else (own.id,):
+        for name in [one for one in peers if self.options.places == "planned" or one == own.id]:
             instance, queue = cluster.instances[name], self._places.queues.queues[name]
             other = instance is not own and bool(queue) and not self._head(cluster, name)
             if other or instance.limit < min(int(backlog.longest[row]), own.limit):
                 continue
-            if self._fits(instance, backlog, row, group) and self._in_time(instance, own, group, row, backlog, now):
-                able.append(name)
+            count, blocks = self._places.queues.inside[name].ahead(urgency)
+            needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
+            if count >= instance.window:
+                del peers[name]
+            elif not count or blocks + needs <= instance.blocks_total:
+                able += [name] if self._in_time(instance, own, group, row, backlog, now) else []
         return cheapest(row, able, cluster, now, sent) if able else None
-
-    def _fits(self, instance: Instance, backlog: Backlog, row: int, group: Group) -> bool:
-        """Tell whether an instance has room for a queued request, beside what goes before it there."""
-        urgency = _urgency(float(backlog.due[row]), lost=group.lost) if self.options.evicts else math.inf
-        count, blocks = self._places.queues.inside[instance.id].ahead(urgency)
-        needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-        return not count or (count < instance.window and blocks + needs <= instance.blocks_total)
 
     def _in_time(self, instance: Instance, own: Instance, group: Group, row: int, backlog: Backlog, now: float) -> bool:
         """Tell whether a request can be in time on an instance, or as soon as on that of its queue."""
@@ -305,9 +320,12 @@ class Qlm(Planner):
     def _give_up(self, backlog: Backlog, group: Group) -> None:
         """Let a queued request that is overdue wait behind all that can be in time."""
         queues = self._places.queues
+        self._places.changed.add(group.instance)
         lost = self._groups.give_up(group, backlog)
         if not lost.instance:
             queues.after(group, lost)
+        else:
+            queues.settle(lost)
         if group.size:
             queues.settle(group)
         else:
@@ -328,12 +346,21 @@ class Qlm(Planner):
         blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
         ahead = self._places.queues.inside[instance.id].ahead(urgency)[0]
         full = 10 * (ahead + 1) >= 9 * instance.max_running
-        id = self._note_sent(backlog, row, group.kind, instance.id, group.rank, urgency, blocks, now, full=full)
+        id = self._note_sent(
+            backlog, row, group.kind, instance.id, self._rank_on(instance, group), urgency, blocks, now, full=full
+        )
         self._ungroup(int(backlog.serial[row]))
         if group.size:
             self._groups.refresh(group, backlog)
             self._places.queues.settle(group)
         return Send(id, instance.id, urgency if self.options.ranks else 0.0)
+
+    def _rank_on(self, instance: Instance, group: Group) -> float:
+        """Return the rank of a group's request on an instance: that of the head there, which has its model, too."""
+        queue, inside = self._places.queues.queues[instance.id], self._places.queues.inside[instance.id]
+        if group.instance == instance.id:
+            return group.rank
+        return queue[0].rank if queue else inside.highest if len(inside) else 0.0
 
     def _note_sent(
         self,

@@ -88,9 +88,9 @@ def _merge_spent(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     rows, unreadable = set[tuple[Any, ...]](), 0
     for way in ("", "DESC"):
         try:
+            if source.execute("SELECT 1 FROM sqlite_master WHERE name = 'spent'").fetchone() is None:
+                return 0  # nothing was ever spent
             rows.update(source.execute(f"SELECT account, id, at, units FROM spent ORDER BY account {way}, id {way}"))
-        except sqlite3.OperationalError:  # nothing was ever spent: there is no such table
-            return 0
         except sqlite3.DatabaseError:
             unreadable = 1
     target.execute(ACCOUNTS)

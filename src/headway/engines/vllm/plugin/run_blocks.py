@@ -39,7 +39,9 @@ class RunBlocks:
         self._runs.pop(id, None)
 
     def end(self, runs: Sequence[int]) -> int:
-        """Give up first what only one of these runs has used and nothing holds; return how many blocks that is.
+        """Give up what only one of these runs has used and nothing holds, first after blocks that hold nothing.
+
+        Return how many blocks that is.
 
         The ends of chains go first, so that what is left of a chain is still its beginning.
         """
@@ -49,11 +51,24 @@ class RunBlocks:
             ordered = ids[np.argsort(self._depth[ids], kind="stable")[::-1]].tolist()
             blocks = [self._pool.blocks[id] for id in ordered]
             free = [one for one in blocks if not one.ref_cnt and not one.is_null and one.block_hash is not None]
+            queue = self._pool.free_block_queue
             for block in free:
-                self._pool.free_block_queue.remove(block)
-            self._pool.free_block_queue.prepend_n(free)
+                queue.remove(block)
+            empty = self._leading_empty()
+            for block in empty:
+                queue.remove(block)
+            queue.prepend_n(free)
+            queue.prepend_n(empty)
             count += len(free)
         return count
+
+    def _leading_empty(self) -> list[Any]:
+        """Return the blocks at the front of vLLM's queue that hold nothing: to take these costs nothing."""
+        found, block = list[Any](), self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block.block_hash is None and block.next_free_block is not None:  # the last one is the queue's own
+            found.append(block)
+            block = block.next_free_block
+        return found
 
     def _follow(self, coordinator: Any) -> None:
         """Look at every block that a request finds or caches."""

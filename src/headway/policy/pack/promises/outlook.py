@@ -320,9 +320,10 @@ def outlook_of(params: PackerParams, jobs: Rows, row: int, now: float, theta: Fl
 
 @compiled
 def is_distant(keep: PromisesConfig, jobs: Rows, row: int, now: float) -> bool:
-    """Tell whether a row's only deadline is more than `distant_s` away."""
+    """Tell whether a row's only deadline that is still to come is more than `distant_s` away."""
     due = jobs["arrival"][row] + jobs["e2e"][row]
-    return bool(keep.distant_s < due - now < np.inf and min(jobs["tpot"][row], jobs["itl"][row]) == np.inf)
+    nearer = min(jobs["tpot"][row], jobs["itl"][row], np.inf if jobs["output_tokens"][row] else jobs["ttft"][row])
+    return bool(keep.distant_s < due - now < np.inf and nearer == np.inf)
 
 
 @compiled
