@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from rich.progress import track
@@ -30,6 +31,7 @@ from benchmarks.papers.anneal_cases import (
     worth,
 )
 from benchmarks.papers.exhaustive import exhaustive
+from benchmarks.papers.quoted import quoted
 from headway.policy.core.annealing import Schedule
 from headway.policy.core.mapping import Records
 from headway.policy.forecast.latency.sampled import PUBLISHED
@@ -52,29 +54,45 @@ _ERRORS: tuple[tuple[str, float | Profiled], ...] = (
     ("Gaussian draw", "draw"),
     ("Gaussian mean", "mean"),
 )
-_MOST = 46.5  # the largest G over vLLM that 5.2 reports, in %
+_TEXT = "slo-aware-annealing"
+_ours = partial(quoted, paper=_TEXT, section="Table 1", line=304, unit=1000)
+_tried = partial(quoted, paper=_TEXT, section="Table 1", line=305, unit=1000)
+_most = partial(quoted, paper=_TEXT, section="5.2", line=310)
+_appendix = partial(quoted, paper=_TEXT, section="5.2", line=312)
+_scaled = partial(quoted, paper=_TEXT, section="5.5", line=340)
+_MOST = _most(46.5)  # the largest G over vLLM, in %
 _INSTANCES = (1, 2, 4, 8)
 _RECIPES = (VLLM, ANNEAL, "anneal-queue", "headway", "srtf", "edf")
-# Figures of the paper by (id, setting): Table 1, section 5.2 and 5.5, the abstract.
+# Figures of the paper by (id, setting).
 _PAPER = {
-    ("overhead.ms", "4 requests, batch 1"): 0.23,
-    ("overhead.ms", "6 requests, batch 1"): 0.32,
-    ("overhead.ms", "8 requests, batch 1"): 0.43,
-    ("overhead.ms", "10 requests, batch 1"): 0.48,
-    ("overhead.ms", "10 requests each, 2 instances"): 0.93,
-    ("overhead.ms", "10 requests each, 4 instances"): 1.91,
-    ("g", "10 requests, batch 1, over vllm"): 46.5,
-    ("g", "10 requests, batch 1, length error Gaussian draw, over vllm"): 46.5,  # the same: its own forecast
-    ("g", "40 requests, batch 4, length error 2.5 %, over vllm"): 84.0,
-    ("g", "40 requests, batch 4, length error Gaussian draw, over vllm"): 11.5,  # 5.3: 84 % over vLLM, 65 over this
-    ("g.change_pct", "10 requests, batch 4, coefficients off, largest decline"): -1.9,
-    ("attainment", "10 requests, batch 1, over vllm"): 33.4,
-    ("latency.mean", "10 requests, batch 2, over vllm"): -16.3,
-    ("attainment.times", "40 requests, batch 1, over vllm"): 5.0,  # 5.2, of Qwen2.5-32B on LMDeploy and an A800
-    ("latency.mean", "8 requests, batch 2, over vllm"): -31.6,  # 5.2, of Qwen2.5-7B there
-    ("gap_to_exhaustive_pct", "all settings, largest of the means"): 1.0,
+    ("overhead.ms", "4 requests, batch 1"): _ours(0.23, printed="0.00023"),
+    ("overhead.ms", "6 requests, batch 1"): _ours(0.32, printed="0.00032"),
+    ("overhead.ms", "8 requests, batch 1"): _ours(0.43, printed="0.00043"),
+    ("overhead.ms", "10 requests, batch 1"): _ours(0.48, printed="0.00048"),
+    ("overhead.ms", "10 requests each, 2 instances"): _scaled(0.93),
+    ("overhead.ms", "10 requests each, 4 instances"): _scaled(1.91),
+    ("g", "10 requests, batch 1, over vllm"): _MOST,
+    ("g", "10 requests, batch 1, length error Gaussian draw, over vllm"): _MOST,  # the same: its own forecast
+    ("g", "40 requests, batch 4, length error 2.5 %, over vllm"): quoted(84.0, _TEXT, "5.3", 322, "84%"),
+    (
+        "g",
+        "40 requests, batch 4, length error Gaussian draw, over vllm",
+    ): 11.5,  # 1.84 / 1.65: 5.3, 84 % over vLLM and 65 % over this
+    ("g.change_pct", "10 requests, batch 4, coefficients off, largest decline"): quoted(-1.9, _TEXT, "5.4", 333),
+    ("attainment", "10 requests, batch 1, over vllm"): _most(33.4),
+    ("latency.mean", "10 requests, batch 2, over vllm"): _most(-16.3),
+    ("attainment.times", "40 requests, batch 1, over vllm"): _appendix(
+        5.0, printed="5×"
+    ),  # of Qwen2.5-32B on LMDeploy and an A800
+    ("latency.mean", "8 requests, batch 2, over vllm"): _appendix(-31.6),  # of Qwen2.5-7B there
+    ("gap_to_exhaustive_pct", "all settings, largest of the means"): quoted(1.0, _TEXT, "5.2", 314, "1.0%"),
 }
-_TRIED_MS = {4: 1.2, 6: 39.0, 8: 88_200.0, 10: 287_000.0}  # Table 1, exhaustive
+_TRIED_MS = {  # of the exhaustive search
+    4: _tried(1.2, printed="0.0012"),
+    6: _tried(39.0, printed="0.039"),
+    8: _tried(88_200.0, printed="88.2"),
+    10: _tried(287_000.0, printed="287"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.papers.quoted import quoted
 from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal
 from headway.policy.core.mapping import Records, Targets, costs_of
@@ -28,7 +29,10 @@ from headway.simulate.workload.lengths import draw
 from headway.simulate.workload.traffic import Workload, concat, single
 from headway.types import Batch, Bools, Floats, Instance, Ints, Slo
 
-_TTFT, _TPOT, _E2E = 10.0, 0.05, 30.0  # seconds
+_TEXT = "slo-aware-annealing"
+_TTFT = quoted(10.0, _TEXT, "5.1", 280, "10s")
+_TPOT = quoted(0.05, _TEXT, "5.1", 280, "50 milliseconds", 0.001)
+_E2E = quoted(30.0, _TEXT, "5.1", 280, "30s")
 CODE, CHAT = Slo(e2e=_E2E), Slo(ttft=_TTFT, tpot=_TPOT)
 PROFILE = "llama-2-7b-a40"
 _PROMPT, _ANSWER = (40.0, 25.0), (180.0, 110.0)  # tokens of code: mean and deviation

@@ -21,6 +21,7 @@ from benchmarks.papers import bros_choices, closed_loop
 from benchmarks.papers.bros_claims import UNITS, ClaimCase, ClaimPoint, claims, measured
 from benchmarks.papers.observers import TokenDeadlines, inside
 from benchmarks.papers.parts import PaperPart, part
+from benchmarks.papers.quoted import quoted
 from headway.policy.forecast.latency import profiles
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.outcome import Outcome
@@ -31,12 +32,15 @@ from headway.whatif.output.plots import line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask
 
 OPT_13B, OPT_30B, LLAMA_3 = "opt-13b-a100", "opt-30b-a100-40g-tp4", "llama-3-70b-a100-tp8"
-SLO = Slo(ttft=0.4, tpot=0.2)
+SLO = Slo(ttft=quoted(0.4, "bros", "7.1", 280, "0.4s"), tpot=quoted(0.2, "bros", "7.1", 280, "0.2s"))
 RUNNING, SLOTS, BUDGET, LONGEST = 256, 1024, 2048, 2048
 BATCH = 256  # best-effort requests of a batch; the paper does not say
 _MOST = 8.0  # best-effort requests per second that no system reaches
 HOST_TOKENS = 200_000  # of OPT-13B 164 GB, 819,200 bytes a token
-TABLE_2 = {"sharegpt": (222.76, 234.51), "lmsys": (90.50, 237.04)}  # mean prompt and answer
+TABLE_2 = {  # mean prompt and answer
+    "sharegpt": (quoted(222.76, "bros", "Table 2", 231), quoted(234.51, "bros", "Table 2", 231)),
+    "lmsys": (quoted(90.50, "bros", "Table 2", 232, "90.50"), quoted(237.04, "bros", "Table 2", 232)),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from benchmarks.papers.quoted import quoted
 from headway.whatif.output.results import Row
 
 BROS = "bros"
@@ -28,7 +30,8 @@ UNITS = {
     "kv.preemptions": "",
     "sched.share_pct": "%",
 }
-_OVERHEAD = {"opt-13b": 9.12, "opt-30b": 7.56}  # least scheduling share of an iteration in % (7.4.2)
+# Least scheduling share of an iteration in %.
+_OVERHEAD = {"opt-13b": quoted(9.12, BROS, "7.4.2", 323), "opt-30b": quoted(7.56, BROS, "7.4.2", 323)}
 _HYBRID, _ALONE, _SHARED = "hybrid", "real-time only", "shared blocks"
 
 
@@ -76,34 +79,55 @@ class ClaimPoint:
 
 # The paper's claims on BROS: figure, other system, comparison, {(data set, kind): the paper's}.
 Papers = Mapping[tuple[str, str], float]
+_latency = partial(quoted, paper=BROS, section="7.2.1", line=294)
+_slos = partial(quoted, paper=BROS, section="7.2.2", line=298)
 CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
     (
         "rt.normalized_latency",
         "vllm-v0",
         "change",
-        {("sharegpt", _HYBRID): -74.20, ("lmsys", _HYBRID): -69.61, ("sharegpt", _ALONE): -29.36},
+        {
+            ("sharegpt", _HYBRID): _latency(-74.20, printed="74.20%"),
+            ("lmsys", _HYBRID): _latency(-69.61),
+            ("sharegpt", _ALONE): quoted(-29.36, BROS, "7.3", 302),
+        },
     ),
-    ("rt.ttft_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): 36.38, ("lmsys", _HYBRID): 21.42}),
-    ("rt.tpot_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): 1.73, ("lmsys", _HYBRID): 2.62}),
-    ("be.req_per_s", "vllm-v0", "change", {("sharegpt", _HYBRID): -11.29, ("lmsys", _HYBRID): -17.67}),
-    ("rt.req_per_s", "vllm-v0", "times", {("sharegpt", _ALONE): 1.08}),
-    ("rt.normalized_latency", "rr", "change", {("sharegpt", _HYBRID): -54.31, ("lmsys", _HYBRID): -25.77}),
-    ("rt.ttft_attainment", "rr", "times", {("sharegpt", _HYBRID): 11.75, ("lmsys", _HYBRID): 14.23}),
-    ("rt.tpot_attainment", "rr", "times", {("sharegpt", _HYBRID): 1.47, ("lmsys", _HYBRID): 2.28}),
-    ("be.req_per_s", "rr", "change", {("sharegpt", _HYBRID): -8.80, ("lmsys", _HYBRID): -15.18}),
-    ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.23}),
-    ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): 1.63}),
+    ("rt.ttft_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): _slos(36.38), ("lmsys", _HYBRID): _slos(21.42)}),
+    ("rt.tpot_attainment", "vllm-v0", "times", {("sharegpt", _HYBRID): _slos(1.73), ("lmsys", _HYBRID): _slos(2.62)}),
+    (
+        "be.req_per_s",
+        "vllm-v0",
+        "change",
+        {("sharegpt", _HYBRID): _latency(-11.29), ("lmsys", _HYBRID): _latency(-17.67)},
+    ),
+    ("rt.req_per_s", "vllm-v0", "times", {("sharegpt", _ALONE): quoted(1.08, BROS, "7.3", 302)}),
+    (
+        "rt.normalized_latency",
+        "rr",
+        "change",
+        {("sharegpt", _HYBRID): _latency(-54.31), ("lmsys", _HYBRID): _latency(-25.77)},
+    ),
+    ("rt.ttft_attainment", "rr", "times", {("sharegpt", _HYBRID): _slos(11.75), ("lmsys", _HYBRID): _slos(14.23)}),
+    ("rt.tpot_attainment", "rr", "times", {("sharegpt", _HYBRID): _slos(1.47), ("lmsys", _HYBRID): _slos(2.28)}),
+    (
+        "be.req_per_s",
+        "rr",
+        "change",
+        {("sharegpt", _HYBRID): _latency(-8.80, printed="8.80%"), ("lmsys", _HYBRID): _latency(-15.18)},
+    ),
+    ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): quoted(1.23, BROS, "7.4.1", 313)}),
+    ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): quoted(1.63, BROS, "7.4.1", 313)}),
 )
 # TGI is only in figure 12, for which the text states no number.
 UNSTATED = (("rt.normalized_latency", "tgi", "change", _ALONE), ("rt.req_per_s", "tgi", "times", _ALONE))
 # Averages of 7.2.2. The paper does not state the data set of the first two.
 AVERAGES: Mapping[tuple[str, str, str], float] = {
-    ("rt.ttft_attainment", "vllm-v0", "sharegpt"): 1.28,
-    ("rt.ttft_attainment", "rr", "sharegpt"): 10.55,
-    ("rt.tpot_attainment", BROS, "sharegpt"): 65.49,
-    ("rt.tpot_attainment", BROS, "lmsys"): 75.38,
-    ("rt.tpot_attainment", "rr", "sharegpt"): 47.34,
-    ("rt.tpot_attainment", "rr", "lmsys"): 42.81,
+    ("rt.ttft_attainment", "vllm-v0", "sharegpt"): _slos(1.28),
+    ("rt.ttft_attainment", "rr", "sharegpt"): _slos(10.55),
+    ("rt.tpot_attainment", BROS, "sharegpt"): _slos(65.49),
+    ("rt.tpot_attainment", BROS, "lmsys"): _slos(75.38),
+    ("rt.tpot_attainment", "rr", "sharegpt"): _slos(47.34),
+    ("rt.tpot_attainment", "rr", "lmsys"): _slos(42.81),
 }
 
 

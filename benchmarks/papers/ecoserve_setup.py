@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from benchmarks.papers.quoted import quoted
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency import profiles
 from headway.policy.pack.baselines.chunked import Chunked
@@ -30,11 +32,13 @@ from headway.simulate.workload.traffic import Workload, single
 from headway.types import Batch, Floats, Instance, Ints
 
 PROFILE = "opt-13b-a100"
-KV_BYTES, BLOCK = 12e9, 32
+KV_BYTES = quoted(12e9, "ecoserve", "2.1", 72, "12GB", 1e9)
+BLOCK = int(quoted(32, "ecoserve", "2.1", 72, "set to 32"))
 MAX_RUNNING, SLOTS, BUDGET, TFS = 256, 512, 2048, 512
 LONGEST = 3200  # tokens of a request: BookCorpus chunks with their answers
-ORCA_BATCH, LEVELS = 8, 5  # 2.1
-SLO_SCALE = 2.0
+ORCA_BATCH = int(quoted(8, "ecoserve", "2.1", 72, "set to 8"))
+LEVELS = int(quoted(5, "ecoserve", "2.1", 84, "5-level"))
+SLO_SCALE = quoted(2.0, "ecoserve", "4", 255, "set to 2")
 PAPER_TEXT = "ecoserve-paper"
 MAX_ALLOCATION = ("orca", "srtf", "fastserve")
 TRUE_LENGTHS = ("srtf", "multires")  # 2.1: their answers' lengths are known in advance
@@ -84,54 +88,65 @@ class Data:
     buffer: float
 
 
+def _share(share: float, section: str, line: int, printed: str | None = None) -> float:
+    return quoted(share, "ecoserve", section, line, printed or f"{100 * share:g}%", 0.01)
+
+
+def _lengths(line: int, mean: float, least: int, most: int, printed: str | None = None) -> TokenCounts:
+    """Return the lengths in a line of Table 2. printed: the longest, as the line has it."""
+    cell = partial(quoted, paper="ecoserve", section="Table 2", line=line)
+    return TokenCounts(cell(mean), int(cell(least)), int(cell(most, printed=printed)))
+
+
+_CHUNK = int(quoted(2048, "ecoserve", "2.1", 72, "2048-token"))  # into which BookCorpus' prompts are cut
 DATA = (
     Data(
         "alpaca",
-        36.0,
+        quoted(36.0, "ecoserve", "Table 2", 78, "36 reqs/s"),
         (24.0, 36.0, 48.0, 60.0, 72.0, 84.0, 96.0),
         (1.0, 2.0, 3.0, 4.0),
         60.0,
         60.0,
-        TokenCounts(19.31, 9, 2470),
-        TokenCounts(58.41, 13, 292),
-        0.10,
-        0.775,
-        0.0262,
-        0.0930,
-        0.012,
-        0.15,
+        _lengths(78, 19.31, 9, 2470, "2.47K"),
+        _lengths(78, 58.41, 13, 292),
+        _share(0.10, "2.3", 139),
+        _share(0.775, "2.3", 139),
+        _share(0.0262, "2.3", 141),
+        _share(0.0930, "2.3", 141, "9.30%"),
+        _share(0.012, "2.2", 119),
+        _share(0.15, "4", 255),
     ),
     Data(
         "sharegpt",
-        28.0,
+        quoted(28.0, "ecoserve", "Table 2", 79, "28 reqs/s"),
         (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0),
         (0.2, 0.35, 0.5, 0.7),
         4.0,
         150.0,
-        TokenCounts(161.31, 16, 3200),
-        TokenCounts(337.99, 19, 991),
-        0.15,
-        0.732,
-        0.0562,
-        0.1342,
-        0.03,
-        0.15,
+        _lengths(79, 161.31, 16, 3200, "3.2K"),
+        _lengths(79, 337.99, 19, 991),
+        _share(0.15, "2.3", 139),
+        _share(0.732, "2.3", 139),
+        _share(0.0562, "2.3", 141),
+        _share(0.1342, "2.3", 141),
+        _share(0.03, "2.2", 119),
+        _share(0.15, "4", 255),
     ),
     Data(
         "bookcorpus",
-        1.2,
+        quoted(1.2, "ecoserve", "Table 2", 80, "1.2 reqs/s"),
         (0.1, 0.2, 0.25, 0.3, 0.4, 0.5),
         (0.1, 0.15, 0.2, 0.3),
         0.3,
         450.0,
-        TokenCounts(1952.11, 18, 2048),
-        TokenCounts(681.2, 32, 1041),
-        0.20,
-        0.698,
-        0.0512,
-        0.2192,
-        0.05,
-        0.10,
+        replace(_lengths(80, 1952.11, 18, 461_000, "461K"), most=_CHUNK),
+        _lengths(80, 681.2, 32, 1041),
+        _share(0.20, "2.3", 139),
+        _share(0.698, "2.3", 139),
+        _share(0.0512, "2.3", 141),
+        _share(0.2192, "2.3", 141),
+        _share(0.05, "2.2", 119),
+        _share(0.10, "4", 255),
     ),
 )
 

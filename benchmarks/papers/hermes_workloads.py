@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.papers.quoted import quoted
 from headway.policy.apps.graph import Graph
 from headway.policy.apps.knowledge import SHARED, Knowledge
 from headway.policy.apps.runs import RankOptions
@@ -31,8 +32,12 @@ from headway.simulate.workload.arrivals import bursty
 from headway.types import Batch, Floats
 
 RUNS = 300
-WINDOWS = {"1x": 1800.0, "2x": 900.0, "3x": 600.0}  # seconds of arrivals (Hermes 5.2)
-FACTORS = (1.2, 1.5, 2.0)  # deadlines as multiples of a run's time alone
+WINDOWS = {  # seconds of arrivals
+    name: quoted(seconds, "hermes", "5.2", 213, "10, 15, and 30 minutes", 60)
+    for name, seconds in (("1x", 1800.0), ("2x", 900.0), ("3x", 600.0))
+}
+# Deadlines as multiples of a run's time alone.
+FACTORS = tuple(quoted(one, "hermes", "5.2", 215, f"{one:g}×") for one in (1.2, 1.5, 2.0))
 _FILES = {"KBQAV": "kbqav", "CC": "cc", "EV": "ev", "ALFWI": "alfwi", "CG": "cg", "PE": "pe", "DM": "dm"}
 _BUILT_IN = 200  # runs of each built-in application
 _BUDGET = 2048
