@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import papers
-from benchmarks.papers.quoted import QUOTATIONS, Quotation
+from benchmarks.papers.quoted import QUOTATIONS, Quotation, quoted
 
 for module in pkgutil.iter_modules(papers.__path__):
     importlib.import_module(f"{papers.__name__}.{module.name}")
 TEXTS = os.environ.get("HEADWAY_PAPERS")  # a folder with PAPER.txt of each paper
+NAMES = {"BROS": "bros", "EcoServe": "ecoserve", "Hermes": "hermes", "QLM": "qlm", "SLO-aware": "slo-aware-annealing"}
+# Figures of docs/papers.md that no benchmark has.
+quoted(9.52, "bros", "7.4.2", 323)
+quoted(167, "ecoserve", "4", 271, "1.67-1.96×", 100)
+quoted(196, "ecoserve", "4", 271, "1.67-1.96×", 100)
+quoted(40, "qlm", "1", 37, "40–90%")
+quoted(100, "slo-aware-annealing", "5.1", 288, "to 100")
+# "paper 77.5, 73.2", "paper: 9.12 to 9.52", "paper's 36, 28 and 1.2"
+AFTER_PAPER = re.compile(r"[Pp]aper(?:'s)?:? (?:at most |up to )?((?:(?:, | to | and )?[-+]?\d+(?:\.\d+)?)+)")
 
 
 def numbers(printed: str) -> list[float]:
@@ -35,8 +44,20 @@ def test_a_number_inside_a_longer_one_is_not_found() -> None:
     assert not any(stands_in(text, printed) for printed in ("77", "7.0%", "1.29", "11.2", "11", "5"))
 
 
+def figures_of_docs() -> list[tuple[str, str]]:
+    """Return the figures of docs/papers.md that follow the word "paper", with the heading above them."""
+    text = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+    sections = [" ".join(section.split()) for section in text.split("\n## ")[1:]]
+    return [
+        (section[:60], figure)
+        for section in sections
+        for run in AFTER_PAPER.findall(section)
+        for figure in re.findall(r"\d+(?:\.\d+)?", run)
+    ]
+
+
 def test_figures_of_all_five_papers_are_quoted() -> None:
-    assert {one.paper for one in QUOTATIONS} == {"bros", "ecoserve", "hermes", "qlm", "slo-aware-annealing"}
+    assert {one.paper for one in QUOTATIONS} == set(NAMES.values())
 
 
 @pytest.mark.parametrize("one", QUOTATIONS, ids=str)
@@ -49,3 +70,13 @@ def test_the_value_is_the_printed_number(one: Quotation) -> None:
 def test_the_paper_has_it_in_that_line(one: Quotation) -> None:
     line = (Path(TEXTS or "") / f"{one.paper}.txt").read_text().split("\n")[one.line - 1]
     assert stands_in(line, one.printed)
+
+
+def test_the_page_on_papers_has_no_other_figures() -> None:
+    figures = figures_of_docs()
+    assert len(figures) > 30
+    for heading, figure in figures:
+        papers = [paper for name, paper in NAMES.items() if name in heading]
+        known = [abs(value) for one in QUOTATIONS if one.paper in papers for value in (one.value, one.value / one.unit)]
+        half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])  # of the last digit
+        assert any(abs(value - float(figure)) <= half for value in known), (heading, figure)
