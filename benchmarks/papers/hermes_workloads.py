@@ -31,7 +31,7 @@ from headway.simulate.workload.applications import SHARES, Applications, AppRun,
 from headway.simulate.workload.arrivals import bursty
 from headway.types import Batch, Floats
 
-RUNS = 300
+RUNS = int(quoted(300, "hermes", "5.2", 213, "300 and 3000"))
 WINDOWS = {  # seconds of arrivals
     name: quoted(seconds, "hermes", "5.2", 213, "10, 15, and 30 minutes", 60)
     for name, seconds in (("1x", 1800.0), ("2x", 900.0), ("3x", 600.0))

@@ -33,6 +33,6 @@ QUOTATIONS: list[Quotation] = []  # of the modules that have been imported
 
 
 def quoted(value: float, paper: str, section: str, line: int, printed: str | None = None, unit: float = 1.0) -> float:
-    """Return the value, and note where the paper has it. printed: None = the bare number."""
+    """Return the value as a float, and note where the paper has it. printed: None = the bare number."""
     QUOTATIONS.append(Quotation(value, paper, section, line, printed or f"{abs(value):g}", unit))
-    return value
+    return float(value)
