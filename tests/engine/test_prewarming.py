@@ -158,8 +158,11 @@ async def adapters_are_loaded(running: VllmEngine) -> None:
 
 
 async def kv_of_an_ended_run_goes_first(running: VllmEngine) -> None:
-    """Of two runs with prompts of their own, the next request takes the blocks of the later one, which has ended."""
-    for name in ("old", "ended"):
+    """Of two runs with prompts of their own, the next request takes the blocks of the later one, which has ended.
+
+    There are no blocks left that hold nothing.
+    """
+    for name in ("first", "second", "third", "fourth", "old", "ended"):
         prompt = await computed(running, name, name)
     number = run_number(("default", "app", "ended"))
     answer = await running.control({"op": "end", "runs": [number, number + 1]})

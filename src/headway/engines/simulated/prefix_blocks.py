@@ -260,8 +260,8 @@ def give_up_first(pool: PrefixBlocks, run: int) -> int:
     blocks = np.flatnonzero((pool.run == run) & (pool.key != 0) & (pool.references == 0))
     for i in blocks:
         _unlink(pool, i)
-    first = 0
-    while pool.after[first] != 0 and pool.key[pool.after[first]] == 0:
+    first, tail = 0, pool.after.size - 1
+    while pool.after[first] != tail and pool.key[pool.after[first]] == 0:
         first = pool.after[first]
     for i in np.argsort(pool.depth[blocks], kind="mergesort"):
         _link(pool, blocks[i], first)
