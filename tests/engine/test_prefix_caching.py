@@ -235,21 +235,24 @@ def test_the_hook_learns_from_what_was_cached() -> None:
 def test_kv_of_an_ended_run_is_evicted_before_what_is_older() -> None:
     """Of three conversations the second is a run's; what vLLM takes next for the fourth is that run's alone.
 
-    No block but one holds nothing.
+    Three blocks that hold nothing go before.
     """
     system = Prefix("system", 32)
-    chains = [Prefix(f"talk {i}", 96, answer=True, parent=system) for i in range(3)]
-    tasks = [Task(9.0 * i, 96, 2, Slo(), 0, prefix=one, run=i) for i, one in enumerate(chains)]
-    tasks.append(Task(30.0, 72, 2, Slo(), 0))
-    both = Caching(ConformanceCase(tuple(tasks), 2, 512, 17, 368, 0), "edf", HOOK)
+    chains = [Prefix(f"talk {i}", 192, answer=True, parent=system) for i in range(3)]
+    tasks = [Task(9.0 * i, 192, 2, Slo(), 0, prefix=one, run=i) for i, one in enumerate(chains)]
+    tasks.append(Task(30.0, 168, 2, Slo(), 0))
+    both = Caching(ConformanceCase(tuple(tasks), 2, 512, 35, 368, 0), "edf", HOOK)
     both.chains, both.ends = [], None
     control = both.real.scheduler.control
     for difference in both.steps():
         assert difference is None
         if both.todo and both.todo[0][1].at == 30.0 and not both.real.busy:
-            assert control({"op": "end", "runs": [0, 1, 7]})["ended"] == both.lean.end_run(1) == 4
-    held = [control({"op": "pin", "chain": one.id, "tokens": prefixes._tokens(one)})["pinned"] for one in chains]
-    assert held == [96, 32, 96], "of the second, what it shares with the others is left"
+            assert control({"op": "end", "runs": [0, 1, 7]})["ended"] == both.lean.end_run(1) == 10
+    held = list[int]()
+    for one in chains:
+        held.append(control({"op": "pin", "chain": one.id, "tokens": prefixes._tokens(one)})["pinned"])
+        control({"op": "unpin", "chain": one.id})
+    assert held == [192, 64, 192], "of the second, what it shares with the others and two blocks are left"
 
 
 def test_pins_end_when_the_cache_is_reset_and_unknown_chains_are_ignored() -> None:
