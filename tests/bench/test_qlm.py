@@ -106,7 +106,12 @@ def test_figures_by_hand() -> None:
     none = np.zeros(5, np.int64)
     end = np.array([20.0, 4.0, 6.0, 51.0, np.nan])
     found = judge(work, Outcome(end - 1, end, none, none, np.zeros(5), swaps=3), 80.0)
-    assert found == {"attainment": 50.0, "attainment.latency_sensitive": 50.0, "throughput.req_per_s": 4 / 80.0, "swaps": 3.0}
+    assert found == {
+        "attainment": 50.0,
+        "attainment.latency_sensitive": 50.0,
+        "throughput.req_per_s": 4 / 80.0,
+        "swaps": 3.0,
+    }
     end[4] = 60.0
     found = judge(work, Outcome(end - 1, end, none, none, np.zeros(5)), 80.0)
     assert found["throughput.req_per_s"] == 5 / 60.0
