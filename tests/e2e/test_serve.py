@@ -36,7 +36,7 @@ def test_streams_a_chat_with_slos(client: openai.OpenAI) -> None:
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text
-    assert len(chunks) > 4, "tokens come one by one"
+    assert len(chunks) > 2, "tokens come as they are made"
     assert all(chunk.usage is None for chunk in chunks), "usage only when asked for"
 
 

@@ -38,8 +38,11 @@ def gateway(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
 def learn(gateway: Gateway, *engines: str) -> None:
     """Let the gateway know slow engines, which the fake ones do not tell."""
 
+    names = engines or ("e0",)
+    until(lambda: set(names) <= set(gateway.controller.cluster.instances))
+
     async def tell() -> None:
-        for name in engines or ("e0",):
+        for name in names:
             gateway.inner.dispatcher.notify(Learned(name, SLOW))
 
     gateway.do(tell())

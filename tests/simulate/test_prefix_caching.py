@@ -320,28 +320,30 @@ def test_no_block_is_lost_or_held_twice(
 
 
 def check_end(engine: CachingEngine, run: int) -> None:
-    """A run that ends moves its own cached blocks to the front, the ends of chains first, and nothing else."""
+    """A run that ends moves its own cached blocks behind leading empty ones, the ends of chains first."""
     pool, before = engine.pool, free_queue(engine.pool)
     count = engine.end_run(run)
     mine = (pool.run[before] == run) & (pool.key[before] != 0)
-    after = free_queue(pool)
-    assert sorted(after[:count].tolist()) == sorted(before[mine].tolist())
-    assert (np.diff(pool.depth[after[:count]]) <= 0).all()
-    assert after[count:].tolist() == before[~mine].tolist()
+    after, others = free_queue(pool), before[~mine]
+    empty = int(np.argmax(np.append(pool.key[others] != 0, True)))
+    moved = after[empty : empty + count]
+    assert sorted(moved.tolist()) == sorted(before[mine].tolist())
+    assert (np.diff(pool.depth[moved]) <= 0).all()
+    assert np.delete(after, np.s_[empty : empty + count]).tolist() == others.tolist()
 
 
 # ---- runs that have ended
 
 
 def test_blocks_of_an_ended_run_go_before_older_ones() -> None:
-    engine_, system = engine(), Prefix("system", 32)
+    engine_, system = engine(22), Prefix("system", 32)
     old, ended, live = (Prefix(name, 96, answer=True, parent=system) for name in ("old", "ended", "live"))
     for run, prefix in enumerate((old, ended, live)):
         answer(engine_, prefix.id, 96, prefix=prefix, run=run)
     assert engine_.end_run(1) == 4, "the system prompt is not its own"
     assert engine_.end_run(3) == 0
-    answer(engine_, "new", 300)
-    for name, found in (("ended", 32), ("old", 80), ("live", 80)):
+    answer(engine_, "new", 180)
+    for name, found in (("old", 80), ("live", 80), ("ended", 32)):
         prefix = Prefix(name, 96, answer=True, parent=system)
         assert answer(engine_, f"{name} again", 96, prefix=prefix, run=4) == found
 
