@@ -122,7 +122,7 @@ def attained(records_: Sequence[Record]) -> float:
     """Return the lowest attainment of any class, in %; one that keeps the share that it promises counts as 100."""
     parts = metrics.split(metrics.promised(records_))
     if any(metrics.promised_share(part) for part in parts.values()):
-        del parts[metrics.ALL]  # what all together keep is no measure where classes promise different shares
+        del parts[metrics.ALL]  # the total says nothing where classes promise different shares
     return min((_of_promised(part) for part in parts.values()), default=100.0)
 
 
