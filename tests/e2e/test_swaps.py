@@ -47,7 +47,7 @@ def cached(gateway: Swapping) -> float:
 
 def streamed(gateway: Swapping, model: str, began: Any) -> str:
     stream = gateway.client(timeout=300).completions.create(
-        model=model, prompt=PROMPTS[1], max_tokens=120, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model=model, prompt=PROMPTS[1], max_tokens=500, temperature=0, stream=True, extra_body={"ignore_eos": True}
     )
     text = ""
     for chunk in stream:
@@ -98,7 +98,7 @@ def in_place(gateway: Swapping, pool: ThreadPoolExecutor, first: list[list[int]]
     began: list[int] = []
     stream = pool.submit(streamed, gateway, "smollm2", lambda: began.append(1))
     until(lambda: began, 60)
-    held = pool.submit(tokens, gateway, "smollm2", max_tokens=30)
+    held = pool.submit(tokens, gateway, "smollm2", max_tokens=300)  # seconds: a busy machine stops this thread
     until(lambda: gateway.engine._open == 2, 60)
     gateway.order("near")
     assert stream.result() == whole, "no token is lost, repeated, or another model's"

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,16 @@ class Gateway:
 
     def jobs(self) -> dict[str, tuple[str, str | None]]:
         """Return what the queue on disk says: {id: (state, reason)}, oldest first."""
-        with sqlite3.connect(f"file:{self.config.broker.sqlite.path}?mode=ro", uri=True) as db:
-            rows = db.execute("SELECT id, state, reason FROM jobs ORDER BY seq").fetchall()
-        db.close()
+        rows = self._stored("SELECT id, state, reason FROM jobs ORDER BY seq")
         return {id: (state, reason) for id, state, reason in rows}
+
+    def spent(self) -> float:
+        """Return what all overflow engines of this store have cost in its last hour, what is reserved included."""
+        return float(self._stored("SELECT coalesce(sum(units), 0) FROM spent")[0][0])
+
+    def _stored(self, query: str) -> list[tuple[Any, ...]]:
+        with closing(sqlite3.connect(f"file:{self.config.broker.sqlite.path}?mode=ro", uri=True)) as db:
+            return db.execute(query).fetchall()
 
     def newest(self) -> tuple[str, str | None]:
         """Wait until the newest request has its end, and return how it ended."""

@@ -202,8 +202,9 @@ def test_what_was_spent_counts_after_a_restart_and_for_another_gateway(fake: Fak
     config = beside(tmp_path, fake.url, paid, hourly_budget=0.00021)  # 0.00015 are reserved, 0.00003 spent
     with learned(config) as gateway, learned(config) as other:
         assert ask(gateway).json()["model"] == MODEL
+        until(lambda: gateway.spent() < 0.00005)
         assert ask(other).json()["model"] == MODEL
-        gateway.newest()
+        until(lambda: gateway.spent() < 0.0001)
     with learned(config) as gateway:
         assert ask(gateway).json()["model"] == MODEL
         asked = paid.last()["asked"]
