@@ -8,6 +8,7 @@ from ipaddress import IPv6Address
 from urllib.parse import urlsplit
 
 _SPACE = re.compile(r"[\s\x00-\x20]")
+_LOOPBACK = ("127.0.0.1", "::1")
 _NAME = re.compile(r"[^\s/:@?#\[\]]+")
 
 
@@ -31,3 +32,8 @@ def is_url(text: str, *schemes: str) -> bool:
     except ValueError:
         return False
     return known and not _SPACE.search(text)
+
+
+def is_secure_url(text: str) -> bool:
+    """Tell whether a text is the URL of a server whose answers nobody can change on the way: https, or this machine."""
+    return is_url(text, "https") or (is_url(text, "http") and urlsplit(text).hostname in ("localhost", *_LOOPBACK))

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.addresses import netloc
+from headway.cli.operator import OperatorClient, Server, settings_of
 from headway.cli.options import ConfigFile, Json
-from headway.config import load
-from headway.config.keys import reveal
-from headway.errors import ConfigError, HeadwayError
 
 engine_app = typer.Typer(help="Engines of a running gateway.", no_args_is_help=True)
-_PATH, _ANSWER_S, _POLL_S = "/v1/headway/engines", 600.0, 1.0  # the first use of a model may download its tokenizer
-_ANY = ("0.0.0.0", "::")
+_POLL_S = 1.0
 
-Server = Annotated[
-    str | None, typer.Option("--server", help="URL of the gateway; default: server.host and server.port.")
-]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Setting of [\\[engines]], as in --set max_running=64 (TOML).")
 ]
@@ -35,31 +26,11 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, not 
 EngineId = Annotated[str, typer.Argument(help="The engine's id, as in `headway engine list`.")]
 
 
-class _Gateway:
-    """A running gateway, called with the operator's key of a configuration."""
+class _Gateway(OperatorClient):
+    """A running gateway, asked for its engines."""
 
     def __init__(self, config: ConfigFile, server: Server) -> None:
-        setup = load(config)
-        if (key := setup.server.operator_key) is None:
-            problem = "Only operators may see and change engines, and server.operator_key is not set."
-            raise ConfigError(problem, "Give the gateway's configuration (-c) with it.", param="server.operator_key")
-        host = "127.0.0.1" if setup.server.host in _ANY else setup.server.host
-        self._url = (server or f"http://{netloc(host, setup.server.port)}").rstrip("/")
-        self._headers = {"authorization": f"Bearer {reveal(key, 'server.operator_key')}"}
-
-    def call(self, method: str, path: str = "", **more: Any) -> list[dict[str, Any]]:
-        """Return the engines of an answer; HeadwayError for an error or no answer."""
-        try:
-            answer = httpx.request(
-                method, f"{self._url}{_PATH}{path}", headers=self._headers, timeout=_ANSWER_S, **more
-            )
-            body = answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
-            problem = f"The gateway at {self._url} does not answer as one does: {error}."
-            raise HeadwayError(problem, "Start it, or correct --server.") from error
-        if answer.is_error:
-            raise HeadwayError(str(body["error"]["message"]), f"The gateway at {self._url} refused it.")
-        return list(body["data"])
+        super().__init__(config, server, "/v1/headway/engines")
 
     def wait(self, ids: Sequence[str], done: Callable[[dict[str, Any] | None], bool]) -> list[dict[str, Any]]:
         """Return the engines as soon as those of these ids are `done`; None stands for one that is gone."""
@@ -91,7 +62,7 @@ def add(
 ) -> None:
     """Add an engine with these settings, as in --set url=http://gpu-2:8000; with count, several."""
     gateway = _Gateway(config, server)
-    added = gateway.call("POST", json=_settings(settings), params={"agent": agent} if agent else {})
+    added = gateway.call("POST", json=settings_of(settings), params={"agent": agent} if agent else {})
     _end(gateway, added, wait, lambda one: one is None or one["state"] != "starting")
 
 
@@ -131,27 +102,13 @@ def roll(
 ) -> None:
     """Replace engines, with other settings or none, one after the other, each while all others are at work."""
     gateway = _Gateway(config, server)
-    body = {"set": _settings(settings)} | ({"engines": ids} if ids else {})
+    body = {"set": settings_of(settings)} | ({"engines": ids} if ids else {})
     rolled = gateway.call("POST", "/roll", json=body, params={"force": force})
     _end(gateway, rolled, wait, lambda one: one is None or not (one["to_roll"] or one["leaving"] or _begins(one)))
 
 
 def _begins(engine: dict[str, Any]) -> bool:
     return bool(engine["state"] == "starting")
-
-
-def _settings(words: Sequence[str] | None) -> dict[str, Any]:
-    """Return settings given as NAME=VALUE; a value that is not TOML is a string."""
-    found = dict[str, Any]()
-    for word in words or ():
-        name, sign, value = word.partition("=")
-        if not sign:
-            raise ConfigError(f"--set {word} has no value.", "Write it like --set max_running=64.")
-        try:
-            found[name] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            found[name] = value
-    return found
 
 
 def _end(

@@ -16,6 +16,7 @@ from headway import __version__
 from headway.cli.checkout import bench_commands
 from headway.cli.engine_commands import engine_app
 from headway.cli.journal_commands import advise, explain, report
+from headway.cli.key_commands import key_app
 from headway.cli.options import ConfigFile, Json, Quick, Seed
 from headway.cli.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
@@ -33,6 +34,7 @@ app.add_typer(apps_app, name="apps")
 queue_app = typer.Typer(help="The queue of accepted requests, on disk.", no_args_is_help=True)
 app.add_typer(queue_app, name="queue")
 app.add_typer(engine_app, name="engine")
+app.add_typer(key_app, name="key")
 
 
 def main(args: Sequence[str] | None = None) -> None:

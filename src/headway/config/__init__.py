@@ -23,6 +23,8 @@ from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
+from headway.config.oidc import Oidc as Oidc
+from headway.config.oidc import oidc_contradictions
 from headway.config.overflow import Around, overflow_contradictions
 from headway.config.problems import explain, unrelated, valid_part
 from headway.config.tables import Backend as Backend
@@ -52,9 +54,11 @@ _Name = Annotated[str, Field(min_length=1)]
 class Server:
     """The gateway. Sizes are checked before memory is spent on a request.
 
-    operator_key: key for /headway/control and /v1/headway/engines; unset, these are off. operator_only: only operators
-        see /metrics, the dashboard and the details of /ready, also on controllers and agents; unset, true if there
-        are keys.
+    operator_key: key for /headway/control, /v1/headway/engines and /v1/headway/keys; unset, these are off, unless
+        [oidc] has operators. operator_only: only operators see /metrics, the dashboard and the details of /ready, also
+        on controllers and agents; unset, true if there are keys or tokens.
+    stored_keys: accept the API keys that `headway key` makes, which are kept in the queue's store; clients then need a
+        key or a token, even if there is none yet.
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
@@ -94,6 +98,7 @@ class Server:
     drain_s: Annotated[int, Field(ge=0)] | Literal["streams"] = 5
     reuse_port: bool = False
     hosts: tuple[str, ...] = ()
+    stored_keys: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -228,7 +233,7 @@ def _tiers() -> dict[str, Tier]:
 
 @dataclass(frozen=True, config=_STRICT)
 class Config:
-    """The whole file. Without `keys` the gateway accepts every client, as tenant "default".
+    """The whole file. Without `keys`, `server.stored_keys` and `oidc` every client is accepted, as tenant "default".
 
     aliases: other names of models, or patterns of them ("claude-*") -> the model or adapter that serves them.
     """
@@ -250,6 +255,7 @@ class Config:
     classes: dict[str, Tier] = field(default_factory=_tiers)
     scale: dict[_Name, Scale] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
+    oidc: Oidc = field(default_factory=Oidc)
     aliases: dict[_Name, _Name] = field(default_factory=dict)
 
     @property
@@ -265,7 +271,17 @@ class Config:
     @property
     def several_tenants(self) -> bool:
         """Tell whether requests can come from more than one tenant."""
-        return len({key.tenant for key in self.keys}) > 1
+        return self.any_tenant or len({key.tenant for key in self.keys}) > 1
+
+    @property
+    def any_tenant(self) -> bool:
+        """Tell whether requests can come from tenants that the file does not name."""
+        return self.server.stored_keys or self.oidc.issuer is not None
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether clients need a key or a token."""
+        return self.any_tenant or bool(self.keys)
 
     @property
     def tenant_share(self) -> float:
@@ -276,7 +292,7 @@ class Config:
     def status_closed(self) -> bool:
         """Tell whether only operators may see the gateway's state."""
         only = self.server.operator_only
-        return bool(self.keys) if only is None else only
+        return self.closed if only is None else only
 
     @property
     def history(self) -> Path | None:
@@ -341,6 +357,7 @@ _TABLES: dict[str, Any] = {
     "classes": Tier,
     "scale": Scale,
     "keys": Key,
+    "oidc": Oidc,
 }
 
 
@@ -405,11 +422,12 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
         yield ConfigError(problem, fix, param="broker.postgres.url")
     for name, backend in config.backends.items():
-        yield from _backend_contradictions(name, backend, len({key.tenant for key in config.keys}), where)
+        yield from _backend_contradictions(name, backend, config, where)
     for i, key in enumerate(config.keys):
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
             yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
+    yield from oidc_contradictions(config.oidc, where)
     around = _around(config)
     for i, engine in enumerate(config.engines):
         yield from _engine_contradictions(i, engine, where)
@@ -445,16 +463,17 @@ def _around(config: Config) -> Around:
     """Return what settings of overflow engines refer to."""
     models = frozenset(name for engine in config.fleet for name in engine.served)
     promising = frozenset(name for name, one in config.classes.items() if one.ttft_ms or one.e2e_ms)
-    return Around(models, promising, frozenset(key.tenant for key in config.keys))
+    tenants = frozenset(key.tenant for key in config.keys)
+    return Around(models, promising, tenants, config.any_tenant)
 
 
-def _backend_contradictions(name: str, backend: Backend, tenants: int, where: str) -> Iterator[ConfigError]:
+def _backend_contradictions(name: str, backend: Backend, config: Config, where: str) -> Iterator[ConfigError]:
     if backend.kind != "sandbox":
         return
-    if not tenants:
+    if not config.closed:
         problem = f"backends.{name} in {where} executes code of any client, because there are no [[keys]]."
         yield ConfigError(problem, "Add a [[keys]] table for each client.", param=f"backends.{name}")
-    if tenants > 1 and backend.isolation == "process":
+    if config.several_tenants and backend.isolation == "process":
         problem = f'backends.{name} in {where} has isolation = "process", which does not separate tenants.'
         yield ConfigError(problem, 'Use "namespaces" or "docker".', param=f"backends.{name}.isolation")
 

@@ -14,11 +14,15 @@ _PLAIN = Engine()
 
 
 class Around(NamedTuple):
-    """The rest of a configuration: models of engines without overflow, classes with a promise, tenants of keys."""
+    """The rest of a configuration: models of engines without overflow, classes with a promise, tenants of keys.
+
+    any_tenant: there may be others.
+    """
 
     models: frozenset[str]
     promising: frozenset[str]
     tenants: frozenset[str]
+    any_tenant: bool = False
 
 
 def overflow_contradictions(name: str, engine: Engine, around: Around, where: str) -> Iterator[ConfigError]:
@@ -55,8 +59,10 @@ def _terms(name: str, engine: Engine, around: Around, where: str) -> Iterator[Co
         problem = f"{whole}, but its overflow_classes are not classes with ttft_ms or e2e_ms."
         fix = f"Name those whose prompts may leave, of {', '.join(sorted(around.promising))}."
         yield ConfigError(problem, fix, param=f"{name}.overflow_classes")
-    if around.tenants and not (engine.overflow_tenants and around.tenants.issuperset(engine.overflow_tenants)):
-        fix = f"Name tenants whose prompts may leave, of {', '.join(sorted(around.tenants))}."
+    named = frozenset(engine.overflow_tenants or ())
+    if (around.any_tenant or around.tenants) and not (named and (around.any_tenant or around.tenants >= named)):
+        of = f", of {', '.join(sorted(around.tenants))}" if around.tenants else ""
+        fix = f"Name tenants whose prompts may leave{of}."
         problem = f"{whole}, but its overflow_tenants are not tenants of [[keys]]."
         yield ConfigError(problem, fix, param=f"{name}.overflow_tenants")
     if engine.hourly_budget is None and (engine.price_prompt or engine.price_answer):

@@ -29,6 +29,8 @@ from headway.gateway.apis.backends import add_backend_endpoints
 from headway.gateway.apis.batches.endpoints import add_batch_endpoints
 from headway.gateway.apis.dashboard.endpoints import add_dashboard_endpoints
 from headway.gateway.apis.engines import add_engine_endpoints
+from headway.gateway.apis.keys import add_key_endpoints
+from headway.gateway.apis.oidc import TokenCheck
 from headway.gateway.apis.responses.endpoints import DOCS as RESPONSES
 from headway.gateway.apis.responses.endpoints import (
     ResponsesApi,
@@ -69,6 +71,8 @@ def new_app() -> FastAPI:
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
+    if state.tokens is not None:
+        app.add_middleware(TokenCheck, tokens=state.tokens)
     _errors(app, state.gateway.metrics)
     _apis(app, state)  # what is asked for most comes first: paths are tried in this order
     _status(app, state)
@@ -81,6 +85,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     add_token_endpoints(app, state)
     _operations(app, state)
     add_engine_endpoints(app, state)
+    add_key_endpoints(app, state)
     add_dashboard_endpoints(app, state)
 
 

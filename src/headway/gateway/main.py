@@ -171,6 +171,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         state = AppState(gateway)
+        await state.begin()
         add_endpoints(self._app, state)
         self._state = state
         if self._file is not None:
@@ -180,7 +181,7 @@ class GatewayServer(uvicorn.Server):
         collect_garbage = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
         batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
         watch = self._connections.watch
-        async with tasks.running(partial(self._announce, state), watch, collect_garbage, *batches):
+        async with tasks.running(partial(self._announce, state), watch, collect_garbage, *batches, *state.loops):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -65,7 +65,7 @@ class Reload:
     def _check(self, new: Config) -> None:
         """Refuse what the gateway was not set up for: it keeps account of tenants from its start on."""
         now = self._state.config
-        if new.several_tenants != now.several_tenants or bool(new.keys) != bool(now.keys):
+        if new.several_tenants != now.several_tenants or new.closed != now.closed:
             raise ConfigError(
                 "It adds or removes the first key or the second tenant.",
                 "Restart the gateway for this change.",

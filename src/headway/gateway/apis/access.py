@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import math
 import secrets
+from dataclasses import dataclass
 from hmac import compare_digest
 
 from starlette.requests import Request
 
-from headway.config import Config
+from headway.config import Config, Key
 from headway.config.keys import reveal
 from headway.errors import RequestError
 from headway.gateway.apis.web_pages import refuse_foreign_pages
+
+TOKEN_ERROR = "headway.token_error"  # in the scope of a request: why its token is not accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The sender of a request, by its key or token.
+
+    key: tenant and limits; None for a token without a tenant.
+    until: the instant at which key or token ends, in seconds since the epoch.
+    operator: the subject of an operator's token, None = it is no operator's.
+    """
+
+    key: Key | None
+    until: float = math.inf
+    operator: str | None = None
 
 
 class Access:
@@ -44,7 +63,11 @@ class Access:
 
         The salt is this process's own, so how long a look-up takes reveals nothing about a key.
         """
-        return hmac.digest(self._salt, key.encode(), "sha256")
+        return self._salted(hashlib.sha256(key.encode()).digest())
+
+    def _salted(self, digest: bytes) -> bytes:
+        """Return the digest by which a key is compared that is known by its SHA-256."""
+        return hmac.digest(self._salt, digest, "sha256")
 
     def is_operator(self, request: Request) -> bool:
         """Return whether a request carries the operator's key."""
@@ -52,30 +75,35 @@ class Access:
         return self._operator is not None and digest is not None and compare_digest(digest, self._operator)
 
     def check_operator(self, request: Request, otherwise: str = "") -> None:
-        """Refuse what only operators may do: 401 without their key, 403 when there is none.
+        """Refuse what only operators may do: 401 without their key or token, 403 when there is none.
 
         otherwise: what else the operator can do about the latter, for the hint.
         """
-        if self._operator is None:
+        if self.is_operator(request):
+            return
+        admin = self.config.oidc.admin_claim if self.config.oidc.issuer else None
+        if self._operator is None and admin is None:
             raise RequestError(
                 "This is for the operator, whose key is not configured.",
                 f"Set server.operator_key, and send it{otherwise}.",
                 status=403,
                 code="control_off",
             )
-        if not self.is_operator(request):
-            raise RequestError(
-                "This needs the operator's key.",
-                "Send `Authorization: Bearer KEY` (server.operator_key).",
-                status=401,
-                code="invalid_api_key",
-            )
+        if (error := request.scope.get(TOKEN_ERROR)) is not None:
+            raise error
+        token = "" if admin is None else f", or a token with {self.config.oidc.admin_value!r} in the claim {admin!r}"
+        raise RequestError(
+            "This needs the operator's key.",
+            f"Send `Authorization: Bearer KEY` (server.operator_key{token}).",
+            status=401,
+            code="invalid_api_key",
+        )
 
     def check_status(self, request: Request) -> None:
         """Refuse questions about this part's state where only operators may ask them."""
         if self.config.status_closed:
             self.check_operator(request, ", or set server.operator_only = false, which shows it to all clients")
-        elif not self.config.keys:
+        elif not self.config.closed:
             self._refuse_foreign_pages(request)
 
     def tells_status(self, request: Request) -> bool:

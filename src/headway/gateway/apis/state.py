@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,8 +16,11 @@ from headway import clock
 from headway.config import Key, Tier
 from headway.config.keys import revealed
 from headway.errors import RequestError
-from headway.gateway.apis.access import Access
+from headway.gateway import tasks
+from headway.gateway.apis.access import TOKEN_ERROR, Access, Sender
 from headway.gateway.apis.api import Api
+from headway.gateway.apis.oidc import Tokens
+from headway.gateway.apis.stored_keys import StoredKeys
 from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
@@ -32,7 +36,10 @@ T = TypeVar("T")
 
 
 class AppState(Access):
-    """What the endpoints share: an open gateway, the models it serves and the API keys it accepts."""
+    """What the endpoints share: an open gateway, the models it serves and the API keys it accepts.
+
+    stored: the keys in the queue's store. tokens: those of the issuer, None = there is none.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.config)
@@ -41,11 +48,25 @@ class AppState(Access):
         # A body that is being read takes many times its bytes.
         self._large = asyncio.Semaphore(_LARGE)
         self.stopping = asyncio.Event()  # the gateway is being stopped
-        self._keys: dict[bytes, Key] = {}
+        self.stored = StoredKeys(gateway.broker, self._fit)
+        self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self._digest)
+        self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
+        self._configured: dict[bytes, Key] = {}
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
+
+    async def begin(self) -> None:
+        """Read the keys of the queue's store, before the first request; errors as those of the store."""
+        if self.config.server.stored_keys:
+            await self.stored.refresh()
+
+    @property
+    def loops(self) -> list[tasks.Loop]:
+        """Return what runs while the gateway serves."""
+        stored = [self.stored.run] if self.config.server.stored_keys else []
+        return stored if self.tokens is None else [*stored, self.tokens.run]
 
     @property
     def models(self) -> ServedModels:
@@ -53,9 +74,8 @@ class AppState(Access):
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
-        by_digest = {self._digest(text): key for text, key in revealed(keys).items()}
-        self.config = replace(self.config, keys=keys)
-        self._keys, self._classes = by_digest, classes
+        self._configured = {self._digest(text): key for text, key in revealed(keys).items()}
+        self._classes = classes
         self._fit()
 
     def _follow_fleet(self) -> None:
@@ -69,8 +89,13 @@ class AppState(Access):
         return ServedModels(self.config, stay.values(), self.gateway.counters)
 
     def _fit(self) -> None:
-        """Let measured classes promise what the engines can do."""
-        self.config = replace(self.config, classes=self.gateway.paces.fit(self._classes))
+        """Take over the keys that are valid now, and let measured classes promise what the engines can do."""
+        senders = {digest: Sender(key) for digest, key in self._configured.items()}
+        for stored, key in self.stored.usable():
+            senders[self._salted(stored.digest)] = Sender(key, math.inf if stored.expires is None else stored.expires)
+        self._senders = senders
+        keys = tuple(sender.key for sender in senders.values() if sender.key is not None)
+        self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self._classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
 
@@ -105,23 +130,48 @@ class AppState(Access):
     def key(self, request: Request) -> Key | None:
         """Return the key of a request, None if none are configured; 401 when none fits.
 
-        Without keys, 403 and 415 for what a web page of another site could send.
+        Without keys, 403 and 415 for what a web page of another site could send; 403 for a token without a tenant.
         """
-        if not self._keys:
+        if not self.config.closed:
             self._refuse_foreign_pages(request)
             return None
-        digest = self._key_digest(request)
-        key = None if digest is None else self._keys.get(digest)
-        if key is not None:
-            request.scope[TENANT] = key.tenant  # for the access log
-        else:
-            raise RequestError(
+        if (sender := self._sender(request)) is None:
+            raise request.scope.get(TOKEN_ERROR) or RequestError(
                 "This server needs an API key.",
                 "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 status=401,
                 code="invalid_api_key",
             )
-        return key
+        if sender.key is None:
+            names = " and ".join(
+                map(repr, filter(None, (self.config.oidc.tenant_claim, self.config.oidc.classes_claim)))
+            )
+            problem = f"The token's claims name no tenant and classes to serve ({names})."
+            raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
+        request.scope[TENANT] = sender.key.tenant  # for the access log
+        return sender.key
+
+    def is_operator(self, request: Request) -> bool:
+        """Return whether a request carries the operator's key, or an operator's token."""
+        return super().is_operator(request) or self._token_operator(request) is not None
+
+    def operator(self, request: Request) -> str:
+        """Return the operator that sent a request, for the log."""
+        return self._token_operator(request) or "the operator's key"
+
+    def _token_operator(self, request: Request) -> str | None:
+        sender = self._sender(request)
+        return None if sender is None else sender.operator
+
+    def _sender(self, request: Request) -> Sender | None:
+        """Return the sender of a request; None for a key or token that is unknown or has ended."""
+        digest = self._key_digest(request)
+        if digest is None:
+            return None
+        sender = self._senders.get(digest)
+        if sender is None and self.tokens is not None:
+            sender = self.tokens.verified.get(digest)
+        return sender if sender is not None and sender.until > clock.now() else None
 
     def count_request(self, request: Request) -> Key | None:
         """Return the key of a request that costs work, and count it in its minute; errors as `key`, and 429."""

@@ -26,7 +26,7 @@ def controller_of(config: Config, planner: Planner, lengths: Lengths) -> Control
     if config.several_tenants:
         planner.take_turns()
         shares = QueueShares(server.tenant_share, server.class_share)
-    elif config.keys:
+    elif config.closed:
         shares = QueueShares()  # for keys.max_queued
     be_ready(planner, config)
     scaling = Scaling(config.scale) if config.scale else None

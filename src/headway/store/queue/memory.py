@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
 
 
@@ -23,12 +24,14 @@ class _Lease:
 class MemoryStore:
     """The state that brokers of one process share: all jobs in the order of their puts, and leases by owner.
 
-    spent: account and id -> instant and units.
+    spent: account and id -> instant and units. keys: API keys by id; changes: number of their changes.
     """
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, _Lease] = field(default_factory=dict)
     spent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    keys: dict[str, StoredKey] = field(default_factory=dict)
+    changes: int = 0
 
 
 class MemoryBroker:
@@ -145,6 +148,23 @@ class MemoryBroker:
         """Count this much less for a request."""
         if (found := self._store.spent.get((account, id))) is not None:
             self._store.spent[account, id] = found[0], found[1] - units
+
+    async def keys(self, after: int) -> list[StoredKey]:
+        """Return the keys whose latest change came after that one; 0 = all keys."""
+        found = (key for key in self._store.keys.values() if key.changed > after)
+        return sorted(found, key=lambda key: key.changed)
+
+    async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
+        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
+        store = self._store
+        for key in keys:
+            store.changes += 1
+            old = store.keys.get(key.id, key)
+            revoked = key.revoked if old.revoked is None else old.revoked
+            store.keys[key.id] = replace(old, expires=key.expires, revoked=revoked, changed=store.changes)
+        ended = (one.id for one in store.keys.values() if (one.revoked or one.expires or forget) < forget)
+        for id in [*ended]:
+            del store.keys[id]
 
     async def close(self) -> None:
         """End the lease."""

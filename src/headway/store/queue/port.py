@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headway.errors import HeadwayError
+from headway.store.queue.keys import KeyStore
 
 RETRY_S = 10  # seconds until a refused request may be sent again
 ACCOUNT_S = 3600.0  # for which what was spent counts
@@ -63,8 +64,8 @@ class Job:
 CANCELLED = "cancelled"  # reason of a job that its client cancelled
 
 
-class Broker(Protocol):
-    """One gateway's connection to the store of accepted requests."""
+class Broker(KeyStore, Protocol):
+    """One gateway's connection to the store of accepted requests, which also keeps API keys."""
 
     @property
     def owner(self) -> str:

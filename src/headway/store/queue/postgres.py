@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields
+from dataclasses import astuple, fields
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,9 +24,10 @@ from headway.errors import HeadwayError
 from headway.store.postgres.link import Address, Lost
 from headway.store.postgres.schema import loaded, lock_of, stored
 from headway.store.postgres.session import Lane, Session
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
-from headway.store.queue.postgres_schema import JOBS, SPENT
+from headway.store.queue.postgres_schema import JOBS, KEYS, SPENT
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
 READS = 16  # limit of reads that share one round trip: each answer may be megabytes
@@ -45,6 +46,11 @@ SPEND = """INSERT INTO {s}.spent AS one (account, id, at, units) SELECT $1, $2, 
     WHERE (SELECT coalesce(sum(units), 0) FROM {s}.spent WHERE account = $1) + $4 <= $5::float8
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units RETURNING true"""
 REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
+GET_KEYS = "SELECT * FROM {s}.keys WHERE changed > $1 ORDER BY changed"
+PUT_KEY = """INSERT INTO {s}.keys AS one SELECT $1, $2, $3, $4, $5, $6, coalesce(max(changed), 0) + 1 FROM {s}.keys
+    ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
+        revoked = coalesce(one.revoked, excluded.revoked)"""
+FORGET_KEYS = "DELETE FROM {s}.keys WHERE coalesce(revoked, expires) < $1"
 # For calls whose outcome is unknown as the connection ended: puts are deleted, taken jobs are given back.
 UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
@@ -152,6 +158,15 @@ class PostgresBroker(Session):
         """Count this much less for a request."""
         await self._write("refund", text=account, id=id, amounts=(units,))
 
+    async def keys(self, after: int) -> list[StoredKey]:
+        """Return the keys whose latest change came after that one; 0 = all keys."""
+        found: list[StoredKey] = await self._ask(self._reads, "keys", count=after)
+        return found
+
+    async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
+        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
+        await self._write("put_keys", keys=keys, instant=forget)
+
     def problem(self) -> str | None:
         """Return why jobs can be neither stored nor read now; None while both connections are up."""
         return None if self._closed else self._writer.problem or self._reader.problem
@@ -169,7 +184,8 @@ class PostgresBroker(Session):
     async def _begin(self, held: AsyncExitStack) -> None:
         if math.isfinite(self._most_apart_s):
             await self._address.check_clock(self._most_apart_s)
-        self._writer, self._reader = await self._link(held, "write", [JOBS, SPENT]), await self._link(held, "read")
+        self._writer = await self._link(held, "write", [JOBS, SPENT, KEYS])
+        self._reader = await self._link(held, "read")
         self._writes = Lane(self._writer, partial(together, limit=GROUP), self._change)
         self._reads = Lane(self._reader, partial(together, limit=READS), self._answer)
         self._lanes += self._writes, self._reads
@@ -182,8 +198,10 @@ class PostgresBroker(Session):
         return unfit(error.__cause__ or error.args[0])
 
     async def _answer(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
-        """Answer calls of `get`, or one call of `gone`."""
+        """Answer calls of `get`, or one call of `gone` or `keys`."""
         first = group[0]
+        if first.verb == "keys":
+            return [[StoredKey(**row) for row in await connection.fetch(self.sql(GET_KEYS), first.count)]]
         if first.verb == "gone":
             ids = list({stored(id) for id in first.ids})
             rows = await connection.fetch(self.sql(GONE), ids, self.owner)
@@ -201,6 +219,8 @@ class PostgresBroker(Session):
         if group[0].verb == "refund":
             account, id, amounts = stored(group[0].text), stored(group[0].id), group[0].amounts
             return [await connection.execute(self.sql(REFUND), account, id, *amounts)]
+        if group[0].verb == "put_keys":
+            return [await self._put_keys(group[0], connection)]
         # After a failure alone: then no other transaction has locked its rows.
         return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
 
@@ -230,6 +250,13 @@ class PostgresBroker(Session):
             await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} {account}"))
             await connection.execute(self.sql(EXPIRE_SPENT), account, call.instant - ACCOUNT_S)
             return bool(await connection.fetchval(self.sql(SPEND), account, id, call.instant, *call.amounts))
+
+    async def _put_keys(self, call: QueueCall, connection: Connection) -> None:
+        """Store keys while no other gateway does: changes become visible in the order of their numbers."""
+        async with connection.transaction():
+            await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} keys"))
+            await connection.executemany(self.sql(PUT_KEY), [astuple(key)[:-1] for key in call.keys])
+            await connection.execute(self.sql(FORGET_KEYS), call.instant)  # after the puts: no number is given twice
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
         """Read taken jobs in a separate statement, so that large answers delay no commit."""

@@ -11,11 +11,12 @@ from typing import Any
 from headway.errors import HeadwayError
 from headway.store.postgres import session
 from headway.store.postgres.schema import stored
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import Job
 
 GROUP_BYTES = 8 * 2**20  # limit of the bodies in a group; a single call may have more
 LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which also holds for messages
-SINGLE = ("cancel", "gone", "spend", "refund")  # calls with a separate statement
+SINGLE = ("cancel", "gone", "spend", "refund", "keys", "put_keys")  # calls with a separate statement
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class QueueCall(session.SessionCall):
     body: bytes | None = None
     ids: Sequence[str] = ()
     amounts: Sequence[float] = ()
+    keys: Sequence[StoredKey] = ()
 
     def row(self) -> tuple[Any, ...]:
         """Return the elements of the function's arrays."""

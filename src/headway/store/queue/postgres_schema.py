@@ -121,5 +121,13 @@ CREATE TABLE {s}.spent (
     PRIMARY KEY (account, id)
 );
 """
+_KEYS = """
+CREATE TABLE {s}.keys_meta (version integer NOT NULL);
+CREATE TABLE {s}.keys (
+    id text PRIMARY KEY, digest bytea NOT NULL, settings text NOT NULL, created double precision NOT NULL,
+    expires double precision, revoked double precision, changed bigint NOT NULL UNIQUE
+);
+"""
+KEYS = Tables("keys_meta", 1, ("keys",), _KEYS)
 SPENT = Tables("spent_meta", 1, ("spent",), _SPENT)
 JOBS = Tables("headway_meta", 1, ("jobs", "leases"), _TABLES + _FREE + _APPLY)

@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -22,12 +22,14 @@ from threading import Thread
 from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import (
     ACCOUNTS,
     COLUMNS,
     KEEP,
+    KEYS,
     SUMS,
     Identity,
     WriteTurns,
@@ -79,6 +81,10 @@ EXPIRE_SPENT = "DELETE FROM spent WHERE account = ? AND at <= ?"
 SPEND = """INSERT INTO spent (account, id, at, units) SELECT :account, :id, :now, :units
     WHERE (SELECT coalesce(sum(units), 0) FROM spent WHERE account = :account) + :units <= :most
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
+PUT_KEY = """INSERT INTO keys SELECT ?, ?, ?, ?, ?, ?, coalesce(max(changed), 0) + 1 FROM keys WHERE true
+    ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
+        revoked = coalesce(revoked, excluded.revoked)"""
+FORGET_KEYS = "DELETE FROM keys WHERE coalesce(revoked, expires) < ?"
 REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
@@ -228,6 +234,16 @@ class SqliteBroker:
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request."""
         await self._write(partial(_refund, [units, account, id]))
+
+    async def keys(self, after: int) -> list[StoredKey]:
+        """Return the keys whose latest change came after that one; 0 = all keys."""
+        return await self._read(partial(_keys, after))
+
+    async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
+        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
+        if self._damage is not None:  # what is stored in the file beside it reaches no other gateway
+            raise queue_unavailable(self._damage)
+        await self._write(partial(_put_keys, keys, forget))
 
     def problem(self) -> str | None:
         """Return why no job is accepted now: the file was deleted, replaced or damaged, or its log is too long."""
@@ -442,6 +458,18 @@ def _spend(values: dict[str, Any], db: sqlite3.Connection) -> bool:
 def _refund(values: list[Any], db: sqlite3.Connection) -> None:
     db.execute(ACCOUNTS)  # the file may be new, because another one was damaged
     db.execute(REFUND, values)
+
+
+def _keys(after: int, db: sqlite3.Connection) -> list[StoredKey]:
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'keys'").fetchone() is None:
+        return []
+    return [StoredKey(*row) for row in db.execute("SELECT * FROM keys WHERE changed > ? ORDER BY changed", [after])]
+
+
+def _put_keys(keys: Sequence[StoredKey], forget: float, db: sqlite3.Connection) -> None:
+    db.execute(KEYS)
+    db.executemany(PUT_KEY, [astuple(key)[:-1] for key in keys])
+    db.execute(FORGET_KEYS, [forget])  # after the puts: no number is given twice
 
 
 def _check_lease(owner: str, db: sqlite3.Connection) -> None:

@@ -45,6 +45,9 @@ CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER 
 # Made when something is spent first: gateways of earlier versions use the file, too.
 ACCOUNTS = """CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL,
     units REAL NOT NULL, PRIMARY KEY (account, id)) WITHOUT ROWID"""
+# Made with the first key that is stored, for the same reason. A change gets a number above all that were given.
+KEYS = """CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB NOT NULL, settings TEXT NOT NULL,
+    created REAL NOT NULL, expires REAL, revoked REAL, changed INTEGER NOT NULL UNIQUE) WITHOUT ROWID"""
 # Version 1 had no owners: one gateway held the whole file. Jobs that it left open are free to take.
 FROM_VERSION_1 = f"""
 ALTER TABLE jobs RENAME TO version_1;

@@ -11,7 +11,18 @@ from typing import Any
 
 from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import ACCOUNTS, COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
+from headway.store.queue.sqlite_file import (
+    ACCOUNTS,
+    COLUMNS,
+    FIELDS,
+    KEEP,
+    KEYS,
+    SUMS,
+    job_of,
+    locked,
+    new_file,
+    row_of,
+)
 from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
@@ -24,6 +35,10 @@ _ENDS_COUNT = f"""DO UPDATE SET {{}}
 # Of two rows of a request the dearer one counts, so that no budget is exceeded; damage may violate constraints.
 _KEEP_SPENT = """INSERT OR IGNORE INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
     ON CONFLICT (account, id) DO UPDATE SET at = max(at, excluded.at), units = max(units, excluded.units)"""
+# Of two rows of a key, a revocation counts, and the earlier end; the number of the change stays.
+_KEEP_KEYS = """INSERT OR IGNORE INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (id) DO UPDATE SET revoked = coalesce(revoked, excluded.revoked),
+        expires = coalesce(min(expires, excluded.expires), expires, excluded.expires)"""
 _COUNT = "SELECT COUNT(*), COUNT(*) FILTER (WHERE state = 'open') FROM jobs"
 
 
@@ -71,7 +86,7 @@ def recover_jobs(path: str) -> Recovered | None:
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
-    """Copy jobs and what was spent; the end of a job counts, whichever file has it."""
+    """Copy jobs, API keys and what was spent; the end of a job counts, whichever file has it."""
     columns = COLUMNS
     with suppress(sqlite3.DatabaseError):
         source.execute(f"SELECT {SUMS} FROM jobs LIMIT 0")  # an older file has none
@@ -80,21 +95,28 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
     unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _repaired)
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
-    return unreadable + _merge_spent(source, target)
+    unreadable += _merge_table(source, target, "spent", "account, id", ACCOUNTS, _KEEP_SPENT)
+    return unreadable + _merge_table(source, target, "keys", "changed", KEYS, _KEEP_KEYS)
 
 
-def _merge_spent(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    """Copy what was spent, from both ends up to damage; return how many rows could not be read, at least."""
+def _merge_table(
+    source: sqlite3.Connection, target: sqlite3.Connection, table: str, order: str, make: str, keep: str
+) -> int:
+    """Copy a table, from both ends of an order up to damage; return how many rows could not be read, at least.
+
+    make, keep: SQL that makes the table, and that inserts a row or merges it with the one that is there.
+    """
     rows, unreadable = set[tuple[Any, ...]](), 0
     for way in ("", "DESC"):
         try:
-            if source.execute("SELECT 1 FROM sqlite_master WHERE name = 'spent'").fetchone() is None:
-                return 0  # nothing was ever spent
-            rows.update(source.execute(f"SELECT account, id, at, units FROM spent ORDER BY account {way}, id {way}"))
+            if source.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone() is None:
+                return 0  # it was never needed
+            by = ", ".join(f"{column} {way}" for column in order.split(", "))
+            rows.update(source.execute(f"SELECT * FROM {table} ORDER BY {by}"))
         except sqlite3.DatabaseError:
             unreadable = 1
-    target.execute(ACCOUNTS)
-    target.executemany(_KEEP_SPENT, rows)
+    target.execute(make)
+    target.executemany(keep, rows)
     return unreadable
 
 

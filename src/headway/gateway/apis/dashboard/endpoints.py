@@ -68,7 +68,7 @@ def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
 
         since: seconds since the epoch, before it arrived; by default 24 hours ago.
         """
-        (state.check_operator if state.config.keys else state.check_status)(request)
+        (state.check_operator if state.config.closed else state.check_status)(request)
         story = await explainer.story(*_explain_query(request))
         return JSONResponse(story, headers={"cache-control": "no-store"})
 

@@ -1,0 +1,111 @@
+"""`/v1/headway/keys`: lists, creates, rotates and revokes the API keys in the queue's store; for operators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from headway import clock
+from headway.config import Key, parse
+from headway.errors import RequestError
+from headway.gateway.apis.api import body_docs, error_docs
+from headway.gateway.apis.state import AppState
+from headway.gateway.apis.stored_keys import described
+from headway.gateway.parsing.fields import parse_as
+
+PATH = "/v1/headway/keys"
+_MOST_S = 10 * 366 * 86_400.0  # of a lifetime: ten years
+_Seconds = Annotated[float, Field(ge=0, le=_MOST_S, allow_inf_nan=False)]
+_REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 503)
+
+
+class _Lifetime(BaseModel):
+    """expires_s: seconds after which a key expires; unset, never."""
+
+    model_config = ConfigDict(extra="ignore")  # the limits of the key
+
+    expires_s: Annotated[float, Field(gt=0, le=_MOST_S, allow_inf_nan=False)] | None = None
+
+
+class _Rotation(BaseModel):
+    """grace_s: seconds for which the old key stays valid."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: _Seconds = 0.0
+
+
+def _new_key_docs() -> dict[str, Any]:
+    schema = TypeAdapter(Key).json_schema()
+    del schema["properties"]["key"]
+    schema["properties"] |= _Lifetime.model_json_schema()["properties"]
+    return body_docs(schema | {"required": ["tenant"]})
+
+
+def add_key_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoints of stored keys."""
+
+    @app.get(PATH, responses=error_docs(400, 401, 403, 503))
+    async def keys(request: Request) -> Response:
+        """List the stored keys with their limits, also those that ended within 30 days; never their texts."""
+        _check(state, request)
+        return _answer([described(key, clock.now()) for key in await state.stored.listed()])
+
+    @app.post(PATH, status_code=201, responses=_REFUSALS, openapi_extra=_new_key_docs())
+    async def create(request: Request) -> Response:
+        """Create a key for a tenant, with the limits of `[[keys]]`; `key` in the answer is shown only now."""
+        _check(state, request)
+        body = await state.json(request)
+        lifetime = parse_as(_Lifetime, body).expires_s
+        new, text = await state.stored.create(_parsed(state, body), lifetime, state.operator(request))
+        return _answer([described(new, clock.now()) | {"key": text}], 201)
+
+    @app.post(
+        f"{PATH}/{{id}}/rotate",
+        status_code=201,
+        responses=_REFUSALS,
+        openapi_extra=body_docs(_Rotation.model_json_schema(), required=False),
+    )
+    async def rotate(id: str, request: Request) -> Response:
+        """Replace a key: the answer has the new one, whose text is shown only now, then the old one."""
+        _check(state, request)
+        grace_s = parse_as(_Rotation, await state.json(request, b"{}")).grace_s
+        old, new, text = await state.stored.rotate(id, grace_s, state.operator(request))
+        now = clock.now()
+        return _answer([described(new, now) | {"key": text}, described(old, now)], 201)
+
+    @app.delete(f"{PATH}/{{id}}", responses=_REFUSALS)
+    async def revoke(id: str, request: Request) -> Response:
+        """End a key: within a second no gateway accepts it any more. It stays in the list for 30 days."""
+        _check(state, request)
+        return _answer([described(await state.stored.revoke(id, state.operator(request)), clock.now())])
+
+
+def _check(state: AppState, request: Request) -> None:
+    state.check_operator(request)
+    if not state.config.server.stored_keys:
+        raise RequestError(
+            "This gateway accepts no stored keys.",
+            "Set server.stored_keys = true, and restart it.",
+            status=403,
+            code="stored_keys_off",
+        )
+
+
+def _parsed(state: AppState, body: dict[str, Any]) -> Key:
+    """Return tenant and limits of a body; errors as those of a configuration."""
+    if "key" in body:
+        raise RequestError("The text of a key cannot be chosen.", "Leave out key: it is random.", param="key")
+    limits = {name: value for name, value in body.items() if name != "expires_s"}
+    key = parse({"keys": [limits | {"key": "stored:new"}]}, "the body", checked=False).keys[0]
+    if unknown := set(key.classes or ()) - set(state.config.classes):
+        hint = f"The classes are {', '.join(sorted(state.config.classes))}."
+        raise RequestError(f"There is no class {min(unknown)[:64]!r}.", hint, param="classes")
+    return key
+
+
+def _answer(keys: list[dict[str, Any]], status: int = 200) -> Response:
+    return JSONResponse({"object": "list", "data": keys}, status, headers={"cache-control": "no-store"})

@@ -1,0 +1,160 @@
+"""API keys that operators make, rotate and revoke while gateways run; they are in the queue's store.
+
+Every gateway of a store asks twice a second for the keys that changed, and has all of them in memory: a request costs
+a look-up in a dict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from headway import clock
+from headway.config import Key
+from headway.errors import HeadwayError, RequestError
+from headway.store.queue.keys import KeyStore, StoredKey
+
+_POLL_S = 0.5  # a change is known everywhere within a second
+_FORGET_S = 30 * 86_400.0  # for which an ended key stays in the list
+_KEY = TypeAdapter(Key)
+log = logging.getLogger("headway.gateway.keys")
+
+
+class StoredKeys:
+    """The API keys in a store, as this gateway knows them. changed: is called when they are others than before."""
+
+    def __init__(self, store: KeyStore, changed: Callable[[], None]) -> None:
+        self._store, self._changed = store, changed
+        self._known: dict[str, tuple[StoredKey, Key]] = {}
+        self._last = 0  # number of the latest change that is known
+        self._turn = asyncio.Lock()
+
+    def usable(self) -> Iterator[tuple[StoredKey, Key]]:
+        """Yield the keys that are not revoked, and their tenants and limits."""
+        yield from self._known.values()
+
+    async def refresh(self) -> None:
+        """Take over what has changed in the store; errors as those of its calls."""
+        async with self._turn:
+            if not (changes := await self._store.keys(self._last)):
+                return
+            now = clock.now()
+            for stored in changes:
+                self._known.pop(stored.id, None)
+                if state_of(stored, now) == "active" and (key := _key_of(stored)) is not None:
+                    self._known[stored.id] = stored, key
+            self._last = changes[-1].changed
+        self._changed()
+
+    async def run(self) -> None:
+        """Follow the store; while it does not answer, the keys that are known stay valid."""
+        away = False
+        while True:
+            await asyncio.sleep(_POLL_S)
+            try:
+                await self.refresh()
+                away = False
+            except HeadwayError as error:
+                if not away:
+                    log.warning("changes of API keys are not known for now: %s", error.message)
+                away = True
+
+    async def listed(self) -> list[StoredKey]:
+        """Return all keys of the store, also those that ended within 30 days, the oldest first."""
+        return sorted(await self._store.keys(0), key=lambda one: one.created)
+
+    async def create(self, key: Key, lifetime_s: float | None, actor: str) -> tuple[StoredKey, str]:
+        """Store a new key with the limits of `key`; return it, and its text, which is nowhere else.
+
+        actor: the operator, for the log.
+        """
+        settings = {name: value for name, value in asdict(key).items() if name != "key" and value is not None}
+        stored, text = _new(json.dumps(settings), lifetime_s)
+        await self._put([stored])
+        _audit("created", stored, actor)
+        return stored, text
+
+    async def rotate(self, id: str, grace_s: float, actor: str) -> tuple[StoredKey, StoredKey, str]:
+        """Replace a key with one that has its limits and its lifetime; return both, and the new one's text.
+
+        The old key ends in `grace_s`. RequestError: 404 for an unknown key, 409 for one that has ended.
+        """
+        old, now = await self._find(id), clock.now()
+        if (state := state_of(old, now)) != "active":
+            raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
+        new, text = _new(old.settings, None if old.expires is None else old.expires - old.created)
+        ends = min(old.expires or now + grace_s, now + grace_s)
+        old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
+        await self._put([new, old])
+        _audit("rotated", old, actor)
+        _audit("created", new, actor)
+        return old, new, text
+
+    async def revoke(self, id: str, actor: str) -> StoredKey:
+        """End a key; RequestError (404) for an unknown one."""
+        stored = await self._find(id)
+        if stored.revoked is None:
+            stored = replace(stored, revoked=clock.now())
+            await self._put([stored])
+            _audit("revoked", stored, actor)
+        return stored
+
+    async def _find(self, id: str) -> StoredKey:
+        for stored in await self._store.keys(0):
+            if stored.id == id:
+                return stored
+        hint = "List them with `headway key list`."
+        raise RequestError(f"There is no stored key {id[:64]!r}.", hint, status=404, code="key_not_found")
+
+    async def _put(self, keys: Sequence[StoredKey]) -> None:
+        await self._store.put_keys(keys, clock.now() - _FORGET_S)
+        await self.refresh()
+
+
+def state_of(key: StoredKey, now: float) -> str:
+    """Return a key's state: active, expired or revoked."""
+    if key.revoked is not None:
+        return "revoked"
+    return "expired" if key.expires is not None and key.expires <= now else "active"
+
+
+def prefix_of(key: StoredKey) -> str:
+    """Return how the text of a key begins, by which its holders can tell it."""
+    return f"hw-{key.id}-"
+
+
+def described(key: StoredKey, now: float) -> dict[str, Any]:
+    """Return a key for operators, without what it is compared by."""
+    limits: Mapping[str, Any] = json.loads(key.settings)
+    state, ends = state_of(key, now), {"expires_at": key.expires, "revoked_at": key.revoked}
+    return {"id": key.id, "prefix": prefix_of(key), "state": state, "created_at": key.created, **ends, **limits}
+
+
+def _new(settings: str, lifetime_s: float | None) -> tuple[StoredKey, str]:
+    id, now = secrets.token_hex(6), clock.now()
+    expires = None if lifetime_s is None else now + lifetime_s
+    blank = StoredKey(id, b"", settings, now, expires)
+    text = prefix_of(blank) + secrets.token_urlsafe(32)
+    return replace(blank, digest=hashlib.sha256(text.encode()).digest()), text
+
+
+def _key_of(stored: StoredKey) -> Key | None:
+    """Return tenant and limits of a key; None if this Headway cannot keep to them, so that it is not accepted."""
+    try:
+        return _KEY.validate_json(json.dumps(json.loads(stored.settings) | {"key": f"stored:{stored.id}"}))
+    except (ValidationError, ValueError, TypeError):
+        log.error("the stored key %s is not accepted: this Headway does not know its limits", stored.id)
+        return None
+
+
+def _audit(act: str, key: StoredKey, actor: str) -> None:
+    """Note what an operator did to a key."""
+    log.info("API key %s %s by %s (tenant %r)", key.id, act, ascii(actor)[1:-1], json.loads(key.settings)["tenant"])
