@@ -286,6 +286,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         "streams",
         True,
         ("llm.example", ".b.example"),
+        True,
     )
     assert config.engines == (
         Engine(
@@ -403,6 +404,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Backend: data["backends"]["python"],
         Tier: data["classes"]["gold"] | data["classes"]["bulk"],
         Key: data["keys"][0],
+        Oidc: data["oidc"],
     }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,7 +38,6 @@ _REASONS: tuple[tuple[type[jwt.PyJWTError], str], ...] = (
     (jwt.InvalidIssuerError, "is of another issuer"),
     (jwt.InvalidSignatureError, "has a wrong signature"),
     (jwt.MissingRequiredClaimError, "lacks one of the claims exp, iss and aud"),
-    (jwt.PyJWTError, "is malformed"),
 )
 log = logging.getLogger("headway.gateway.oidc")
 
@@ -55,7 +55,8 @@ class Tokens:
         self._jwks: Mapping[str | None, Mapping[str, Any]] = {}  # public keys by `kid`
         self._ready: dict[tuple[str | None, str], jwt.PyJWK] = {}  # those in use, by `kid` and algorithm
         self._jwt = jwt.PyJWT({"require": ["exp", "iss", "aud"], "enforce_minimum_key_length": True})
-        self._turn, self._looked = asyncio.Lock(), -_AGAIN_S
+        self._turn, self._looked = asyncio.Lock(), -math.inf
+        self._away = False  # the issuer did not answer when it was asked last
 
     async def run(self) -> None:
         """Look at the issuer's keys now and then; sooner while there are none."""
@@ -87,9 +88,9 @@ class Tokens:
         """Return the key's id and the algorithm that a token names; 401 for one that is not accepted."""
         try:
             header = jwt.get_unverified_header(token)
-        except jwt.PyJWTError as error:
+        except (jwt.PyJWTError, RecursionError) as error:
             raise _refusal(error) from None
-        kid, algorithm = header.get("kid"), header["alg"]
+        kid, algorithm = header.get("kid"), header.get("alg")
         if algorithm not in self._settings.algorithms:
             accepted = ", ".join(self._settings.algorithms)
             raise _invalid("is signed with an algorithm that is not accepted", f"Accepted are {accepted}.")
@@ -160,8 +161,11 @@ class Tokens:
             async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=True) as session:
                 jwks = _usable(await _document(session, await self._jwks_url(session)))
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            log.warning("the public keys of %s are not read: %s", self._settings.issuer, str(error) or "no answer")
+            if not self._away:
+                log.warning("the public keys of %s are not read: %s", self._settings.issuer, str(error) or "no answer")
+            self._away = True
             return
+        self._away = False
         if jwks != self._jwks:
             log.info("%s has the public keys %s", self._settings.issuer, ", ".join(map(ascii, jwks)))
             self._jwks = jwks
@@ -256,8 +260,8 @@ def _usable(document: Mapping[str, Any]) -> dict[str | None, Mapping[str, Any]]:
     return found
 
 
-def _refusal(error: jwt.PyJWTError) -> RequestError:
-    return _invalid(next(why for kind, why in _REASONS if isinstance(error, kind)))
+def _refusal(error: Exception) -> RequestError:
+    return _invalid(next((why for kind, why in _REASONS if isinstance(error, kind)), "is malformed"))
 
 
 def _invalid(why: str, hint: str = "Get a new one from the issuer.") -> RequestError:

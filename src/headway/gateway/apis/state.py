@@ -143,10 +143,9 @@ class AppState(Access):
                 code="invalid_api_key",
             )
         if sender.key is None:
-            names = " and ".join(
-                map(repr, filter(None, (self.config.oidc.tenant_claim, self.config.oidc.classes_claim)))
-            )
-            problem = f"The token's claims name no tenant and classes to serve ({names})."
+            oidc = self.config.oidc
+            names = " and ".join(map(repr, filter(None, (oidc.tenant_claim, oidc.classes_claim))))
+            problem = f"The token lacks a tenant or classes (claims {names})."
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
         request.scope[TENANT] = sender.key.tenant  # for the access log
         return sender.key
