@@ -20,6 +20,7 @@ from headway.config import (
     Key,
     Log,
     Model,
+    Oidc,
     Postgres,
     Predictor,
     Scale,
@@ -57,6 +58,7 @@ class_share = 0.6
 operator_key = "{SECRET}"
 operator_only = true
 hosts = ["llm.example", ".b.example"]
+stored_keys = true
 max_attempts = 5
 max_resumes = 2
 head_timeout_s = 3
@@ -242,6 +244,18 @@ max_queued = 7
 requests_per_min = 60
 tokens_per_min = 90000
 itl_ms = 60
+
+[oidc]
+issuer = "https://login.example"
+audience = ["headway"]
+jwks_url = "https://login.example/keys"
+algorithms = ["ES256"]
+leeway_s = 5
+refresh_s = 60
+tenant_claim = "org"
+classes_claim = "realm_access.classes"
+admin_claim = "roles"
+admin_value = "operator"
 """
 
 
@@ -383,6 +397,18 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     )
     assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000, 60.0),)
+    assert config.oidc == Oidc(
+        "https://login.example",
+        ("headway",),
+        "https://login.example/keys",
+        ("ES256",),
+        5.0,
+        60.0,
+        "org",
+        "realm_access.classes",
+        "roles",
+        "operator",
+    )
 
 
 def test_the_example_above_names_every_field_there_is() -> None:
@@ -418,6 +444,30 @@ def test_a_model_has_no_more_engines_at_least_than_at_most() -> None:
 def test_either_headway_or_a_command_starts_engines() -> None:
     with pytest.raises(ConfigError, match=r"scale\.m in .* has starts_engines and a command"):
         parse({"scale": {"m": {"max": 2, "starts_engines": True, "command": ["true"]}}})
+
+
+@pytest.mark.parametrize(
+    ("oidc", "said"),
+    [
+        ({}, "oidc.audience"),
+        ({"issuer": "http://login.example"}, "oidc.issuer .* could be forged"),
+        ({"jwks_url": "http://10.0.0.1/keys"}, "oidc.jwks_url .* could be forged"),
+        ({"algorithms": ["HS256"]}, "algorithms"),
+        ({"algorithms": ["none"]}, "algorithms"),
+        ({"algorithms": []}, "algorithms"),
+    ],
+)
+def test_tokens_of_anyone_are_refused(oidc: dict[str, Any], said: str) -> None:
+    known = {"issuer": "https://login.example"} | ({"audience": ["headway"]} if oidc else {})
+    with pytest.raises(ConfigError, match=said):
+        parse({"oidc": known | oidc})
+
+
+@pytest.mark.parametrize("more", [{"server": {"stored_keys": True}}, {"oidc": {"issuer": "http://localhost:1"}}])
+def test_tenants_that_the_file_does_not_name(more: dict[str, Any]) -> None:
+    config = parse(more, checked=False)
+    assert (config.closed, config.several_tenants, config.status_closed) == (True, True, True)
+    assert (Config().closed, Config().several_tenants, Config().status_closed) == (False, False, False)
 
 
 def test_classes_are_added_to_the_built_in_ones_and_replace_them_by_name() -> None:

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.store.stores import FAR, STORES, Connect, gateways, job, take_ids
 
 from headway.errors import HeadwayError
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import Broker
 
 
@@ -381,3 +383,47 @@ async def test_an_account_outlives_its_gateway(connect: Connect) -> None:
         assert await broker.spend("x", "a", 0.6, 1.0, 10.0)
     async with gateways(connect, "B") as (broker,):
         assert not await broker.spend("x", "b", 0.6, 1.0, 11.0)
+
+
+# ---- API keys
+
+
+def key(id: str = "k", **more: Any) -> StoredKey:
+    return StoredKey(id, b"\x00\xff" * 16, '{"tenant": "t"}', 1.0, **more)
+
+
+async def test_a_stored_key_comes_back_everywhere_in_the_order_of_changes(two: list[Broker]) -> None:
+    first, second = two
+    assert await second.keys(0) == []
+    await first.put_keys([key("a"), key("b", expires=9.5)], 0.0)
+    assert await second.keys(0) == [key("a", changed=1), key("b", expires=9.5, changed=2)]
+    assert await second.keys(2) == []
+    await second.put_keys([key("a", expires=4.0)], 0.0)
+    assert await first.keys(2) == [key("a", expires=4.0, changed=3)]
+    assert [one.id for one in await first.keys(0)] == ["b", "a"]
+
+
+async def test_a_revocation_stays(broker: Broker) -> None:
+    await broker.put_keys([key()], 0.0)
+    await broker.put_keys([key(revoked=5.0)], 0.0)
+    await broker.put_keys([key(expires=7.0), key(revoked=6.0)], 0.0)
+    assert [one.revoked for one in await broker.keys(0)] == [5.0]
+
+
+async def test_ended_keys_are_forgotten_and_no_change_has_the_number_of_another(broker: Broker) -> None:
+    await broker.put_keys([key("old", revoked=5.0), key("older", expires=6.0), key("lasts")], 0.0)
+    (last,) = [one.changed for one in await broker.keys(2)]
+    await broker.put_keys([key("lasts", revoked=8.0)], 7.0)
+    assert [one.id for one in await broker.keys(0)] == ["lasts"]
+    await broker.put_keys([key("new")], 9.0)
+    assert [(one.id, one.changed > last + 1) for one in await broker.keys(0)] == [("new", True)]
+
+
+async def test_keys_of_two_gateways_at_once_are_all_seen(two: list[Broker]) -> None:
+    for turn in range(5):
+        await asyncio.gather(*(one.put_keys([key(f"{turn} {one.owner}")], 0.0) for one in two))
+    seen, after = list[str](), 0
+    while found := await two[0].keys(after):
+        seen.append(found[0].id)
+        after = found[0].changed
+    assert len(set(seen)) == len(seen) == 10

@@ -19,6 +19,7 @@ from tests.store.stores import FAR, job, take_ids
 
 from headway.errors import ConfigError, HeadwayError
 from headway.store.queue import sqlite_jobs
+from headway.store.queue.keys import StoredKey
 from headway.store.queue.sqlite import SqliteBroker
 from headway.store.queue.sqlite_file import open_file
 from headway.store.queue.sqlite_jobs import Kept, recover_jobs
@@ -155,11 +156,15 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
 
 
 @pytest.mark.parametrize("rescued", [True, False])
-async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureFixture, *, rescued: bool) -> None:
+async def test_what_was_spent_still_counts_and_keys_stay(
+    path: str, caplog: pytest.LogCaptureFixture, *, rescued: bool
+) -> None:
     """In the file that a gateway goes on with, and after recovery, also where no gateway rescued anything."""
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)
     assert await broker.spend("paid", "a", 2.0, 5.0, 10.0)
+    key = StoredKey("k", b"digest", '{"tenant": "t"}', 1.0, revoked=3.0)
+    await broker.put_keys([key], 0.0)
     await put_many(broker)
     spent = 2.0
     if rescued:
@@ -168,12 +173,16 @@ async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureF
         assert not await broker.spend("paid", "b", 4.0, 5.0, 11.0)
         assert await broker.spend("paid", "b", 1.0, 5.0, 11.0)
         spent = 3.0
+        assert await broker.keys(0) == [replace(key, changed=1)]
+        with pytest.raises(HeadwayError, match="damaged"):
+            await broker.put_keys([key], 0.0)
     await broker.close()
     overwrite(path, 200_000)
     assert recover_jobs(path)
     again = SqliteBroker(path, "B")
     assert not await again.spend("paid", "c", 5.1 - spent, 5.0, 12.0)
     assert await again.spend("paid", "c", 5.0 - spent, 5.0, 12.0)
+    assert await again.keys(0) == [replace(key, changed=1)]
     await again.close()
 
 

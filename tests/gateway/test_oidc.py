@@ -1,0 +1,226 @@
+"""Tokens of an OpenID Connect issuer, with real signatures: which are accepted, and what they may do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jwt
+import pytest
+
+from headway import clock
+from headway.config import Key, Oidc
+from headway.errors import HeadwayError
+from headway.gateway.apis import oidc
+from headway.gateway.apis.access import Sender
+from headway.gateway.apis.oidc import Tokens
+from testing.servers.issuer import Issuer, private_key
+from tests.gateway.conftest import Serve
+from tests.gateway.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
+from tests.gateway.test_refusals import error
+from tests.gateway.test_request_ends import fakes
+
+AUDIENCE = ("headway",)
+ALPHA = "sk-alpha-123"
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[Issuer]:
+    with Issuer() as issuer:
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory, fake: Fake, issuer: Issuer) -> Iterator[Gateway]:
+    settings = Oidc(issuer.url, AUDIENCE, classes_claim="scope", admin_claim="realm.roles", leeway_s=1.0)
+    config = configuration(tmp_path_factory.mktemp("oidc"), fake.url, oidc=settings, keys=(Key(ALPHA, "alpha"),))
+    with serving(config) as gateway:
+        yield gateway
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def test_a_token_names_tenant_classes_and_operators(gateway: Gateway, issuer: Issuer) -> None:
+    token = issuer.token(scope="default other")
+    answer = gateway.post(gateway.chat(**fakes(background=True)), headers=bearer(token))
+    assert answer.status_code == 202
+    path = f"/v1/responses/{answer.json()['id']}"
+    assert gateway.get(path, headers=bearer(ALPHA)).status_code == 200, "it is the same tenant"
+    assert gateway.get(path, headers=bearer(issuer.token(scope="default", tenant="beta"))).status_code == 404
+    told = error(gateway.post(gateway.chat(service_tier="batch"), headers=bearer(token)), 403)
+    assert told["code"] == "beyond_key"
+    assert gateway.get("/metrics", headers=bearer(token)).status_code == 401
+    for roles in (["headway-admin"], "viewer headway-admin", ["viewer", "headway-admin"]):
+        admin = bearer(issuer.token(realm={"roles": roles}, tenant=None))
+        assert gateway.get("/metrics", headers=admin).status_code == 200
+        assert error(gateway.get("/v1/models", headers=admin), 403)["code"] == "no_tenant"
+    for roles in ({"headway-admin": True}, "headway-admins", ["HEADWAY-ADMIN"], True, None):
+        assert gateway.get("/metrics", headers=bearer(issuer.token(realm={"roles": roles}))).status_code == 401
+    assert gateway.get("/metrics", headers=OPERATOR).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [{"tenant": None}, {"tenant": ""}, {"tenant": ["a"]}, {"tenant": "a" * 200}, {"tenant": "a\nb"}, {"scope": None}],
+)
+def test_tokens_without_tenant_or_classes(gateway: Gateway, issuer: Issuer, claims: dict[str, Any]) -> None:
+    token = issuer.token(**({"scope": "default"} | claims))
+    assert error(gateway.get("/v1/models", headers=bearer(token)), 403)["code"] == "no_tenant"
+
+
+def _unsigned(issuer: Issuer) -> str:
+    payload = issuer.token().split(".")[1]
+    head = base64.urlsafe_b64encode(b'{"alg": "none", "typ": "JWT"}').rstrip(b"=").decode()
+    return f"{head}.{payload}."
+
+
+def _by_the_public_key(issuer: Issuer) -> str:
+    """Return a token signed with the issuer's public key as if it were a shared secret."""
+    jwk = issuer.jwks()["keys"][-1]
+    secret = base64.urlsafe_b64decode(jwk["n"] + "==")
+    claims = {"iss": issuer.url, "aud": "headway", "tenant": "alpha", "exp": time.time() + 60}
+    return jwt.encode(claims, secret, "HS256", {"kid": jwk["kid"]})
+
+
+def _forged(issuer: Issuer, **header: Any) -> str:
+    claims = {"iss": issuer.url, "aud": "headway", "tenant": "alpha", "exp": time.time() + 60}
+    return jwt.encode(claims, private_key("RS256"), "RS256", {"kid": [*issuer.keys][-1]} | header)
+
+
+def _altered(issuer: Issuer) -> str:
+    head, payload, signature = issuer.token().split(".")
+    claims = json.loads(base64.urlsafe_b64decode(payload + "==")) | {"tenant": "beta"}
+    return ".".join([head, base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=").decode(), signature])
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        (lambda issuer: issuer.token(exp=time.time() - 2), "has expired"),
+        (lambda issuer: issuer.token(nbf=time.time() + 60), "is not valid yet"),
+        (lambda issuer: issuer.token(aud="another"), "is for another audience"),
+        (lambda issuer: issuer.token(aud=[]), "is for another audience"),
+        (lambda issuer: issuer.token(iss="http://127.0.0.1:1"), "is of another issuer"),
+        (lambda issuer: issuer.token(iss=issuer.url + "/"), "is of another issuer"),
+        (lambda issuer: issuer.token(exp=None), "lacks one of the claims"),
+        (lambda issuer: issuer.token(iss=None), "lacks one of the claims"),
+        (lambda issuer: issuer.token(aud=None), "lacks one of the claims"),
+        (lambda issuer: issuer.token(headers={"kid": "unknown"}), "a key that its issuer does not publish"),
+        (lambda issuer: issuer.token(headers={"crit": ["exp"]}), "is malformed"),
+        (lambda issuer: issuer.token()[:-8], "signature"),
+        (_unsigned, "an algorithm that is not accepted"),
+        (_by_the_public_key, "an algorithm that is not accepted"),
+        (_forged, "has a wrong signature"),
+        (_altered, "has a wrong signature"),
+        (lambda issuer: "a.b.c", "is malformed"),
+        (lambda issuer: base64.urlsafe_b64encode(b"[" * 9000).decode() + ".e30.e30", "is malformed"),
+        (lambda issuer: "..", "is malformed"),
+    ],
+)
+def test_tokens_that_are_refused(
+    gateway: Gateway, issuer: Issuer, caplog: pytest.LogCaptureFixture, token: Any, said: str
+) -> None:
+    text = token(issuer)
+    with caplog.at_level("INFO"):
+        answer = gateway.get("/v1/models", headers=bearer(text))
+    told = error(answer, 401)
+    assert (told["code"], said in told["message"]) == ("invalid_token", True), told
+    assert answer.headers["www-authenticate"] == 'Bearer error="invalid_token"'
+    assert error(gateway.get("/metrics", headers=bearer(text)), 401)["message"] == told["message"]
+    assert len(text) < 4 or text not in caplog.text + answer.text
+
+
+def test_what_is_no_token_is_a_key(gateway: Gateway) -> None:
+    assert error(gateway.get("/v1/models", headers=bearer("sk-unknown-1")), 401)["code"] == "invalid_api_key"
+    assert gateway.get("/v1/models", headers=bearer(ALPHA)).status_code == 200
+    twice = [("authorization", f"Bearer {ALPHA}"), ("authorization", "Bearer a.b.c")]
+    assert gateway.get("/v1/models", headers=twice).status_code == 400
+
+
+def test_a_remembered_token_ends_with_its_time(gateway: Gateway, issuer: Issuer) -> None:
+    token = issuer.token(scope="default", exp=time.time() - 0.3)  # within the leeway
+    assert gateway.get("/v1/models", headers=bearer(token)).status_code == 200
+    until(lambda: gateway.get("/v1/models", headers=bearer(token)).status_code == 401)
+
+
+def test_while_the_issuer_is_away(serve: Serve) -> None:
+    with Issuer() as issuer, serve(oidc=Oidc(issuer.url, AUDIENCE, refresh_s=0.1)) as gateway:
+        assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200
+        issuer.status, before = 500, issuer.asked
+        until(lambda: issuer.asked > before + 1)
+        assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200, "its keys are known"
+        issuer.status = 200
+        old = issuer.token()
+        assert gateway.get("/v1/models", headers=bearer(old)).status_code == 200
+        issuer.rotate(keep=False)
+        until(lambda: gateway.get("/v1/models", headers=bearer(old)).status_code == 401)
+        assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200
+
+
+def test_before_the_issuer_has_answered(serve: Serve) -> None:
+    with Issuer() as issuer:
+        issuer.status = 500
+        with serve(oidc=Oidc(issuer.url, AUDIENCE), keys=(Key(ALPHA, "alpha"),)) as gateway:
+            answer = gateway.get("/v1/models", headers=bearer(issuer.token()))
+            assert error(answer, 503)["code"] == "issuer_unavailable"
+            assert gateway.get("/v1/models", headers=bearer(ALPHA)).status_code == 200
+            issuer.status = 200
+            until(lambda: gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200)
+
+
+# ---- the check itself
+
+
+def tokens_of(issuer: Issuer, **more: Any) -> Tokens:
+    return Tokens(Oidc(issuer.url, AUDIENCE, **more), lambda token: token.encode())
+
+
+async def test_a_new_key_is_looked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Issuer() as issuer:
+        tokens = tokens_of(issuer)
+        await tokens.check(issuer.token())
+        issuer.rotate()
+        with pytest.raises(HeadwayError, match="does not publish"):
+            await asyncio.gather(*(tokens.check(issuer.token()) for _ in range(5)))
+        assert issuer.asked == 1, "it has just been asked"
+        monkeypatch.setattr(oidc, "_AGAIN_S", 0.0)
+        assert (await tokens.check(issuer.token())).key is not None
+        assert issuer.asked == 2
+
+
+@pytest.mark.parametrize("algorithm", ["RS256", "PS256", "ES256", "ES384", "EdDSA"])
+async def test_algorithms(algorithm: str) -> None:
+    with Issuer(algorithm=algorithm) as issuer:
+        sender = await tokens_of(issuer, algorithms=(algorithm,)).check(issuer.token())
+        assert sender.key is not None
+        assert sender.key.tenant == "alpha"
+        other = "ES256" if algorithm != "ES256" else "RS256"
+        with pytest.raises(HeadwayError, match="not accepted"):
+            await tokens_of(issuer, algorithms=(other,)).check(issuer.token())
+
+
+async def test_a_hundred_thousand_tenants_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc, "_MOST_TOKENS", 10)
+    with Issuer(algorithm="EdDSA") as issuer:
+        tokens = tokens_of(issuer)
+        senders = [await tokens.check(issuer.token(tenant=f"t{i}")) for i in range(25)]
+        assert [sender.key.tenant for sender in senders if sender.key] == [f"t{i}" for i in range(25)]
+        assert len(tokens.verified) == 10
+
+
+async def test_one_key_needs_no_id_and_several_do() -> None:
+    with Issuer() as issuer:
+        tokens = tokens_of(issuer)
+        claims = {"iss": issuer.url, "aud": "headway", "tenant": "alpha", "exp": clock.now() + 60}
+        _, key = next(iter(issuer.keys.values()))
+        token = jwt.encode(claims, key, "RS256")
+        assert isinstance(await tokens.check(token), Sender)
+        issuer.rotate()
+        with pytest.raises(HeadwayError, match="does not publish"):
+            await tokens_of(issuer).check(token)
