@@ -27,6 +27,7 @@ from headway.config import (
     Server,
     Sqlite,
     Tier,
+    Tls,
     Tracing,
     Up,
     Wire,
@@ -59,6 +60,7 @@ operator_key = "{SECRET}"
 operator_only = true
 hosts = ["llm.example", ".b.example"]
 stored_keys = true
+tls = {{ cert = "cert.pem", key = "key.pem" }}
 max_attempts = 5
 max_resumes = 2
 head_timeout_s = 3
@@ -86,7 +88,7 @@ adapters = {{ terse = "/adapters/terse" }}
 host_weights_gib = 1.5
 sleep_mode = true
 drain_timeout_s = 90
-url = "http://10.0.0.1:8000"
+url = "https://10.0.0.1:8000"
 api_key = "{SECRET}"
 device = "cpu"
 port = 8001
@@ -110,6 +112,9 @@ start_timeout_s = 60
 health_timeout_s = 5
 silence_timeout_s = 50
 request_timeout_s = 500
+tls_ca = "ca.pem"
+tls_cert = "gateway.pem"
+tls_key = "gateway.key"
 
 [[engines]]
 count = 2
@@ -301,13 +306,14 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         True,
         ("llm.example", ".b.example"),
         True,
+        Tls("cert.pem", "key.pem"),
     )
     assert config.engines == (
         Engine(
             model="org/some-model",
             served_name="some",
             id="first.1",
-            url="http://10.0.0.1:8000",
+            url="https://10.0.0.1:8000",
             port=8001,
             max_running=4,
             slots=9,
@@ -336,6 +342,9 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
             health_timeout_s=5.0,
             silence_timeout_s=50.0,
             request_timeout_s=500.0,
+            tls_ca="ca.pem",
+            tls_cert="gateway.pem",
+            tls_key="gateway.key",
         ),
         Engine(gpus=1, cards="1"),
         Engine(gpus=1, cards="2"),
@@ -431,6 +440,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Tier: data["classes"]["gold"] | data["classes"]["bulk"],
         Key: data["keys"][0],
         Oidc: data["oidc"],
+        Tls: data["server"]["tls"],
     }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__

@@ -156,9 +156,7 @@ async def test_what_can_be_read_of_a_damaged_file_is_recovered(path: str) -> Non
 
 
 @pytest.mark.parametrize("rescued", [True, False])
-async def test_what_was_spent_still_counts_and_keys_stay(
-    path: str, caplog: pytest.LogCaptureFixture, *, rescued: bool
-) -> None:
+async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureFixture, *, rescued: bool) -> None:
     """In the file that a gateway goes on with, and after recovery, also where no gateway rescued anything."""
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import resource
 import shutil
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from headway.engines.vllm.process.limits import limit_warnings, read_limits, rea
 from headway.engines.vllm.process.memory import memory_uses
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
 from headway.engines.vllm.process.settings import cores_of
+from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
@@ -153,7 +155,7 @@ def _address(config: Config) -> Iterator[Finding]:
         yield Finding("address", "bad", error.message, error.hint)
         return
     where = netloc(server.host, server.port)
-    if server.host not in ("127.0.0.1", "::1", "localhost") and not config.keys:
+    if server.host not in ("127.0.0.1", "::1", "localhost") and not config.closed:
         yield Finding("address", "doubt", f"{where}, without keys", "Add [[keys]]: others can reach it.")
     else:
         yield Finding("address", "good", where)
@@ -204,9 +206,10 @@ def _engines(config: Config) -> Iterator[Finding]:
         if engine.url is not None:
             key = None if engine.api_key is None else reveal(engine.api_key, f"{id}.api_key")
             api = APIS[engine.kind]
-            yield (answers := _attached(f"engine {id}", engine.url.rstrip("/") + api.health, key))
+            tls = context_of(id, engine)
+            yield (answers := _attached(f"engine {id}", engine.url.rstrip("/") + api.health, key, tls))
             if answers.state == "good":
-                connection = EngineConnection(id, engine.url.rstrip("/"), _ANSWER_S, key, api)
+                connection = EngineConnection(id, engine.url.rstrip("/"), _ANSWER_S, key, api, tls)
                 yield from _limits(engine, connection)
 
 
@@ -230,10 +233,10 @@ async def _reported_limits(connection: EngineConnection) -> dict[str, int]:
         await connection.disconnect()
 
 
-def _attached(what: str, url: str, key: str | None) -> Finding:
+def _attached(what: str, url: str, key: str | None, tls: ssl.SSLContext | None) -> Finding:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        status = httpx.get(url, timeout=_ANSWER_S, headers=headers).status_code
+        status = httpx.get(url, timeout=_ANSWER_S, headers=headers, verify=tls or True).status_code
     except httpx.HTTPError as error:
         return Finding(what, "bad", f"{url} does not answer: {error}", "Start that server, or correct its url.")
     if status != 200:

@@ -10,14 +10,12 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from headway.addresses import netloc
 from headway.cli.options import ConfigFile
 from headway.config import load
 from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
 
 _ANSWER_S = 600.0  # the first use of a model may download its tokenizer
-_ANY = ("0.0.0.0", "::")
 
 Server = Annotated[
     str | None, typer.Option("--server", help="URL of the gateway; default: server.host and server.port.")
@@ -32,8 +30,7 @@ class OperatorClient:
         if (key := setup.server.operator_key) is None:
             problem = "Only operators may see and change this, and server.operator_key is not set."
             raise ConfigError(problem, "Give the gateway's configuration (-c) with it.", param="server.operator_key")
-        host = "127.0.0.1" if setup.server.host in _ANY else setup.server.host
-        self._url, self._path = (server or f"http://{netloc(host, setup.server.port)}").rstrip("/"), path
+        self._url, self._path = (server or setup.server.url).rstrip("/"), path
         self._headers = {"authorization": f"Bearer {reveal(key, 'server.operator_key')}"}
 
     def call(self, method: str, path: str = "", **more: Any) -> list[dict[str, Any]]:

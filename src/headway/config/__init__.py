@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.addresses import netloc
 from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
@@ -35,6 +36,7 @@ from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log
 from headway.config.tables import Postgres as Postgres
 from headway.config.tables import Scale as Scale
+from headway.config.tables import Tls as Tls
 from headway.config.tables import Tracing as Tracing
 from headway.config.tables import Up as Up
 from headway.config.tables import Wire as Wire
@@ -99,6 +101,13 @@ class Server:
     reuse_port: bool = False
     hosts: tuple[str, ...] = ()
     stored_keys: bool = False
+    tls: Tls = field(default_factory=Tls)
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the gateway on its own machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http{'s' * (self.tls.cert is not None)}://{netloc(host, self.port)}"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -340,6 +349,7 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _TABLES: dict[str, Any] = {
     "server": Server,
+    "server.tls": Tls,
     "engines": Engine,
     "broker": Broker,
     "broker.sqlite": Sqlite,
@@ -417,6 +427,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
         yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    if (config.server.tls.cert is None) != (config.server.tls.key is None):
+        problem = f"server.tls in {where} has only one of cert and key."
+        yield ConfigError(problem, "Set both, or neither.", param="server.tls")
     if config.broker.kind == "postgres" and config.broker.postgres.url is None:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
@@ -454,6 +467,13 @@ def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[Confi
         problem = f"engines.{i} in {where} has GPUs and a url."
         fix = "Leave out gpus and cards: a running vLLM has its own."
         yield ConfigError(problem, fix, param=f"engines.{i}.gpus")
+    tls = engine.tls_ca or engine.tls_cert or engine.tls_key
+    if tls and not (engine.url or "").startswith("https://"):
+        problem = f"engines.{i} in {where} has tls_ca, tls_cert or tls_key, but no https:// url."
+        yield ConfigError(problem, "Leave them out, or give it one.", param=f"engines.{i}.url")
+    if (engine.tls_cert is None) != (engine.tls_key is None):
+        problem = f"engines.{i} in {where} has only one of tls_cert and tls_key."
+        yield ConfigError(problem, "Set both, or neither.", param=f"engines.{i}.tls_cert")
     if engine.runner == "pooling" and (engine.models or engine.adapters):
         problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
         yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")

@@ -53,6 +53,9 @@ class Engine:
     host_kv_gib: host memory for the KV of swapped requests; 0 = recompute it instead.
     dtype: type of weights and KV; "auto" = the model's, but float32 on a CPU without fast bfloat16.
     api_key: key of the vLLM at `url`; an engine that Headway starts gets a random one.
+    tls_ca: PEM file of the certificates to trust at `url` instead of the system's. tls_cert, tls_key: PEM files of the
+        certificate that the gateway shows there (mutual TLS) and of its private key. They are read when the engine is
+        added or replaced.
     device: "cpu" for a stock vLLM at `url` that runs on a CPU: Headway refuses the request fields that crash its
         release there. Engines with Headway's scheduler report their device themselves.
     tool_parser, reasoning_parser: vLLM's --tool-call-parser and --reasoning-parser; unset, chosen by the model's
@@ -117,6 +120,9 @@ class Engine:
     health_timeout_s: Positive = 30.0  # an API server that does not answer /health for this long has hung
     silence_timeout_s: Positive = 300.0  # an engine core without a finished iteration for this long has hung
     request_timeout_s: Positive = 21600.0  # time in the engine, including waiting; then 504
+    tls_ca: Annotated[str, Field(min_length=1)] | None = None
+    tls_cert: Annotated[str, Field(min_length=1)] | None = None
+    tls_key: Annotated[str, Field(min_length=1)] | None = None
 
     @property
     def name(self) -> str:

@@ -165,6 +165,17 @@ class Postgres:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Tls:
+    """TLS of the gateway's port. The files are read again within seconds after they change.
+
+    cert: PEM file of the certificate and its chain; unset, plain HTTP. key: PEM file of its private key.
+    """
+
+    cert: Annotated[str, Field(min_length=1)] | None = None
+    key: Annotated[str, Field(min_length=1)] | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Up:
     """The processes of `headway up` on a Ray cluster, besides an agent for each of [[engines]].
 

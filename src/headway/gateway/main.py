@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headway.addresses import netloc
 from headway.cluster.wire.port import WireLink
 from headway.config import Config
 from headway.engines.vllm.process.view import EngineView
@@ -35,6 +34,7 @@ from headway.gateway.http.connections import ConnectionLimits, Connections
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import listening, steer_away
 from headway.gateway.http.protocol import protocol_class
+from headway.gateway.http.tls import Certificate
 from headway.gateway.preflight import preflight
 from headway.gateway.reload import Reload
 from headway.gateway.requests.streaming import DeferredMiddleware
@@ -156,6 +156,10 @@ class GatewayServer(uvicorn.Server):
                 timeout_graceful_shutdown=None if config.server.drain_s == "streams" else config.server.drain_s,
             )
         )
+        self._certificate = None if config.server.tls.cert is None else Certificate(config.server.tls)
+        if self._certificate is not None:
+            self.config.load()
+            self.config.ssl = self._certificate.context
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self.last_connections_s = 0.5
@@ -179,9 +183,13 @@ class GatewayServer(uvicorn.Server):
         self._connections.ended = gateway.metrics.connection_ended
         _tidy()
         collect_garbage = partial(collect, lambda: len(gateway.dispatcher.control.controller.requests))
-        batches = [BatchRunner(state, gateway.batches).run] if gateway.batches is not None else []
-        watch = self._connections.watch
-        async with tasks.running(partial(self._announce, state), watch, collect_garbage, *batches, *state.loops):
+        loops: list[tasks.Loop] = [partial(self._announce, state), self._connections.watch, collect_garbage]
+        loops += state.loops
+        if gateway.batches is not None:
+            loops.append(BatchRunner(state, gateway.batches).run)
+        if self._certificate is not None:
+            loops.append(self._certificate.follow)
+        async with tasks.running(*loops):
             await self._serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -217,7 +225,7 @@ class GatewayServer(uvicorn.Server):
     async def _announce(self, state: AppState) -> None:
         """Say when the gateway is ready; stop everything when an engine of this process cannot start at all."""
         console = Console(stderr=True, soft_wrap=True, quiet=json_log.is_on())
-        address = f"http://{netloc(self._settings.server.host, self._settings.server.port)}"
+        address = self._settings.server.url
         _say(
             console,
             f"[bold]Headway[/], recipe [cyan]{escape(self._settings.recipe)}[/]: starting engines "

@@ -12,6 +12,7 @@ from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.settings import check_cores, check_settings
 from headway.engines.vllm.process.sizes import requested
+from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, check_all
 from headway.gateway.control.lengths.embedding import locate
 from headway.gateway.parsing.models import check_adapters, check_aliases
@@ -131,6 +132,7 @@ def _check_secrets(config: Config) -> None:
     check_all(
         *(partial(reveal, secret, setting) for secret, setting in secrets if secret is not None),
         partial(revealed, config.keys),  # of which none is there twice
+        *(partial(context_of, f"engines.{i}", engine) for i, engine in enumerate(config.engines)),
         *(partial(_check_args, i, engine) for i, engine in enumerate(config.engines) if engine.url is None),
     )
 

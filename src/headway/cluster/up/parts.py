@@ -20,6 +20,8 @@ _GIB = 2**30
 class Part:
     """A process. argv: arguments of `headway`. port: for HTTP, None = any free one. memory: bytes.
 
+    tls: it serves HTTPS.
+
     custom: amounts of Ray's custom resources, by name.
     """
 
@@ -30,6 +32,7 @@ class Part:
     memory: int
     gpus: float = 0.0
     custom: Mapping[str, float] = field(default_factory=dict)
+    tls: bool = False
 
     def digest(self, config: str) -> str:
         """Return a hash that identifies this part and configuration."""
@@ -89,7 +92,15 @@ def parts_of(config: Config) -> list[Part]:
         Part(f"controller-{i}", ("controller", *common), None, up.cpus, memory) for i in range(up.controllers)
     ]
     gateways = [
-        Part(f"gateway-{i}", ("gateway", *common), config.server.port + i, up.cpus, memory) for i in range(up.gateways)
+        Part(
+            f"gateway-{i}",
+            ("gateway", *common),
+            config.server.port + i,
+            up.cpus,
+            memory,
+            tls=config.server.tls.cert is not None,
+        )
+        for i in range(up.gateways)
     ]
     return [*agents, *controllers, *gateways]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import ssl
 import sys
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from headway.engines.vllm.process.launch import Child, free_port
 _PAUSE_S, _LONGEST_S = 0.5, 10.0  # pause before a restart, doubled each time
 _POLL_S = 0.1
 _STABLE_S = 60.0  # a process that ran this long restarts after the shortest pause
+_ANYONE = ssl.create_default_context()  # the part is this node's own, by its address, which no certificate names
+_ANYONE.check_hostname, _ANYONE.verify_mode = False, ssl.CERT_NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Supervisor:
 
     def __init__(self, part: Part, config: str, host: str, env: Mapping[str, str]) -> None:
         self._digest, self._host, self._port = part.digest(config), host, part.port or free_port()
+        self._tls = part.tls
         folder = Path(tempfile.mkdtemp(prefix=f"headway-{part.name}-"))
         file, template = folder / "headway.toml", folder / "template.toml"
         known = {HOST: host, PYTHON: sys.executable, TEMPLATE: str(template)}
@@ -100,7 +104,8 @@ class Supervisor:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{netloc(self._host, self._port)}/ready", timeout=2):
+            url = f"http{'s' * self._tls}://{netloc(self._host, self._port)}/ready"
+            with urllib.request.urlopen(url, timeout=2, context=_ANYONE if self._tls else None):
                 return True
         except (urllib.error.URLError, OSError):
             return False

@@ -25,10 +25,8 @@ from headway.config.oidc import Oidc
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.access import TOKEN_ERROR, Sender
 
-_AGAIN_S = 10.0  # between two looks at the issuer's keys for tokens with an unknown one
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MOST_BYTES, _MOST_KEYS = 2**20, 100  # of an issuer's answer
-_MOST_TOKENS = 65_536  # that are remembered; the oldest are forgotten first
 _LONGEST = 128  # characters of a tenant's name
 _PUBLIC = ("RSA", "EC", "OKP")
 _REASONS: tuple[tuple[type[jwt.PyJWTError], str], ...] = (
@@ -45,12 +43,15 @@ log = logging.getLogger("headway.gateway.oidc")
 class Tokens:
     """Checks the tokens of one issuer.
 
-    digest: of a token, by which it is remembered.
+    digest: of a token, by which it is remembered. most: tokens that are remembered; the oldest are forgotten first.
+    again_s: least time between two looks at the issuer's keys for tokens with an unknown one.
     verified: senders by the digests of their tokens; those that ended may still be there.
     """
 
-    def __init__(self, settings: Oidc, digest: Callable[[str], bytes]) -> None:
-        self._settings, self.digest = settings, digest
+    def __init__(
+        self, settings: Oidc, digest: Callable[[str], bytes], *, most: int = 65_536, again_s: float = 10.0
+    ) -> None:
+        self._settings, self._digest, self._most, self._again_s = settings, digest, most, again_s
         self.verified: dict[bytes, Sender] = {}
         self._jwks: Mapping[str | None, Mapping[str, Any]] = {}  # public keys by `kid`
         self._ready: dict[tuple[str | None, str], jwt.PyJWK] = {}  # those in use, by `kid` and algorithm
@@ -69,7 +70,7 @@ class Tokens:
 
         HeadwayError (503) while no key of the issuer is known.
         """
-        digest = self.digest(token)
+        digest = self._digest(token)
         found = self.verified.get(digest)
         if found is not None and found.until > clock.now():
             return found
@@ -79,7 +80,7 @@ class Tokens:
             if (key := self._key(kid, algorithm)) is None:
                 raise self._unknown_key()
         sender = self._sender(self._claims(token, key, algorithm))
-        while len(self.verified) >= _MOST_TOKENS:
+        while len(self.verified) >= self._most:
             del self.verified[next(iter(self.verified))]
         self.verified[digest] = sender
         return sender
@@ -147,7 +148,7 @@ class Tokens:
     async def _look_again(self) -> None:
         """Look at the issuer's keys, unless this was done a moment ago."""
         async with self._turn:
-            if time.monotonic() - self._looked >= _AGAIN_S:
+            if time.monotonic() - self._looked >= self._again_s:
                 await self._fetch()
 
     async def _look(self) -> None:

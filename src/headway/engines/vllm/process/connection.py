@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -91,13 +92,20 @@ class EngineConnection:
 
     url: where it listens; it changes when another process takes its place.
     request_s: the longest that a request may take, None = for ever.
-    key: what it asks for, if any. api: what its server offers.
+    key: what it asks for, if any. api: what its server offers. tls: for https, None = the system's certificates.
     idle: set when no request is open on it.
     """
 
     def __init__(
-        self, id: str, url: str, request_s: float | None = None, key: str | None = None, api: EngineApi = APIS["vllm"]
+        self,
+        id: str,
+        url: str,
+        request_s: float | None = None,
+        key: str | None = None,
+        api: EngineApi = APIS["vllm"],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self.id, self.url, self.key, self.api = id, url, key, api
         self.idle = asyncio.Event()
         self.idle.set()
@@ -108,7 +116,9 @@ class EngineConnection:
 
     def connect(self) -> None:
         """Make the session; to be called on the event loop, before anything else."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._new_socket, ssl=self._tls or True
+        )
         self._session = aiohttp.ClientSession(
             timeout=self._request_timeout,
             connector=connector,

@@ -10,6 +10,7 @@ from headway.config import Engine
 from headway.engines.vllm.process.api import APIS
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.limits import instance_of
+from headway.engines.vllm.process.tls import context_of
 from headway.errors import EngineError
 from headway.types import Leaving
 
@@ -46,7 +47,7 @@ class EngineView(EngineConnection, ABC):
     models: Models
 
     def __init__(self, id: str, config: Engine, url: str, key: str | None) -> None:
-        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key, APIS[config.kind])
+        super().__init__(id, url.rstrip("/"), config.request_timeout_s, key, APIS[config.kind], context_of(id, config))
         self.config = config
         self.up = asyncio.Event()
         self.loading: str | None = None
