@@ -3,7 +3,7 @@
 A real gateway runs in front of a FAKE engine that responds immediately (`fake_engine.py`). The same requests go
 to both in turn, which gives the latency added by the gateway, and the requests and tokens per second of one
 gateway core. Gateways of other projects (`peer_gateways.py`) serve the same requests in front of the same
-engine. `hook_overhead.py` measures the scheduler hook inside vLLM.
+engine. `token_check.py` measures the check of a JWT, `hook_overhead.py` the scheduler hook inside vLLM.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.real.peer_gateways import versions as peer_versions
 from benchmarks.real.peers import DIRECT, Peer, servers, set_answers
 from benchmarks.real.planning_overhead import planning_rows
 from benchmarks.real.responses import MARK, TOKENS, check, complete, count_response, read_response
+from benchmarks.real.token_check import token_rows
 from headway.errors import EngineError
 from headway.types import Floats
 from headway.whatif.load import prompts
@@ -76,6 +77,7 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> OverheadFigures:
         made.rows += ratio_rows(made.rows)
         made.rows += dashboard_rows(systems[0], systems[1], 1.0 if quick else 15.0, seed)
     made.rows += planning_rows(2.0 if quick else 20.0)
+    made.rows += token_rows(500 if quick else 5000)
     made.rows += hook_rows(quick, seed)
     return made
 

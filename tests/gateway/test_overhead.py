@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.real import hook_overhead, overhead, responses
 from benchmarks.real.planning_overhead import planning_rows
+from benchmarks.real.token_check import token_rows
 from headway.errors import EngineError
 from headway.whatif.output.results import save
 from testing.fake_engine import NAME
@@ -26,6 +27,7 @@ def measured() -> overhead.OverheadFigures:
             whole = getattr(overhead, name)
             patch.setattr(overhead, name, lambda *args, whole=whole, amount=amount: whole(*args[:2], amount, args[3]))
         patch.setattr(overhead, "planning_rows", lambda seconds: planning_rows(0.5))
+        patch.setattr(overhead, "token_rows", lambda count: token_rows(20))
         return overhead.measure((), True, 0)
 
 
@@ -39,6 +41,8 @@ def test_every_figure_is_there(measured: overhead.OverheadFigures) -> None:
     assert found["gateway.tokens_per_s", "headway"].unit == "tokens/s per core"
     assert found["gateway.latency_ms.p50", "headway"].ours > found["gateway.latency_ms.p50", "direct"].ours
     assert all("FAKE" in row.setting for row in measured.rows if row.id.startswith("gateway."))
+    tokens = {row.setting for row in measured.rows if row.id == "jwt.check_us.p50"}
+    assert {"RS256, first time", "RS256, known token"} <= tokens
     hook = {row.setting for row in measured.rows if row.id in ("hook.ratio", "hook.iteration_ratio")}
     assert hook == {"2 running", "4 running", "2 running, 20 waiting"}
     assert ("hook.update_us", "stock") in found

@@ -40,7 +40,7 @@ class Access:
         self.config = config
         self._salt = secrets.token_bytes(32)
         operator = config.server.operator_key
-        self._operator = None if operator is None else self._digest(reveal(operator, "server.operator_key"))
+        self._operator = None if operator is None else self.digest(reveal(operator, "server.operator_key"))
 
     def _key_digest(self, request: Request) -> bytes | None:
         """Return the digest of the key that a request carries; None without one, or with two different ones.
@@ -56,9 +56,9 @@ class Access:
         if bearer is not None and other is not None and bearer != other:
             return None
         key = other if bearer is None else bearer
-        return None if key is None else self._digest(key)
+        return None if key is None else self.digest(key)
 
-    def _digest(self, key: str) -> bytes:
+    def digest(self, key: str) -> bytes:
         """Return the digest by which keys are compared.
 
         The salt is this process's own, so how long a look-up takes reveals nothing about a key.

@@ -49,7 +49,7 @@ class AppState(Access):
         self._large = asyncio.Semaphore(_LARGE)
         self.stopping = asyncio.Event()  # the gateway is being stopped
         self.stored = StoredKeys(gateway.broker, self._fit)
-        self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self._digest)
+        self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
         self._configured: dict[bytes, Key] = {}
@@ -74,7 +74,7 @@ class AppState(Access):
 
     def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
         """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
-        self._configured = {self._digest(text): key for text, key in revealed(keys).items()}
+        self._configured = {self.digest(text): key for text, key in revealed(keys).items()}
         self._classes = classes
         self._fit()
 
