@@ -199,7 +199,7 @@ def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None,
         try:
             until(lambda: server.started or not thread.is_alive(), 300)
             loop, opened = server.opened.result(0)
-            gateway = Gateway(config, opened, server, loop, f"http://127.0.0.1:{port}")
+            gateway = Gateway(config, opened, server, loop, config.server.url)
             if ready:
                 until(lambda: gateway.get("/ready").status_code == 200)
             yield gateway

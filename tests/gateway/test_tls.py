@@ -1,0 +1,147 @@
+"""HTTPS on the gateway's port, and certificates towards engines."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli.main import app
+from headway.config import Engine, Tls, parse, write
+from headway.engines.vllm.process.tls import context_of
+from headway.errors import ConfigError
+from headway.gateway.http.tls import Certificate
+from testing.servers.certificates import Authority
+from tests.gateway.conftest import Serve
+from tests.gateway.gateway import OPERATOR, Fake, Gateway, until
+from tests.gateway.test_request_ends import fakes
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def asked(gateway: Gateway, ca: Path, path: str = "/v1/models", **more: Any) -> httpx.Response:
+    return httpx.get(gateway.url + path, verify=ssl.create_default_context(cafile=ca), **more)
+
+
+def serial(gateway: Gateway) -> str:
+    """Return the certificate that the gateway shows now."""
+    return ssl.get_server_certificate(("127.0.0.1", gateway.config.server.port))
+
+
+def test_the_gateway_serves_https(
+    serve: Serve, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = authority.issue("gateway")
+    with serve(server={"tls": Tls(cert, key)}) as gateway:
+        assert gateway.url.startswith("https://")
+        assert asked(gateway, authority.ca).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            asked(gateway, Authority(tmp_path, "other").ca)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(gateway.url.replace("https", "http"))
+        assert gateway.post(gateway.chat(**fakes())).status_code == 200
+        streamed = gateway.post(gateway.chat(stream=True, **fakes()))
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert gateway.post(content=b"x" * 2_000_000).status_code == 413
+        file = tmp_path / "headway.toml"
+        file.write_text(write(gateway.config))
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+        listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)])
+        assert (listed.exit_code, "e0" in listed.stdout) == (0, True), listed.output
+
+
+def test_a_changed_certificate_is_taken_over(
+    serve: Serve, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = authority.issue("gateway")
+    new_cert, new_key = authority.issue("new")
+    with serve(server={"tls": Tls(cert, key)}) as gateway:
+        first = serial(gateway)
+        with httpx.Client(verify=ssl.create_default_context(cafile=authority.ca)) as client:
+            assert client.get(gateway.url + "/health").status_code == 200
+            shutil.copy(new_cert, cert)  # it does not fit the key
+            until(lambda: "the certificate stays as it is" in caplog.text)
+            assert serial(gateway) == first
+            with caplog.at_level("INFO"):
+                shutil.copy(new_key, key)
+                until(lambda: serial(gateway) == Path(new_cert).read_text())
+            assert client.get(gateway.url + "/health").status_code == 200, "open connections stay"
+        assert asked(gateway, authority.ca, "/metrics", headers=OPERATOR).status_code == 200
+
+
+def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:
+    (cert, _), (_, key) = authority.issue("one"), authority.issue("other")
+    for files in ((cert, key), (cert, str(tmp_path / "none")), (key, cert)):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            Certificate(Tls(*files))
+        with pytest.raises(ConfigError, match="cannot be used"):
+            context_of("engines.0", Engine(url="https://h:1", tls_cert=files[0], tls_key=files[1]))
+    assert context_of("engines.0", Engine()) is None
+    for settings, said in (
+        ({"server": {"tls": {"cert": "a"}}}, "only one of cert and key"),
+        ({"engines": [{"url": "https://h:1", "tls_key": "a"}]}, "only one of tls_cert and tls_key"),
+        ({"engines": [{"url": "http://h:1", "tls_ca": "a"}]}, "no https:// url"),
+        ({"engines": [{"tls_ca": "a"}]}, "no https:// url"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(settings)
+
+
+@contextmanager
+def terminator(port: int, context: ssl.SSLContext) -> Iterator[int]:
+    """Serve TLS in front of a port of this machine until the block ends."""
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pipe(reader, there), pipe(back, writer))
+
+    async def run() -> None:
+        async with await asyncio.start_server(forward, sock=sock, ssl=context):
+            await ended.wait()
+
+    loop, ended = asyncio.new_event_loop(), asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+        thread.start()
+        yield sock.getsockname()[1]
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(10)
+    loop.close()
+
+
+def test_an_engine_that_wants_the_gateway_s_certificate(serve: Serve, authority: Authority, fake: Fake) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("engine"))
+    context.load_verify_locations(authority.ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    cert, key = authority.issue("gateway")
+    with terminator(fake.port, context) as port:
+        url, ca = f"https://127.0.0.1:{port}", {"tls_ca": str(authority.ca)}
+        with serve(url, engine=ca | {"tls_cert": cert, "tls_key": key}) as gateway:
+            assert gateway.post(gateway.chat(**fakes())).status_code == 200
+        for settings in (ca, {}):
+            with serve(url, engine=settings, ready=False) as gateway:
+                assert gateway.get("/ready").status_code == 503
