@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -146,6 +147,16 @@ def test_a_remembered_token_ends_with_its_time(gateway: Gateway, issuer: Issuer)
     token = issuer.token(scope="default", exp=time.time() - 0.3)  # within the leeway
     assert gateway.get("/v1/models", headers=bearer(token)).status_code == 200
     until(lambda: gateway.get("/v1/models", headers=bearer(token)).status_code == 401)
+
+
+def test_metrics_name_few_of_many_tenants(gateway: Gateway, issuer: Issuer) -> None:
+    for number in range(80):
+        token = issuer.token(scope="default", tenant=f"many-{number}")
+        assert gateway.post(gateway.chat(**fakes()), headers=bearer(token)).status_code == 200
+    page = gateway.get("/metrics", headers=OPERATOR).text
+    assert 'tenant="many-0"' in page
+    assert 'tenant="(other)"' in page
+    assert len(set(re.findall(r'tenant="([^"]*)"', page))) <= 65
 
 
 def test_while_the_issuer_is_away(serve: Serve) -> None:

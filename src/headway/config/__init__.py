@@ -424,7 +424,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         ids = [engine.id or f"e{i}" for i, engine in enumerate(config.engines)]
         problem = f"Two engines in {where} have the id {next(id for id in ids if ids.count(id) > 1)!r}."
         yield ConfigError(problem, "Give each engine another id (unset, it is e and its place).", param="engines.id")
-    if config.server.operator_only and config.server.operator_key is None:
+    if config.server.operator_only and config.server.operator_key is None and config.oidc.admin_claim is None:
         problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
         yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
     if (config.server.tls.cert is None) != (config.server.tls.key is None):
