@@ -38,7 +38,7 @@ class Authority:
         return str(cert), str(own)
 
     def _builder(self, name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+        now, day = datetime.datetime.now(datetime.UTC).replace(tzinfo=None), datetime.timedelta(days=1)
         made = x509.CertificateBuilder(self._name, name, key.public_key(), x509.random_serial_number(), now - day)
         identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         return made.not_valid_after(now + day).add_extension(identifier, critical=False)

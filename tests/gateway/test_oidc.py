@@ -48,7 +48,7 @@ def bearer(token: str) -> dict[str, str]:
 
 def test_a_token_names_tenant_classes_and_operators(gateway: Gateway, issuer: Issuer) -> None:
     token = issuer.token(scope="default other")
-    answer = gateway.post(gateway.chat(**fakes(background=True)), headers=bearer(token))
+    answer = gateway.post(gateway.chat(background=True, **fakes()), headers=bearer(token))
     assert answer.status_code == 202
     path = f"/v1/responses/{answer.json()['id']}"
     assert gateway.get(path, headers=bearer(ALPHA)).status_code == 200, "it is the same tenant"
@@ -105,7 +105,7 @@ def _altered(issuer: Issuer) -> str:
         (lambda issuer: issuer.token(exp=time.time() - 2), "has expired"),
         (lambda issuer: issuer.token(nbf=time.time() + 60), "is not valid yet"),
         (lambda issuer: issuer.token(aud="another"), "is for another audience"),
-        (lambda issuer: issuer.token(aud=[]), "is for another audience"),
+        (lambda issuer: issuer.token(aud=[]), "lacks one of the claims"),
         (lambda issuer: issuer.token(iss="http://127.0.0.1:1"), "is of another issuer"),
         (lambda issuer: issuer.token(iss=issuer.url + "/"), "is of another issuer"),
         (lambda issuer: issuer.token(exp=None), "lacks one of the claims"),
@@ -113,7 +113,7 @@ def _altered(issuer: Issuer) -> str:
         (lambda issuer: issuer.token(aud=None), "lacks one of the claims"),
         (lambda issuer: issuer.token(headers={"kid": "unknown"}), "a key that its issuer does not publish"),
         (lambda issuer: issuer.token(headers={"crit": ["exp"]}), "is malformed"),
-        (lambda issuer: issuer.token()[:-8], "signature"),
+        (lambda issuer: issuer.token()[:-8], "is malformed"),
         (_unsigned, "an algorithm that is not accepted"),
         (_by_the_public_key, "an algorithm that is not accepted"),
         (_forged, "has a wrong signature"),
@@ -159,11 +159,11 @@ def test_metrics_name_few_of_many_tenants(gateway: Gateway, issuer: Issuer) -> N
     assert len(set(re.findall(r'tenant="([^"]*)"', page))) <= 65
 
 
-def test_while_the_issuer_is_away(serve: Serve) -> None:
+def test_while_the_issuer_is_away(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     with Issuer() as issuer, serve(oidc=Oidc(issuer.url, AUDIENCE, refresh_s=0.1)) as gateway:
         assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200
-        issuer.status, before = 500, issuer.asked
-        until(lambda: issuer.asked > before + 1)
+        issuer.status = 500
+        until(lambda: "are not read" in caplog.text)
         assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200, "its keys are known"
         issuer.status = 200
         old = issuer.token()

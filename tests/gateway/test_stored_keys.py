@@ -110,7 +110,7 @@ def test_a_key_expires(gateway: Gateway) -> None:
         ({"tenant": "a", "key": "sk-chosen-123"}, "cannot be chosen"),
         ({"tenant": "a", "classes": ["gold"]}, "no class 'gold'"),
         ({"tenant": "a", "max_queued": 0}, "max_queued"),
-        ({"tenant": "a", "unknown": 1}, "unknown"),
+        ({"tenant": "a", "unknown": 1}, "Unknown key"),
         ({"tenant": "a", "expires_s": 0}, "expires_s"),
         ({"tenant": "a", "expires_s": 1e12}, "expires_s"),
     ],
