@@ -100,6 +100,6 @@ def private_key(algorithm: str) -> PrivateKey:
     if algorithm == "EdDSA":
         return ed25519.Ed25519PrivateKey.generate()
     if algorithm.startswith("ES"):
-        curves = {"ES256": ec.SECP256R1, "ES384": ec.SECP384R1, "ES512": ec.SECP521R1}
-        return ec.generate_private_key(curves[algorithm]())
+        curves = {"ES256": ec.SECP256R1(), "ES384": ec.SECP384R1(), "ES512": ec.SECP521R1()}
+        return ec.generate_private_key(curves[algorithm])
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)

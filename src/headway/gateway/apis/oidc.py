@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MOST_BYTES, _MOST_KEYS = 2**20, 100  # of an issuer's answer
 _LONGEST = 128  # characters of a tenant's name
 _PUBLIC = ("RSA", "EC", "OKP")
+_BROKEN = (jwt.PyJWTError, RecursionError, OverflowError)  # all that a token can cause
 _REASONS: tuple[tuple[type[jwt.PyJWTError], str], ...] = (
     (jwt.ExpiredSignatureError, "has expired"),
     (jwt.ImmatureSignatureError, "is not valid yet"),
@@ -54,7 +56,7 @@ class Tokens:
         self._settings, self._digest, self._most, self._again_s = settings, digest, most, again_s
         self.verified: dict[bytes, Sender] = {}
         self._jwks: Mapping[str | None, Mapping[str, Any]] = {}  # public keys by `kid`
-        self._ready: dict[tuple[str | None, str], jwt.PyJWK] = {}  # those in use, by `kid` and algorithm
+        self._ready: dict[str, jwt.PyJWK] = {}  # those in use, by the first part of the tokens that they sign
         self._jwt = jwt.PyJWT({"require": ["exp", "iss", "aud"], "enforce_minimum_key_length": True})
         self._turn, self._looked = asyncio.Lock(), -math.inf
         self._away = False  # the issuer did not answer when it was asked last
@@ -74,52 +76,46 @@ class Tokens:
         found = self.verified.get(digest)
         if found is not None and found.until > clock.now():
             return found
-        kid, algorithm = self._header(token)
-        if (key := self._key(kid, algorithm)) is None:
-            await self._look_again()
-            if (key := self._key(kid, algorithm)) is None:
-                raise self._unknown_key()
-        sender = self._sender(self._claims(token, key, algorithm))
+        head = token.partition(".")[0]
+        key = self._ready.get(head) or await self._key_of(token)
+        sender = self._sender(self._claims(token, key))
+        if len(self._ready) < _MOST_KEYS:  # only for a head that was signed
+            self._ready[head] = key
         while len(self.verified) >= self._most:
             del self.verified[next(iter(self.verified))]
         self.verified[digest] = sender
         return sender
 
-    def _header(self, token: str) -> tuple[str | None, str]:
-        """Return the key's id and the algorithm that a token names; 401 for one that is not accepted."""
+    async def _key_of(self, token: str) -> jwt.PyJWK:
+        """Return the key that a token names, after another look at the issuer's if it is unknown; errors as `check`."""
         try:
             header = jwt.get_unverified_header(token)
-        except (jwt.PyJWTError, RecursionError) as error:
+        except _BROKEN as error:
             raise _refusal(error) from None
         kid, algorithm = header.get("kid"), header.get("alg")
         if algorithm not in self._settings.algorithms:
             accepted = ", ".join(self._settings.algorithms)
             raise _invalid("is signed with an algorithm that is not accepted", f"Accepted are {accepted}.")
-        return kid, algorithm
+        if (jwk := self._named(kid)) is None:
+            await self._look_again()
+            if (jwk := self._named(kid)) is None:
+                raise self._unknown_key()
+        with suppress(jwt.PyJWTError):
+            if jwk.get("alg", algorithm) == algorithm:
+                return jwt.PyJWK(dict(jwk), algorithm)
+        raise _invalid("is signed with another algorithm than its key is for")
 
-    def _key(self, kid: str | None, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key of a token; None for an unknown one. Without a `kid` the issuer must have a single key."""
-        if kid is None and len(self._jwks) == 1:
-            kid = next(iter(self._jwks))
-        if (jwk := self._jwks.get(kid)) is None:
-            return None
-        if (kid, algorithm) not in self._ready:
-            if jwk.get("alg", algorithm) != algorithm:
-                raise _invalid("is signed with another algorithm than its key is for")
-            try:
-                self._ready[kid, algorithm] = jwt.PyJWK(dict(jwk), algorithm)
-            except jwt.PyJWTError:
-                raise _invalid("is signed with another algorithm than its key is for") from None
-        return self._ready[kid, algorithm]
+    def _named(self, kid: str | None) -> Mapping[str, Any] | None:
+        """Return the public key with an id, None = it is unknown; without an id, the only one that there is."""
+        return next(iter(self._jwks.values())) if kid is None and len(self._jwks) == 1 else self._jwks.get(kid)
 
-    def _claims(self, token: str, key: jwt.PyJWK, algorithm: str) -> Mapping[str, Any]:
+    def _claims(self, token: str, key: jwt.PyJWK) -> Mapping[str, Any]:
         """Return the claims of a token whose signature, issuer, audience and times are right; else 401."""
         settings = self._settings
+        about = {"audience": settings.audience, "issuer": settings.issuer, "leeway": settings.leeway_s}
         try:
-            return self._jwt.decode(
-                token, key, [algorithm], audience=settings.audience, issuer=settings.issuer, leeway=settings.leeway_s
-            )
-        except jwt.PyJWTError as error:
+            return self._jwt.decode(token, key, [key.algorithm_name], **about)
+        except _BROKEN as error:
             raise _refusal(error) from None
 
     def _sender(self, claims: Mapping[str, Any]) -> Sender:
@@ -248,7 +244,7 @@ async def _document(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 def _usable(document: Mapping[str, Any]) -> dict[str | None, Mapping[str, Any]]:
     """Return the public keys for signatures of a JWKS by `kid`; ValueError if there is none."""
     keys = document.get("keys")
-    found = {
+    found: dict[str | None, Mapping[str, Any]] = {
         key.get("kid"): key
         for key in (keys if isinstance(keys, list) else ())[:_MOST_KEYS]
         if isinstance(key, dict)

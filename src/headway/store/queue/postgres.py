@@ -220,7 +220,8 @@ class PostgresBroker(Session):
             account, id, amounts = stored(group[0].text), stored(group[0].id), group[0].amounts
             return [await connection.execute(self.sql(REFUND), account, id, *amounts)]
         if group[0].verb == "put_keys":
-            return [await self._put_keys(group[0], connection)]
+            await self._put_keys(group[0], connection)
+            return [None]
         # After a failure alone: then no other transaction has locked its rows.
         return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
 
