@@ -112,9 +112,11 @@ class Tokens:
     def _claims(self, token: str, key: jwt.PyJWK) -> Mapping[str, Any]:
         """Return the claims of a token whose signature, issuer, audience and times are right; else 401."""
         settings = self._settings
-        about = {"audience": settings.audience, "issuer": settings.issuer, "leeway": settings.leeway_s}
+        accepted, leeway = [key.algorithm_name], settings.leeway_s
         try:
-            return self._jwt.decode(token, key, [key.algorithm_name], **about)
+            return self._jwt.decode(
+                token, key, accepted, audience=settings.audience, issuer=settings.issuer, leeway=leeway
+            )
         except _BROKEN as error:
             raise _refusal(error) from None
 

@@ -82,15 +82,15 @@ class RunAccount:
 
     def live(self, key: Key) -> Run | None:
         """Return a live run."""
-        return self._runs_of(key[0]).live.get(key)
+        return self._known(key[0]).live.get(key)
 
     def ended(self, key: Key) -> EndedRun | None:
         """Return a run that has ended, as long as it is remembered."""
-        return self._runs_of(key[0]).ended.get(key)
+        return self._known(key[0]).ended.get(key)
 
     def live_by_app(self, tenant: str) -> Mapping[str, int]:
         """Return how many live runs each application of a tenant has."""
-        return self._runs_of(tenant).by_app
+        return self._known(tenant).by_app
 
     @property
     def tenants(self) -> list[str]:
@@ -152,6 +152,10 @@ class RunAccount:
         return self._end_if_final(run)
 
     # ---- runs
+
+    def _known(self, tenant: str) -> _Tenant:
+        """Return a tenant's runs; a question adds no tenant."""
+        return self._tenants.get(tenant) or _Tenant()
 
     def _runs_of(self, tenant: str) -> _Tenant:
         return self._tenants.setdefault(tenant, _Tenant())
