@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +18,8 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.config import Broker, Key, Postgres, write
+from headway.gateway.watch.ends import Refused
+from headway.store.queue.keys import StoredKey
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_refusals import error
@@ -154,6 +158,23 @@ def test_every_gateway_of_the_store_knows_within_a_second(tmp_path: Path, fake: 
         lasting = create(one)
     with serving(config) as again:
         assert (status(again, lasting["key"]), status(again, made["key"])) == (200, 401)
+
+
+def test_a_thousand_keys_and_a_hundred_thousand_tenants(serve: Serve) -> None:
+    with serve(server=STORED) as gateway:
+        texts = [f"hw-{number:012}-{'x' * 43}" for number in range(1000)]
+        keys = [
+            StoredKey(f"{number:012}", hashlib.sha256(text.encode()).digest(), f'{{"tenant": "t{number}"}}', 1.0)
+            for number, text in enumerate(texts)
+        ]
+        gateway.do(gateway.inner.broker.put_keys(keys, 0.0))
+        until(lambda: status(gateway, texts[-1]) == 200)
+        assert all(status(gateway, text) == 200 for text in texts[::100])
+        for number in range(100_000):
+            gateway.inner.metrics.refused(Refused("rate_limit", f"t{number}"))
+        page = gateway.get("/metrics", headers=OPERATOR).text
+        assert len(set(re.findall(r'tenant="([^"]*)"', page))) == 65
+        assert 'headway_dropped_total{reason="rate_limit",tenant="(other)"} 99936.0' in page
 
 
 def test_a_key_with_limits_of_a_newer_headway_is_not_accepted(tmp_path: Path, fake: Fake) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import httpx
@@ -15,6 +16,7 @@ from headway.config import load
 from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
 
+_ANY = ("0.0.0.0", "::")
 _ANSWER_S = 600.0  # the first use of a model may download its tokenizer
 
 Server = Annotated[
@@ -30,7 +32,8 @@ class OperatorClient:
         if (key := setup.server.operator_key) is None:
             problem = "Only operators may see and change this, and server.operator_key is not set."
             raise ConfigError(problem, "Give the gateway's configuration (-c) with it.", param="server.operator_key")
-        self._url, self._path = (server or setup.server.url).rstrip("/"), path
+        host = "127.0.0.1" if setup.server.host in _ANY else setup.server.host
+        self._url, self._path = (server or replace(setup.server, host=host).url).rstrip("/"), path
         self._headers = {"authorization": f"Bearer {reveal(key, 'server.operator_key')}"}
 
     def call(self, method: str, path: str = "", **more: Any) -> list[dict[str, Any]]:

@@ -105,9 +105,8 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Return the URL of the gateway on its own machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http{'s' * (self.tls.cert is not None)}://{netloc(host, self.port)}"
+        """Return the URL of the gateway, with the address on which it listens."""
+        return f"http{'s' * (self.tls.cert is not None)}://{netloc(self.host, self.port)}"
 
 
 @dataclass(frozen=True, config=_STRICT)
