@@ -65,6 +65,22 @@ def test_a_token_names_tenant_classes_and_operators(gateway: Gateway, issuer: Is
     assert gateway.get("/metrics", headers=OPERATOR).status_code == 200
 
 
+def test_a_token_has_the_limits_of_its_tenant_s_first_key(serve: Serve, issuer: Issuer) -> None:
+    first = Key(ALPHA, "alpha", ("default", "chat"), requests_per_min=3)
+    settings = Oidc(issuer.url, AUDIENCE)
+    with serve(oidc=settings, keys=(first, Key("sk-alpha-456", "alpha", requests_per_min=50))) as gateway:
+        for key in (ALPHA, issuer.token(), issuer.token(sub="bob")):
+            assert gateway.post(gateway.chat(**fakes()), headers=bearer(key)).status_code == 200
+        for key in (ALPHA, issuer.token()):
+            assert error(gateway.post(gateway.chat(**fakes()), headers=bearer(key)), 429)
+        for _ in range(4):
+            other = bearer(issuer.token(tenant="beta"))
+            assert gateway.post(gateway.chat(**fakes()), headers=other).status_code == 200
+    with serve(oidc=settings, keys=(first,)) as gateway:
+        answer = gateway.post(gateway.chat(service_tier="batch"), headers=bearer(issuer.token()))
+        assert error(answer, 403)["code"] == "beyond_key"
+
+
 @pytest.mark.parametrize(
     "claims",
     [{"tenant": None}, {"tenant": ""}, {"tenant": ["a"]}, {"tenant": "a" * 200}, {"tenant": "a\nb"}, {"scope": None}],

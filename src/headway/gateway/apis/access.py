@@ -26,11 +26,13 @@ class Sender:
     key: tenant and limits; None for a token without a tenant.
     until: the instant at which key or token ends, in seconds since the epoch.
     operator: the subject of an operator's token, None = it is no operator's.
+    token: the sender has a token, which names no limits but classes.
     """
 
     key: Key | None
     until: float = math.inf
     operator: str | None = None
+    token: bool = False
 
 
 class Access:

@@ -127,7 +127,8 @@ class Tokens:
         if isinstance(tenant, str) and 0 < len(tenant) <= _LONGEST and tenant.isprintable() and classes != ():
             key = Key(key="token:of an issuer", tenant=tenant, classes=classes)
         admin = settings.admin_claim is not None and settings.admin_value in _words(claim(claims, settings.admin_claim))
-        return Sender(key, until, f"the token of {str(claims.get('sub', '?'))[:_LONGEST]!r}" if admin else None)
+        operator = f"the token of {str(claims.get('sub', '?'))[:_LONGEST]!r}" if admin else None
+        return Sender(key, until, operator, token=True)
 
     # ---- the issuer's keys
 

@@ -53,6 +53,7 @@ class AppState(Access):
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
         self._configured: dict[bytes, Key] = {}
+        self._limits: dict[str, Key] = {}  # the first key of each tenant, whose limits its tokens have
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
@@ -95,6 +96,7 @@ class AppState(Access):
             senders[self._salted(stored.digest)] = Sender(key, math.inf if stored.expires is None else stored.expires)
         self._senders = senders
         keys = tuple(sender.key for sender in senders.values() if sender.key is not None)
+        self._limits = {key.tenant: key for key in reversed(keys)}
         self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self._classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
@@ -147,8 +149,11 @@ class AppState(Access):
             names = " and ".join(map(repr, filter(None, (oidc.tenant_claim, oidc.classes_claim))))
             problem = f"The token lacks a tenant or classes (claims {names})."
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
-        request.scope[TENANT] = sender.key.tenant  # for the access log
-        return sender.key
+        key = sender.key
+        if sender.token and (limits := self._limits.get(key.tenant)) is not None:
+            key = replace(limits, classes=key.classes or limits.classes)
+        request.scope[TENANT] = key.tenant  # for the access log
+        return key
 
     def is_operator(self, request: Request) -> bool:
         """Return whether a request carries the operator's key, or an operator's token."""
