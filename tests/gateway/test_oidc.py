@@ -8,13 +8,15 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jwt
 import pytest
 
 from headway import clock
-from headway.config import Key, Oidc
+from headway.cli.doctor import examine
+from headway.config import Key, Oidc, write
 from headway.errors import HeadwayError
 from headway.gateway.apis.access import Sender
 from headway.gateway.apis.oidc import Tokens
@@ -189,15 +191,27 @@ def test_while_the_issuer_is_away(serve: Serve, caplog: pytest.LogCaptureFixture
         assert gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200
 
 
-def test_before_the_issuer_has_answered(serve: Serve) -> None:
+def test_before_the_issuer_has_answered(serve: Serve, tmp_path: Path) -> None:
     with Issuer() as issuer:
         issuer.status = 500
         with serve(oidc=Oidc(issuer.url, AUDIENCE), keys=(Key(ALPHA, "alpha"),)) as gateway:
             answer = gateway.get("/v1/models", headers=bearer(issuer.token()))
             assert error(answer, 503)["code"] == "issuer_unavailable"
+            assert "answers 500" in gateway.get("/ready", headers=OPERATOR).json()["issuer"]
+            found = {one.what: one for one in examine(written(gateway, tmp_path))}
+            assert (found["issuer"].state, "answers 500" in found["issuer"].found) == ("bad", True)
             assert gateway.get("/v1/models", headers=bearer(ALPHA)).status_code == 200
             issuer.status = 200
             until(lambda: gateway.get("/v1/models", headers=bearer(issuer.token())).status_code == 200)
+            assert gateway.get("/ready", headers=OPERATOR).json()["issuer"] is None
+            found = {one.what: one for one in examine(written(gateway, tmp_path))}
+            assert found["issuer"].state == "good"
+
+
+def written(gateway: Gateway, folder: Path) -> Path:
+    file = folder / "headway.toml"
+    file.write_text(write(gateway.config))
+    return file
 
 
 # ---- the check itself

@@ -207,5 +207,5 @@ def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
     assert text not in table
     (new, _) = json.loads(run("rotate", made["id"], "--json"))
     assert (status(gateway, text), status(gateway, new["key"])) == (401, 200)
-    assert "is revoked" in run("revoke", new["id"])
+    assert "is revoked" in run("revoke", new["key"]), "only its id is sent"
     assert status(gateway, new["key"]) == 401

@@ -33,6 +33,7 @@ from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacki
 from headway.engines.vllm.process.settings import cores_of
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, EngineError
+from headway.gateway.apis.oidc import Tokens
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
 from headway.gateway.preflight import preflight
@@ -161,6 +162,17 @@ def _address(config: Config) -> Iterator[Finding]:
         yield Finding("address", "good", where)
 
 
+def _issuer(config: Config) -> Iterator[Finding]:
+    if (issuer := config.oidc.issuer) is not None:
+        tokens = Tokens(config.oidc, str.encode)
+        asyncio.run(tokens.look())
+        if tokens.problem is None:
+            yield Finding("issuer", "good", f"{issuer} has public keys")
+        else:
+            fix = "Check oidc.issuer, oidc.jwks_url and the way there."
+            yield Finding("issuer", "bad", f"the public keys of {issuer} are not read: {tokens.problem}", fix)
+
+
 def _queue(config: Config) -> Iterator[Finding]:
     match config.broker.kind:
         case "memory":
@@ -282,4 +294,6 @@ def _cpus(engine: Engine) -> set[int]:
         return set()
 
 
-_CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (_classes, _address, _queue, _engines, _kv, _memory, _cores)
+_CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
+    _classes, _address, _issuer, _queue, _engines, _kv, _memory, _cores,
+)  # fmt: skip

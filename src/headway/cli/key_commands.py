@@ -19,7 +19,13 @@ key_app = typer.Typer(help="API keys in the queue's store (server.stored_keys)."
 _PATH = "/v1/headway/keys"
 _KNOWN = ("id", "prefix", "state", "created_at", "expires_at", "revoked_at", "tenant", "key")
 
-KeyId = Annotated[str, typer.Argument(help="The key's id, as in `headway key list`.")]
+
+def _id(text: str) -> str:
+    """Return the id in a key, whose text is not to be sent."""
+    return text.removeprefix("hw-").partition("-")[0]
+
+
+KeyId = Annotated[str, typer.Argument(help="The key's id, as in `headway key list`.", parser=_id)]
 Limits = Annotated[
     list[str] | None,
     typer.Option("--set", help="Limit as in [\\[keys]]: --set max_queued=20, --set classes='[\"batch\"]' (TOML)."),

@@ -239,6 +239,8 @@ def _status(app: FastAPI, state: AppState) -> None:
         if (operator := state.is_operator(request)) or state.tells_status(request):
             described = {id: _engine(engine, operator) for id, engine in engines.items()}
             body |= {**state.storage(), "engines": described}
+            if operator and state.tokens is not None:
+                body["issuer"] = state.tokens.problem
         return JSONResponse(body, 200 if good else 503)
 
 

@@ -48,6 +48,7 @@ class Tokens:
     digest: of a token, by which it is remembered. most: tokens that are remembered; the oldest are forgotten first.
     again_s: least time between two looks at the issuer's keys for tokens with an unknown one.
     verified: senders by the digests of their tokens; those that ended may still be there.
+    problem: why the issuer's keys were not read when they were looked at last, None = they were.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Tokens:
         self._ready: dict[str, jwt.PyJWK] = {}  # those in use, by the first part of the tokens that they sign
         self._jwt = jwt.PyJWT({"require": ["exp", "iss", "aud"], "enforce_minimum_key_length": True})
         self._turn, self._looked = asyncio.Lock(), -math.inf
-        self._away = False  # the issuer did not answer when it was asked last
+        self.problem: str | None = None
 
     async def run(self) -> None:
         """Look at the issuer's keys now and then; sooner while there are none."""
         while True:
-            await self._look()
+            await self.look()
             await asyncio.sleep(self._settings.refresh_s if self._jwks else 1.0)
 
     async def check(self, token: str) -> Sender:
@@ -150,7 +151,8 @@ class Tokens:
             if time.monotonic() - self._looked >= self._again_s:
                 await self._fetch()
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Look at the issuer's keys now."""
         async with self._turn:
             await self._fetch()
 
@@ -161,11 +163,11 @@ class Tokens:
             async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=True) as session:
                 jwks = _usable(await _document(session, await self._jwks_url(session)))
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            if not self._away:
-                log.warning("the public keys of %s are not read: %s", self._settings.issuer, str(error) or "no answer")
-            self._away = True
+            known, self.problem = self.problem, str(error) or "no answer"
+            if known is None:
+                log.warning("the public keys of %s are not read: %s", self._settings.issuer, self.problem)
             return
-        self._away = False
+        self.problem = None
         if jwks != self._jwks:
             log.info("%s has the public keys %s", self._settings.issuer, ", ".join(map(ascii, jwks)))
             self._jwks = jwks
