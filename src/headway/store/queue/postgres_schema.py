@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headway.store.postgres.schema import Tables
+from headway.store.postgres.schema import PARAM, Tables
+from headway.store.versions import Versions
 
 # `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job:
 # it finds jobs to undo after a call with an unknown outcome. Bodies are not compressed, as a put would wait for it.
 _TABLES = """
-CREATE TABLE {s}.headway_meta (version integer NOT NULL);
 CREATE TABLE {s}.leases (
     owner text PRIMARY KEY, until double precision NOT NULL, ended boolean NOT NULL
 ) WITH (fillfactor = 50);
@@ -110,16 +110,18 @@ FREE = """
     ) AS free ORDER BY arrival, seq LIMIT $2
 """
 _FREE = f"""
-CREATE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
+CREATE OR REPLACE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
     SELECT ARRAY ({FREE}) $free$;
 """
-# `account` and `id` are escaped as all texts are.
+# `account` and `id` are escaped as all texts are. Gateways of version 1 made this table, or none, or an older `free`.
 _SPENT = """
-CREATE TABLE {s}.spent_meta (version integer NOT NULL);
-CREATE TABLE {s}.spent (
+CREATE TABLE IF NOT EXISTS {s}.spent (
     account text NOT NULL, id text NOT NULL, at double precision NOT NULL, units double precision NOT NULL,
     PRIMARY KEY (account, id)
 );
 """
-SPENT = Tables("spent_meta", 1, ("spent",), _SPENT)
-JOBS = Tables("headway_meta", 1, ("jobs", "leases"), _TABLES + _FREE + _APPLY)
+JOBS = Tables(
+    "headway_meta",
+    ("jobs", "leases", "spent"),
+    Versions(param=PARAM, made=1, script=_TABLES + _FREE + _APPLY, steps={1: _SPENT + _FREE}),
+)

@@ -24,17 +24,7 @@ from typing import Any, TypeVar, cast
 from headway.errors import HeadwayError
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
-from headway.store.queue.sqlite_file import (
-    ACCOUNTS,
-    COLUMNS,
-    KEEP,
-    SUMS,
-    Identity,
-    WriteTurns,
-    job_of,
-    open_file,
-    row_of,
-)
+from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
@@ -434,13 +424,11 @@ def _forget(before: float, db: sqlite3.Connection) -> int:
 
 
 def _spend(values: dict[str, Any], db: sqlite3.Connection) -> bool:
-    db.execute(ACCOUNTS)
     db.execute(EXPIRE_SPENT, [values["account"], values["now"] - ACCOUNT_S])
     return db.execute(SPEND, values).rowcount == 1
 
 
 def _refund(values: list[Any], db: sqlite3.Connection) -> None:
-    db.execute(ACCOUNTS)  # the file may be new, because another one was damaged
     db.execute(REFUND, values)
 
 

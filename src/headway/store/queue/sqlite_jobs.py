@@ -11,7 +11,7 @@ from typing import Any
 
 from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import ACCOUNTS, COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
 from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
@@ -93,7 +93,6 @@ def _merge_spent(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
             rows.update(source.execute(f"SELECT account, id, at, units FROM spent ORDER BY account {way}, id {way}"))
         except sqlite3.DatabaseError:
             unreadable = 1
-    target.execute(ACCOUNTS)
     target.executemany(_KEEP_SPENT, rows)
     return unreadable
 
