@@ -31,6 +31,7 @@ from headway.store.queue.postgres_link import Address
 from headway.store.queue.postgres_schema import JOBS
 from headway.store.queue.sqlite import SqliteBroker
 from headway.store.queue.sqlite_file import VERSIONS as QUEUE_VERSIONS
+from headway.store.queue.sqlite_jobs import recover_jobs
 from headway.store.versions import Versions
 
 FOLDER = Path(__file__).parent / "versions"
@@ -223,6 +224,16 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, kind: str) -> None:
     opens = {"queue": lambda: SqliteBroker(str(path), "A"), "batches": lambda: DirectoryStore(tmp_path)}
     refused(opens[kind], versions.param)
     assert path.read_bytes() == before
+
+
+def test_a_newer_file_that_is_damaged_is_not_recovered(tmp_path: Path) -> None:
+    """This Headway would leave out the tables that it does not know."""
+    path = old_file("queue-3", tmp_path / "queue.sqlite")
+    old_file("queue-3", tmp_path / "queue.sqlite.rescued-1")
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {QUEUE_VERSIONS.latest + 1}")
+    refused(lambda: recover_jobs(str(path)), QUEUE_VERSIONS.param)
+    assert sorted(file.name for file in tmp_path.iterdir() if "rescued" in file.name) == ["queue.sqlite.rescued-1"]
 
 
 @pytest.mark.parametrize("meta", ["headway_meta", "batches_meta"])

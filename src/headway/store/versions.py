@@ -29,7 +29,7 @@ class Versions:
     @property
     def latest(self) -> int:
         """Return the version that this Headway uses."""
-        return max(self.made, *(version + 1 for version in self.steps))
+        return max([self.made, *(version + 1 for version in self.steps)])
 
     def scripts(self, found: int | None, place: str) -> list[str]:
         """Return the SQL that brings a store to the latest version, in order.

@@ -69,7 +69,7 @@ log = logging.getLogger("headway.gateway")
 def recover_batches(folder: Path) -> Recovered | None:
     """Recover files and batches of a damaged directory, as `recover`. counts: of batches, and of open ones."""
     count = "SELECT COUNT(*), COUNT(*) FILTER (WHERE ended IS NULL) FROM batches"
-    return recover(str(folder / NAME), _open, _merge, count)
+    return recover(str(folder / NAME), _open, _merge, count, VERSIONS)
 
 
 class SqliteFile:

@@ -183,10 +183,6 @@ def schema() -> str:
     )
 
 
-# A gateway begins a new file; those of older versions are read as they are.
-VERSIONS = Versions(param="journal.dir", made=VERSION, script=schema(), steps={})
-
-
 def insert(kind: type[Any]) -> str:
     """Return the statement that stores a row of this kind."""
     return f"INSERT INTO {TABLES[kind]} VALUES ({', '.join('?' * len(fields(kind)))})"
@@ -201,6 +197,10 @@ def values(row: Row) -> tuple[Any, ...]:
 def _column(name: str, kind: str) -> str:
     bare = kind.removesuffix(" | None")
     return f'"{name}" {_SQL[bare]}' + (" NOT NULL" if bare == kind else "")
+
+
+# A gateway begins a new file; those of older versions are read as they are.
+VERSIONS = Versions(param="journal.dir", made=VERSION, script=schema(), steps={})
 
 
 # ---- iterations

@@ -11,7 +11,7 @@ from typing import Any
 
 from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, job_of, locked, new_file, row_of
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, VERSIONS, job_of, locked, new_file, row_of
 from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
@@ -67,7 +67,7 @@ def rescue_jobs(path: str, db: sqlite3.Connection, kept: Iterable[Job], owner: s
 def recover_jobs(path: str) -> Recovered | None:
     """Recover a damaged queue; open jobs are free to take. counts: jobs, and open ones. As `recover`."""
     with locked(os.path.realpath(path)):
-        return recover(path, new_file, partial(_merge, free=True), _COUNT)
+        return recover(path, new_file, partial(_merge, free=True), _COUNT, VERSIONS)
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
