@@ -85,7 +85,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (newer, f"version {VERSION + 1} of its journal; this one reads {VERSION}"),
+        (newer, f"version {VERSION + 1} of its journal, this one reads {VERSION}"),
         (cut, "malformed"),
         (lambda file: file.write_text("hello"), "not a database"),
     ],

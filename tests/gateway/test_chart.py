@@ -208,7 +208,8 @@ def test_the_configuration_is_one(case: Rendered) -> None:
 @needs_helm
 def test_all_values_are_in_the_configuration(tmp_path: Path) -> None:
     config = Rendered(ALL, tmp_path).config
-    assert [(one.id, one.count, one.max_gap_s) for one in config.engines] == [("qwen", 4, 1.5), ("far", 1, 1.0)]
+    gaps = {one.id: one.max_gap_s for one in config.engines}
+    assert gaps == {"qwen-0": 1.5, "qwen-1": 1.5, "qwen-2": 1.5, "qwen-3": 1.5, "far": 1.0}
     assert config.scale["Qwen3-8B"].max == 4
     assert (config.classes["chat"].ttft_ms, config.classes["chat"].tpot_ms) == (500, 50.5)
     assert [(key.key, key.tenant, key.max_queued) for key in config.keys] == [("env:ALPHA_KEY", "alpha", 200)]
