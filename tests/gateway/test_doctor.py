@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -156,6 +158,18 @@ def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_disk(tmp_path: Path) -> None:
     assert found(tmp_path, "")["queue"].state == "bad"
+
+
+def test_an_older_and_a_newer_queue(tmp_path: Path) -> None:
+    old = (Path(__file__).parents[1] / "store" / "versions" / "queue-3.sql").read_text()
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
+        db.executescript(old)
+        older = found(tmp_path, "")["queue"]
+        assert (older.state, older.found.partition("; ")[2]) == ("good", "schema version 3, upgraded to 4 at the start")
+        db.execute("PRAGMA user_version = 99")
+        newer = found(tmp_path, "")["queue"]
+        assert (newer.state, "restore the backup" in newer.mend) == ("bad", True)
+        assert db.execute("PRAGMA user_version").fetchone() == (99,)
 
 
 def test_a_damaged_queue(tmp_path: Path) -> None:

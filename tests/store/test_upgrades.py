@@ -17,6 +17,9 @@ from tests.helpers import postgres as server
 from tests.store.stores import FAR, gateways, job
 from tests.store.test_postgres_crash import succeeds
 
+from headway.cli.doctor import _queue_server
+from headway.config import Broker as BrokerConfig
+from headway.config import Postgres
 from headway.errors import ConfigError
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.port import BatchStore, pieces
@@ -76,6 +79,8 @@ STEPS = Versions(param="p", made=2, script="two", steps={1: "to 2", 2: "to 3", 3
 def test_a_store_takes_the_steps_that_it_lacks(found: int | None, scripts: list[str]) -> None:
     assert STEPS.latest == 4
     assert STEPS.scripts(found, "It") == scripts
+    words = {None: "its tables are made at the start", 4: "schema version 4"}
+    assert STEPS.at_start(found, "It") == words.get(found, f"schema version {found}, upgraded to 4 at the start")
 
 
 def test_no_step_leads_back() -> None:
@@ -145,8 +150,16 @@ async def test_a_gateway_of_the_version_before_goes_on_writing(tmp_path: Path) -
 
 def test_queues_in_postgresql_keep_their_jobs() -> None:
     address = old_schema("postgres-queue-1")
+    assert doctor_says(address) == "schema version 1, upgraded to 2 at the start"
     asyncio.run(check_jobs(lambda owner: PostgresBroker(address, owner)))
     assert version_of(address, "headway_meta") == JOBS.versions.latest
+    assert doctor_says(address) == "schema version 2"
+    assert doctor_says(server.fresh()) == "its tables are made at the start"
+
+
+def doctor_says(address: Address) -> str:
+    postgres = Postgres(url=address.url, schema=address.schema)
+    return _queue_server(BrokerConfig(kind="postgres", postgres=postgres)).found.partition("; ")[2]
 
 
 async def test_gateways_that_start_together_upgrade_once() -> None:

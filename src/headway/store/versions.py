@@ -52,3 +52,10 @@ class Versions:
                 param=self.param,
             )
         return [*first, *(self.steps[version] for version in range(at, self.latest))]
+
+    def at_start(self, found: int | None, place: str) -> str:
+        """Return in words what a start finds and does; arguments and errors as `scripts`."""
+        steps = self.scripts(found, place)
+        if found is None:
+            return "its tables are made at the start"
+        return f"schema version {found}" + (f", upgraded to {self.latest} at the start" if steps else "")

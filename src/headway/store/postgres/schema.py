@@ -75,6 +75,13 @@ async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], 
         )
 
 
+async def at_start(connection: Connection, schema: str, part: Tables) -> str:
+    """Return in words what a start finds in a schema and does to its tables; ConfigError for newer ones."""
+    there = await connection.fetchval("SELECT to_regclass($1)", f'"{schema}".{part.meta}')
+    found = there and await connection.fetchval(f'SELECT version FROM "{schema}".{part.meta}')
+    return part.versions.at_start(found, f"The schema {schema}")
+
+
 def _check_server(row: Any) -> None:
     if row["version"] < OLDEST:
         problem = f"The PostgreSQL server is of version {row['version'] // 10000}."

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
-from headway.store.sqlite.connection import connect, upgrade
+from headway.store.sqlite.connection import connect, upgrade, version_of
 from headway.store.sqlite.health import Altered, checksum, limit_log
 from headway.store.sqlite.rescue import check_sound
 from headway.store.versions import Versions
@@ -118,6 +118,12 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 def new_file(path: str) -> sqlite3.Connection:
     """Make a file and return a connection to it."""
     return connect(path, PATIENCE, partial(upgrade, versions=VERSIONS, application=APPLICATION, path=path))
+
+
+def at_start(path: str) -> str:
+    """Return in words what a start finds in a sound file and does to its tables; ConfigError for a newer one."""
+    with _errors_explained(path), closing(sqlite3.connect(path, PATIENCE)) as db:
+        return VERSIONS.at_start(version_of(db, VERSIONS, APPLICATION, path), path)
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def upgrade(db: sqlite3.Connection, versions: Versions, application: int, path: 
     `application` in PRAGMA application_id. Raises ConfigError for another program's file and for a newer version, and
     changes neither.
     """
-    if _version(db, versions, application, path) == versions.latest:
+    if version_of(db, versions, application, path) == versions.latest:
         return
     with db:
         db.execute("BEGIN IMMEDIATE")
-        found = _version(db, versions, application, path)  # another gateway may have been first
+        found = version_of(db, versions, application, path)  # another gateway may have been first
         for script in versions.scripts(found, str(path)):
             for statement in script.split(";\n"):
                 db.execute(statement)
@@ -48,8 +48,8 @@ def upgrade(db: sqlite3.Connection, versions: Versions, application: int, path: 
         db.execute(f"PRAGMA user_version = {versions.latest}")
 
 
-def _version(db: sqlite3.Connection, versions: Versions, application: int, path: str | Path) -> int | None:
-    """Return the version of a file's tables, None when it has no tables."""
+def version_of(db: sqlite3.Connection, versions: Versions, application: int, path: str | Path) -> int | None:
+    """Return the version of a file's tables, None when it has no tables. ConfigError as `upgrade`."""
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (found,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
