@@ -16,6 +16,7 @@ from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.store.queue.sqlite_file import VERSIONS
 from tests.gateway.gateway import Fake
 from tests.gateway.stock_engine import CONTEXT
 
@@ -165,7 +166,8 @@ def test_an_older_and_a_newer_queue(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
         db.executescript(old)
         older = found(tmp_path, "")["queue"]
-        assert (older.state, older.found.partition("; ")[2]) == ("good", "schema version 3, upgraded to 4 at the start")
+        says = f"schema version 3, upgraded to {VERSIONS.latest} at the start"
+        assert (older.state, older.found.partition("; ")[2]) == ("good", says)
         db.execute("PRAGMA user_version = 99")
         newer = found(tmp_path, "")["queue"]
         assert (newer.state, "restore the backup" in newer.mend) == ("bad", True)

@@ -18,6 +18,7 @@ from tests.store.stores import FAR, gateways, job
 from tests.store.test_postgres_crash import succeeds
 
 from headway.cli.doctor import _queue_server
+from headway.cluster.wire.codec import VERSION as WIRE_VERSION
 from headway.config import Broker as BrokerConfig
 from headway.config import Postgres
 from headway.errors import ConfigError
@@ -27,6 +28,7 @@ from headway.store.batches.postgres import PostgresStore
 from headway.store.batches.postgres_session import BATCHES
 from headway.store.batches.sqlite_file import VERSIONS as BATCH_VERSIONS
 from headway.store.journal.reader import read
+from headway.store.journal.rows import VERSIONS as JOURNAL_VERSIONS
 from headway.store.journal.writer import PATTERN
 from headway.store.queue.port import Broker
 from headway.store.queue.postgres import PostgresBroker
@@ -92,6 +94,21 @@ def test_no_step_leads_back() -> None:
         STEPS.scripts(0, "It")
 
 
+def test_the_guide_has_todays_versions() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "upgrade.md").read_text()
+    stores = {
+        'queue, `broker.kind = "sqlite"`': QUEUE_VERSIONS,
+        'queue, `broker.kind = "postgres"`': JOBS.versions,
+        "files and batches in a directory": BATCH_VERSIONS,
+        "files and batches in PostgreSQL": BATCHES.versions,
+        "journal": JOURNAL_VERSIONS,
+    }
+    rows = [[cell.strip() for cell in line.split("|")] for line in guide.splitlines() if line.startswith("| ")]
+    now = {row[1]: row[3] for row in rows if row[1] in stores and row[3].isdigit()}
+    assert now == {name: str(versions.latest) for name, versions in stores.items()}
+    assert f"(now {WIRE_VERSION};" in guide
+
+
 # ---- the queue
 
 
@@ -150,10 +167,10 @@ async def test_a_gateway_of_the_version_before_goes_on_writing(tmp_path: Path) -
 
 def test_queues_in_postgresql_keep_their_jobs() -> None:
     address = old_schema("postgres-queue-1")
-    assert doctor_says(address) == "schema version 1, upgraded to 2 at the start"
+    assert doctor_says(address) == f"schema version 1, upgraded to {JOBS.versions.latest} at the start"
     asyncio.run(check_jobs(lambda owner: PostgresBroker(address, owner)))
     assert version_of(address, "headway_meta") == JOBS.versions.latest
-    assert doctor_says(address) == "schema version 2"
+    assert doctor_says(address) == f"schema version {JOBS.versions.latest}"
     assert doctor_says(server.fresh()) == "its tables are made at the start"
 
 
