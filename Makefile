@@ -9,6 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-com
 LOCKS := -r requirements.lock -r requirements-dev.lock
 TORCH := https://download.pytorch.org/whl/cpu
 ARGS ?=
+REGISTRY ?=
 # vLLM's build: for CUDA where the driver finds a GPU (DEVICE=cpu says otherwise), else the locked one for CPUs.
 DEVICE ?= $(shell nvidia-smi --list-gpus 2> /dev/null | grep -q . && echo cuda || echo cpu)
 MAKEFLAGS += --jobs=2  # most steps take one core
@@ -18,7 +19,7 @@ WORKERS ?= 3
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit clients loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
+.PHONY: audit clients helm image loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -68,6 +69,16 @@ clients: requirements-clients.lock
 	       && touch $(CLIENTS)/.installed; } \
 	  || { rm -rf $(CLIENTS); echo "Client libraries cannot be installed here, so they are not tested."; }
 
+# Renders the chart in tests.
+helm: install
+	@command -v helm > /dev/null || test -e .helm/helm || $(BIN)/python -m tools.helm .helm > /dev/null 2>&1 \
+	  || echo "Helm cannot be installed here, so deploy/helm is not rendered."
+
+# Builds the image and starts its program once; CI does so where Docker runs. REGISTRY=... is a mirror of vLLM's image.
+image:
+	@docker info > /dev/null 2>&1 || { echo "Skipped: no Docker daemon answers here, so no image has been built."; exit; }; \
+	set -e; docker build -f deploy/Dockerfile --build-arg REGISTRY=$(REGISTRY) -t headway . ; docker run --rm headway --version
+
 # Gateways of other projects, for `headway bench overhead --peers`: 830 MB, so no other target installs them.
 peers: requirements-peers.lock
 	@test -e $(PEERS)/.installed -a ! requirements-peers.lock -nt $(PEERS)/.installed \
@@ -84,7 +95,7 @@ $(VENV)/.rewritten: $(VENV)/.installed
 	@touch $@
 
 # All that tests need.
-ready: loops model clients servers rewritten
+ready: loops model clients helm servers rewritten
 
 test: ready
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)
@@ -136,4 +147,4 @@ bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .vllm-* out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .helm .vllm-* out

@@ -71,6 +71,8 @@ FIGURES = (
     Figure("The same, times that of stock vLLM without a batch", "beside", "ttft.p95_of_alone", "3000 in the batch"),
     Figure("ttft p95 in the first 10 s of a burst beside it", "beside", "onset.ttft.p95", "3000 in the batch"),
     Figure("Time of that batch", "beside", "batch.seconds", "3000 in the batch"),
+    Figure("ttft p95 beside a batch on two real engines", "beside-real", "ttft.p95", "300 in the batch"),
+    Figure("The same, times that without a batch", "beside-real", "ttft.p95_of_alone", "300 in the batch"),
     Figure(
         "Promises kept in conversations on 4 engines", "placement", "attainment.promised",
         "interactive-chat, 4 engines, 1x", highest=True,

@@ -72,9 +72,9 @@ def test_a_path_is_a_simulated_run(state: Path) -> None:
 # ---- what they find
 
 
-def old(file: Path) -> None:
+def newer(file: Path) -> None:
     with sqlite3.connect(file) as db:
-        db.execute(f"PRAGMA user_version = {VERSION - 1}")
+        db.execute(f"PRAGMA user_version = {VERSION + 1}")
     db.close()
 
 
@@ -85,7 +85,7 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (old, f"version {VERSION - 1} of its journal, this one reads {VERSION}"),
+        (newer, f"version {VERSION + 1} of its journal, this one reads {VERSION}"),
         (cut, "malformed"),
         (lambda file: file.write_text("hello"), "not a database"),
     ],

@@ -15,8 +15,11 @@ from benchmarks.papers.quoted import QUOTATIONS, quoted
 
 for module in pkgutil.iter_modules(papers.__path__):
     importlib.import_module(f"{papers.__name__}.{module.name}")
+importlib.import_module("benchmarks.real.predictor")
 TEXTS = os.environ.get("HEADWAY_PAPERS")  # a folder with PAPER.txt of each paper
 NAMES = {"BROS": "bros", "EcoServe": "ecoserve", "Hermes": "hermes", "QLM": "qlm", "SLO-aware": "slo-aware-annealing"}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"anneal": "slo-aware-annealing", "hermes": "hermes", "predictor": "ecoserve", "qlm": "qlm"}  # of docs/bench
 # Figures of docs/papers.md that no benchmark has.
 quoted(9.52, "bros", "7.4.2", 323)
 quoted(167, "ecoserve", "4", 271, "1.67-1.96×", 100)
@@ -46,7 +49,7 @@ def test_a_number_inside_a_longer_one_is_not_found() -> None:
 
 def figures_of_docs() -> list[tuple[str, str]]:
     """Return the figures of docs/papers.md that follow the word "paper", with the heading above them."""
-    text = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+    text = (DOCS / "papers.md").read_text()
     sections = [" ".join(section.split()) for section in text.split("\n## ")[1:]]
     return [
         (section[:60], figure)
@@ -54,6 +57,22 @@ def figures_of_docs() -> list[tuple[str, str]]:
         for run in AFTER_PAPER.findall(section)
         for figure in re.findall(r"\d+(?:\.\d+)?", run)
     ]
+
+
+def columns_of_docs() -> list[tuple[str, str]]:
+    """Return the figures in columns "paper" of the tables in docs/bench, with the page's paper."""
+    figures = []
+    for page, paper in PAGES.items():
+        columns: list[int] = []
+        for line in (DOCS / "bench" / f"{page}.md").read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+            heads = [i for i, cell in enumerate(cells) if re.match(r"paper\b", cell)]
+            columns = (heads or columns) if cells else []
+            if not heads:
+                texts = [cells[i] for i in columns if i < len(cells)]
+                found = (figure for text in texts for figure in re.findall(r"\d[\d,]*(?:\.\d+)?", text))
+                figures += [(paper, figure.replace(",", "")) for figure in found]
+    return figures
 
 
 def test_figures_of_all_five_papers_are_quoted() -> None:
@@ -76,6 +95,17 @@ def test_the_page_on_papers_has_no_other_figures() -> None:
     assert len(figures) > 30
     for heading, figure in figures:
         papers = [paper for name, paper in NAMES.items() if name in heading]
-        known = [abs(value) for one in QUOTATIONS if one.paper in papers for value in (one.value, one.value / one.unit)]
-        half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])  # of the last digit
-        assert any(abs(value - float(figure)) <= half for value in known), (heading, figure)
+        assert any(is_quoted(paper, figure) for paper in papers), (heading, figure)
+
+
+def test_tables_of_benchmarks_have_no_other_figures() -> None:
+    figures = columns_of_docs()
+    assert {paper for paper, _ in figures} == set(PAGES.values())
+    assert [(paper, figure) for paper, figure in figures if not is_quoted(paper, figure)] == []
+
+
+def is_quoted(paper: str, figure: str) -> bool:
+    """Tell whether a figure of a page is a quotation of this paper, perhaps rounded."""
+    half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])  # of the last digit
+    known = (value for one in QUOTATIONS if one.paper == paper for value in (one.value, one.value / one.unit))
+    return any(abs(abs(value) - float(figure)) <= half for value in known)

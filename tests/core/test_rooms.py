@@ -19,7 +19,7 @@ GROUND = WORDS | {"config", "compiled", "plugins", "private", "addresses", "poli
 PURE = WORDS | {"compiled", "policy.forecast", "policy.memory", "policy.core"}
 ROOMS = ("core", "apps", "recipes", "plan", "pack", "placement", "scale", "forecast", "memory")
 POLICY = WORDS | {f"policy.{name}" for name in ROOMS}
-SESSIONS = {"store.postgres", "store.sqlite", "store.settling"}
+SESSIONS = {"store.postgres", "store.sqlite", "store.settling", "store.versions"}
 STORE = SESSIONS | {"store.queue", "store.journal", "store.batches"}
 CLOCK = {"clock"}  # of running gateways and engines; the core is told what time it is
 BELOW_GATEWAY = GROUND | POLICY | CLOCK | STORE | {"cluster.backends", "cluster.wire", "engines", "models"}
@@ -63,11 +63,12 @@ ALLOWED = {
     "policy.recipes": GROUND | {"policy.core", "policy.apps", "policy.plan", "policy.pack"},
     "client": {"errors"},  # applications import it, with httpx and nothing of ours
     "store.settling": GROUND,
-    "store.sqlite": GROUND,
-    "store.postgres": GROUND | CLOCK | {"store.settling"},
+    "store.versions": GROUND,
+    "store.sqlite": GROUND | {"store.versions"},
+    "store.postgres": GROUND | CLOCK | {"store.settling", "store.versions"},
     "store.queue": GROUND | CLOCK | SESSIONS,
     "store.batches": GROUND | SESSIONS | {"store.queue"},
-    "store.journal": GROUND | {"store.sqlite"},
+    "store.journal": GROUND | {"store.sqlite", "store.versions"},
     "cluster.wire": GROUND | CLOCK,
     "models": GROUND,
     "cluster.backends": GROUND | {"policy.apps"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from contextlib import closing
@@ -136,6 +137,31 @@ def test_it_survives_a_restart(fake: Fake, tmp_path: Path) -> None:
     with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
         assert look(gateway, ids[0])["status"] == "completed"
         assert fake.last()["asked"] == asked + 4
+
+
+def test_a_queue_of_the_first_version_is_answered(fake: Fake, tmp_path: Path) -> None:
+    """Its open job is as the first gateway stored it, before requests had classes' shares, runs' units and the like."""
+    path, id = tmp_path / "queue.sqlite", "hw-" + "0" * 24
+    slo = {"ttft": None, "tpot": None, "e2e": None}
+    request = {"id": id, "model": "smollm2", "prompt_tokens": 5, "max_tokens": 8, "arrival": time.time(), "slo": slo}
+    request |= {
+        "priority": 0,
+        "adapter": None,
+        "tenant": "default",
+        "task": "default",
+        "tier": "default",
+        "stage": None,
+    }
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 8}
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executescript((Path(__file__).parents[1] / "store" / "versions" / "queue-1.sql").read_text())
+        db.execute("DELETE FROM jobs")
+        row = [id, "default", "/v1/chat/completions", time.time(), json.dumps(request), json.dumps(body).encode()]
+        db.execute("INSERT INTO jobs VALUES (1, ?, 'open', ?, ?, ?, 1, 0, NULL, NULL, ?, ?, NULL)", row)
+    broker = Broker(sqlite=Sqlite(str(path)))
+    with serving(configuration(tmp_path, fake.url, broker=broker)) as gateway:
+        assert finished(gateway, id)["response"]["choices"][0]["message"]["content"] == "fake " * 8
+        assert fake.last()["body"]["messages"] == body["messages"]
 
 
 def test_another_gateway_takes_over_what_a_stopping_one_gives_back(fake: Fake, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from headway.errors import ConfigError, HeadwayError, RequestError
+from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.batches.results import conclude
 from headway.store.batches.port import PIECE, STALE_S
 from headway.store.batches.postgres import PostgresStore
@@ -347,13 +347,6 @@ async def test_gateways_that_start_together_make_them_once(address: Address) -> 
     stores = await asyncio.gather(*(asyncio.to_thread(PostgresStore, address, LEASE_S) for _ in range(6)))
     assert [await store.hold() for store in stores].count(True) == 1
     await asyncio.gather(*(store.close() for store in stores))
-
-
-async def test_newer_tables_are_refused(address: Address) -> None:
-    await (await asyncio.to_thread(PostgresStore, address, LEASE_S)).close()
-    sql(address, "UPDATE {s}.batches_meta SET version = 9")
-    with pytest.raises(ConfigError, match="has version 9"):
-        await asyncio.to_thread(PostgresStore, address, LEASE_S)
 
 
 async def test_a_closed_store_leaves_no_session(address: Address) -> None:

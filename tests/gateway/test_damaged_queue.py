@@ -238,5 +238,6 @@ async def test_the_log_of_batches_is_bounded(tmp_path: Path) -> None:
 def test_the_logs_are_measured(tmp_path: Path, fake: Fake) -> None:
     with serving(configuration(tmp_path, fake.url)) as gateway:
         gateway.post(gateway.chat())
+        upload(gateway, text(lines(1)))
         assert gateway.metric('headway_store_wal_bytes{store="queue"}') > 0
         assert gateway.metric('headway_store_wal_bytes{store="batches"}') > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -14,6 +16,7 @@ from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.store.queue.sqlite_file import VERSIONS
 from tests.gateway.gateway import Fake
 from tests.gateway.stock_engine import CONTEXT
 
@@ -156,6 +159,19 @@ def test_cores_apart_and_enough_memory_are_good(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_disk(tmp_path: Path) -> None:
     assert found(tmp_path, "")["queue"].state == "bad"
+
+
+def test_an_older_and_a_newer_queue(tmp_path: Path) -> None:
+    old = (Path(__file__).parents[1] / "store" / "versions" / "queue-3.sql").read_text()
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
+        db.executescript(old)
+        older = found(tmp_path, "")["queue"]
+        says = f"schema version 3, upgraded to {VERSIONS.latest} at the start"
+        assert (older.state, older.found.partition("; ")[2]) == ("good", says)
+        db.execute("PRAGMA user_version = 99")
+        newer = found(tmp_path, "")["queue"]
+        assert (newer.state, "restore the backup" in newer.mend) == ("bad", True)
+        assert db.execute("PRAGMA user_version").fetchone() == (99,)
 
 
 def test_a_damaged_queue(tmp_path: Path) -> None:

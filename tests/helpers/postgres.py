@@ -50,6 +50,20 @@ def run_sql(sql: str, *values: Any, url: str) -> list[Any]:
     return _apart(lambda: asyncio.run(run()))
 
 
+def run_script(sql: str, *, url: str) -> None:
+    """Run several statements in a session of its own."""
+
+    async def run() -> list[Any]:
+        connection = await asyncpg.connect(url, timeout=10)
+        try:
+            await connection.execute(sql)
+        finally:
+            await connection.close()
+        return []
+
+    _apart(lambda: asyncio.run(run()))
+
+
 def lose(owner: Any, work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the connection end between the next commit and the word of it.
 

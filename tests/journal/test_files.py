@@ -151,14 +151,14 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert [row.id for row in found.requests] == ["whole"]
     assert set(found.damaged) == {torn.name, other.name}
-    older = [tmp_path / PATTERN.replace("*", f"000000000000000{i}-1") for i in (3, 4)]
-    for file in older:
+    newer = [tmp_path / PATTERN.replace("*", f"000000000000000{i}-1") for i in (3, 4)]
+    for file in newer:
         with sqlite3.connect(file) as db:
-            db.executescript(f"{schema()} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION - 1}")
+            db.executescript(f"{schema()} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION + 1}")
         db.close()
     said = [line for line in read(tmp_path).left_out() if "version" in line]
     assert len(said) == 1
-    assert said[0].startswith(f"{older[0].name} and 1 more of the journal left out: written by a Headway with version")
+    assert said[0].startswith(f"{newer[0].name} and 1 more of the journal left out: written by a newer Headway")
     shown = CliRunner().invoke(app, ["explain", "whole", "--journal", str(tmp_path)])
     assert (shown.exit_code, "and 1 more of the journal left out" in shown.stderr) == (0, True)
 

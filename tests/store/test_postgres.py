@@ -110,14 +110,6 @@ async def one_job(address: Address) -> None:
         assert await broker.forget(2.0) == 1
 
 
-def test_a_newer_schema_is_refused(address: Address) -> None:
-    asyncio.run(PostgresBroker(address, "A").close())
-    sql(address, "UPDATE {s}.headway_meta SET version = 9")
-    seen = refusal(address)
-    assert seen.message == f"The schema {address.schema} has version 9; this Headway knows 1."
-    assert "another schema" in seen.hint
-
-
 def test_another_programs_schema_is_refused_and_left_alone(address: Address) -> None:
     sql(address, "CREATE SCHEMA {s}")
     sql(address, "CREATE TABLE {s}.orders ()")

@@ -20,26 +20,6 @@ from headway.store.queue import open_broker, sqlite_file
 from headway.store.queue.memory import MemoryBroker
 from headway.store.queue.sqlite import FREE, SqliteBroker
 
-# What Headway made before there were leases, with one job of each state.
-VERSION_1 = """
-CREATE TABLE jobs (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, tenant TEXT NOT NULL,
-    path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
-    finished REAL, reason TEXT, request TEXT NOT NULL, body BLOB NOT NULL, result BLOB,
-    CHECK ((state = 'open') = (finished IS NULL))
-);
-CREATE INDEX owed ON jobs (arrival, seq) WHERE state = 'open';
-CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
-INSERT INTO jobs VALUES
-    (3, 'done', 'done', 't', '/p', 1.0, 0, 0, 5.0, NULL, '{}', x'', x'01'),
-    (4, 'failed', 'failed', 't', '/p', 2.0, 0, 0, 6.0, 'why', '{}', x'', NULL),
-    (7, 'late', 'open', 't', '/p', 4.0, 1, 2, NULL, NULL, '{}', x'02', NULL),
-    (9, 'early', 'open', 't', '/p', 3.0, 0, 0, NULL, NULL, '{}', x'03', NULL);
-PRAGMA application_id = 1212438361;
-PRAGMA user_version = 1;
-PRAGMA journal_mode = wal;
-"""
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
@@ -79,13 +59,6 @@ def test_another_programs_database_is_left_alone(path: str) -> None:
     before = Path(path).read_bytes()
     assert "another program's" in refusal(path)
     assert Path(path).read_bytes() == before
-
-
-async def test_a_newer_schema_is_refused(path: str) -> None:
-    await SqliteBroker(path, "A").close()
-    with closing(sqlite3.connect(path)) as db:
-        db.execute(f"PRAGMA user_version = {sqlite_file.VERSION + 1}")
-    assert "schema version 4; this Headway knows 3" in refusal(path)
 
 
 @pytest.fixture
@@ -156,48 +129,6 @@ async def test_a_queue_that_was_emptied_is_refused_and_one_that_was_deleted_begi
     broker = SqliteBroker(path, "B")
     assert await broker.get("a") is None
     await broker.close()
-
-
-# ---- version 1
-
-
-async def test_a_file_of_version_1_keeps_its_jobs(path: str) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript(VERSION_1)
-    broker = SqliteBroker(path, "A")
-    await broker.renew(FAR)
-    done, failed = await broker.get("done"), await broker.get("failed")
-    assert done
-    assert failed
-    assert (done.state, done.result, done.finished, done.owner) == ("done", b"\x01", 5.0, None)
-    assert (failed.state, failed.reason, failed.finished) == ("failed", "why", 6.0)
-    early, late = await broker.take(0.0, 9)
-    assert (early.id, early.body, early.background, early.owner) == ("early", b"\x03", False, "A")
-    assert (late.id, late.body, late.background, late.attempts) == ("late", b"\x02", True, 2)
-    assert await broker.done("late", b"r", 8.0)
-    await broker.close()
-
-
-async def test_a_migrated_file_has_the_schema_of_a_new_one(path: str) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript(VERSION_1)
-    schemas = []
-    for file in (path, f"{path}.new"):
-        await SqliteBroker(file, "A").close()
-        with closing(sqlite3.connect(file)) as db:
-            marks = db.execute("SELECT * FROM pragma_application_id, pragma_user_version").fetchall()
-            schemas.append((marks, db.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall()))
-    assert schemas[0] == schemas[1]
-
-
-def test_a_migration_that_fails_leaves_version_1(path: str) -> None:
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.executescript(VERSION_1)
-        db.execute("CREATE TABLE leases (mine TEXT)")
-        before = db.execute("SELECT * FROM sqlite_master").fetchall()
-        assert "already exists" in refusal(path)
-        assert db.execute("SELECT * FROM sqlite_master").fetchall() == before
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
 
 
 # ---- several gateways

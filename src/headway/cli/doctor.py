@@ -37,8 +37,11 @@ from headway.gateway.apis.oidc import Tokens
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
 from headway.gateway.preflight import preflight
+from headway.store.postgres import schema
+from headway.store.postgres.link import Address, explained
 from headway.store.queue.postgres_link import address_of, most_apart_s
-from headway.store.queue.sqlite_file import PARAM
+from headway.store.queue.postgres_schema import JOBS
+from headway.store.queue.sqlite_file import PARAM, at_start
 from headway.store.sqlite.rescue import check_sound
 
 _GIB = 2**30
@@ -188,9 +191,19 @@ def _queue_server(broker: Broker) -> Finding:
     address = address_of(broker.postgres)
     try:
         asyncio.run(address.check_clock(most_apart_s(broker)))
+        tables = asyncio.run(_tables(address))
     except ConfigError as error:
         return Finding("queue", "bad", error.message, error.hint)
-    return Finding("queue", "good", f"PostgreSQL ({address.place}) answers, and the clocks agree")
+    return Finding("queue", "good", f"PostgreSQL ({address.place}) answers, and the clocks agree; {tables}")
+
+
+async def _tables(address: Address) -> str:
+    connection = await address.connect("headway-doctor")
+    try:
+        with explained(address.place):
+            return await schema.at_start(connection, address.schema, JOBS)
+    finally:
+        connection.terminate()
 
 
 def _queue_file(file: Path) -> Finding:
@@ -202,6 +215,7 @@ def _queue_file(file: Path) -> Finding:
         return Finding("queue", "bad", f"{folder} cannot be written", fix)
     try:
         check_sound(str(file), "The broker", PARAM)
+        found += f"; {at_start(str(file))}" if file.exists() else ""
     except ConfigError as error:
         return Finding("queue", "bad", error.message, error.hint)
     if free < _DISK:

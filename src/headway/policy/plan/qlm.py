@@ -6,39 +6,33 @@ is ahead of it has drained; models further back are brought into host memory. Ne
 least. When a violation is foreseen, or an instance idles while others have queues, the plan generator orders all
 groups anew, beside the event loop.
 
-Within a model requests are bound one by one: the groups at the head of all instances that have it loaded are pulled
-by deadline, what is overdue behind the rest of its run of one model, each request to the instance that costs least, if
-it can be in time there. A request that is due before what runs is sent anyway, with a rank that makes the engine evict
-for it (recompute or swap, as its packer chooses).
+Within a model requests are bound one by one (`pulling.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.policy.core.cluster import Cluster
-from headway.policy.forecast.completion import Pace
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan import plan_generator as generator
-from headway.policy.plan.dispatch import cheapest
 from headway.policy.plan.estimator import Normal, fleet_of, load_seconds
 from headway.policy.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
 from headway.policy.plan.group_queues import Item
-from headway.policy.plan.groups import Group, Kind, RequestGroups, Sort, centres_of
+from headway.policy.plan.groups import Group, RequestGroups, Sort, centres_of
 from headway.policy.plan.occupancy import SentRequest
 from headway.policy.plan.plan_generator import Shortage
+from headway.policy.plan.pulling import Pulling, urgency_of
 from headway.policy.plan.queue_order import QueueOrder
 from headway.policy.plan.situation import INTERACTIVE, Situation, describe
 from headway.ports import Planner
-from headway.types import Backlog, Floats, Instance, Plan, Rerank, Send
+from headway.types import Backlog, Floats, Plan, Rerank
 
-_LOST = 1e12  # the urgency of requests overdue begins here
 _UPCOMING = 2  # models further back on a virtual queue that are brought into host memory
 
 
@@ -68,8 +62,7 @@ class Qlm(Planner):
         self.shortage = Shortage()
         self._groups = RequestGroups(self.options.delta)
         self._places = GroupPlacement(self.options)
-        self._sent: dict[str, SentRequest] = {}
-        self._rerank: dict[str, dict[str, float]] = {}
+        self._pulling = Pulling(self.options, self._groups, self._places)
         self._fleet_version = -1
         self._limits: dict[int, list[int]] = {}
         self._batch: dict[int, float] = {}
@@ -145,10 +138,10 @@ class Qlm(Planner):
                 kind = self._groups.kind_of(backlog, row, self._size(backlog, row))
                 instance = cluster.instances[name]
                 blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-                urgency = _urgency(float(backlog.due[row]))
-                id = self._note_sent(backlog, row, kind, name, 0.0, urgency, blocks, now, full=False)
+                urgency = urgency_of(float(backlog.due[row]))
+                id = self._pulling.note_sent(backlog, row, kind, name, 0.0, urgency, blocks, now, full=False)
                 if self.options.ranks:
-                    self._rerank.setdefault(name, {})[id] = urgency
+                    self._pulling.rerank.setdefault(name, {})[id] = urgency
 
     def _joined(self, group: Group, due: float) -> None:
         """Note that a request has joined a group, which may be new."""
@@ -160,24 +153,24 @@ class Qlm(Planner):
             self._places.queues.unplaced.append(group)
 
     def _come_back(self, cluster: Cluster, id: str, *, begun: bool) -> None:
-        request, backlog, row = self._sent.pop(id, None), cluster.backlog, cluster.backlog.row_of[id]
+        request, backlog, row = self._pulling.sent.pop(id, None), cluster.backlog, cluster.backlog.row_of[id]
         if request is None:  # it was placed without this planner
-            self._ungroup(int(backlog.serial[row]))
+            self._pulling.ungroup(int(backlog.serial[row]))
             self._add(cluster, row)
             return
-        self._vacate(request)
+        self._pulling.vacate(request)
         begun &= request.kind.sort.objective == INTERACTIVE
         group = self._groups.put_back(backlog, row, request.kind, begun=begun)
         self._joined(group, float(backlog.due[row]))
 
     def _leave(self, cluster: Cluster, id: str, now: float, output_tokens: int) -> None:
-        request = self._sent.pop(id, None)
+        request = self._pulling.sent.pop(id, None)
         if request is None:
             row = cluster.backlog.row_of.get(id)
             if row is not None:
-                self._ungroup(int(cluster.backlog.serial[row]))
+                self._pulling.ungroup(int(cluster.backlog.serial[row]))
             return
-        self._vacate(request)
+        self._pulling.vacate(request)
         if output_tokens:
             request.kind.answered(float(output_tokens))
             if request.full:
@@ -193,20 +186,6 @@ class Qlm(Planner):
         forecast = pace.prefill + output_tokens * pace.token
         self._places.estimator.inefficiency.learn(instance.id, instance.model, taken, forecast)
 
-    def _vacate(self, request: SentRequest) -> None:
-        inside = self._places.queues.inside.get(request.instance)
-        if inside is not None:
-            inside.remove(request)
-            self._places.changed.add(request.instance)
-
-    def _ungroup(self, serial: int) -> None:
-        """Take a request out of its group; an empty group disappears with all its traces."""
-        group = self._groups.left(serial)
-        if group is not None and group.size == 0:
-            if group.instance:
-                self._places.changed.add(group.instance)
-            self._places.queues.remove(group)
-
     # ---- plans
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
@@ -214,7 +193,7 @@ class Qlm(Planner):
         self._follow_fleet(cluster, now)
         self._places.place_new(cluster, now)
         changed = {one.model: None for name, one in cluster.instances.items() if name in self._places.changed}
-        send = [one for model in changed for one in self._pull(cluster, model, now)]
+        send = [one for model in changed for one in self._pulling.pull(cluster, model, now)]
         swap, warm = dict[str, str](), dict[str, str]()
         for name in [name for name in cluster.instances if name in self._places.changed]:
             model = self._swap_to(cluster, name)
@@ -227,8 +206,8 @@ class Qlm(Planner):
                 warm[name] = ahead
         self._places.changed -= set(cluster.instances)
         self._judged.clear()
-        rerank = [Rerank(name, ranks) for name, ranks in self._rerank.items() if name in cluster.instances]
-        self._rerank.clear()
+        rerank = [Rerank(name, ranks) for name, ranks in self._pulling.rerank.items() if name in cluster.instances]
+        self._pulling.rerank.clear()
         return Plan(send, rerank, swap, warm, final=True)
 
     def _follow_fleet(self, cluster: Cluster, now: float) -> None:
@@ -250,138 +229,6 @@ class Qlm(Planner):
                 batches.setdefault(cluster.code(model), []).append(float(instance.max_running))
         self._limits = {model: sorted(some) for model, some in limits.items()}
         self._batch = {model: sum(some) / len(some) for model, some in batches.items()}
-
-    def _pull(self, cluster: Cluster, model: str, now: float) -> Iterator[Send]:
-        """Yield the requests of a model that belong inside its instances now, by deadline (request pulling)."""
-        backlog, queues = cluster.backlog, self._places.queues.queues
-        heads = [name for name, one in cluster.instances.items() if one.model == model]
-        peers, sent = dict.fromkeys(heads), defaultdict[str, float](float)  # peers: those that may have room
-        for name in heads:
-            self._give_up_inside(cluster.instances[name], now)
-        while waiting := [name for name in heads if self._head(cluster, name)]:
-            name = min(waiting, key=lambda one: (queues[one][0].lost, queues[one][0].first))
-            group = queues[name][0]
-            row = group.head(backlog)
-            if row is None:  # its requests were placed without this planner
-                self._drop(group)
-            elif not (group.lost or group.begun) and backlog.due[row] < now:
-                self._give_up(backlog, group)
-            elif target := self._target(cluster, group, row, peers, now, sent):
-                yield self._send(backlog, row, group, cluster.instances[target], now)
-            else:
-                heads.remove(name)
-                peers.pop(name, None)  # what is later must not take the room that it waits for
-
-    def _drop(self, group: Group) -> None:
-        self._places.changed.add(group.instance)
-        self._places.queues.remove(group)
-        self._groups.forget(group)
-
-    def _head(self, cluster: Cluster, name: str) -> bool:
-        """Tell whether the first group of a virtual queue is of the model that its instance has."""
-        queue = self._places.queues.queues[name]
-        return bool(queue) and self._places.model(queue[0]) == cluster.instances[name].model
-
-    def _target(
-        self, cluster: Cluster, group: Group, row: int, peers: dict[str, None], now: float, sent: dict[str, float]
-    ) -> str | None:
-        """Return the instance that takes a group's head: that of its queue, or another one where it is in time.
-
-        peers: instances that may have room; those without a place for it leave, as they have none for later ones.
-        """
-        backlog, own = cluster.backlog, cluster.instances[group.instance]
-        urgency = _urgency(float(backlog.due[row]), lost=group.lost) if self.options.evicts else math.inf
-        able = []
-        for name in [one for one in peers if self.options.places == "planned" or one == own.id]:
-            instance, queue = cluster.instances[name], self._places.queues.queues[name]
-            other = instance is not own and bool(queue) and not self._head(cluster, name)
-            if other or instance.limit < min(int(backlog.longest[row]), own.limit):
-                continue
-            count, blocks = self._places.queues.inside[name].ahead(urgency)
-            needs = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-            if count >= instance.window:
-                del peers[name]
-            elif not count or blocks + needs <= instance.blocks_total:
-                able += [name] if self._in_time(instance, own, group, row, backlog, now) else []
-        return cheapest(row, able, cluster, now, sent) if able else None
-
-    def _in_time(self, instance: Instance, own: Instance, group: Group, row: int, backlog: Backlog, now: float) -> bool:
-        """Tell whether a request can be in time on an instance, or as soon as on that of its queue."""
-        if instance is own:
-            return True
-        finish, there = (self._pace(one, group.kind).finish(0.5) for one in (instance, own))
-        return finish <= max(float(backlog.due[row]) - now, there)
-
-    def _pace(self, instance: Instance, kind: Kind) -> Pace:
-        serving = self._places.estimator.serving(instance, instance.model)
-        assert serving is not None, "an instance serves its own model"
-        return self._places.estimator.pace(serving, kind.tokens)
-
-    def _give_up(self, backlog: Backlog, group: Group) -> None:
-        """Let a queued request that is overdue wait behind all that can be in time."""
-        queues = self._places.queues
-        self._places.changed.add(group.instance)
-        lost = self._groups.give_up(group, backlog)
-        if not lost.instance:
-            queues.after(group, lost)
-        else:
-            queues.settle(lost)
-        if group.size:
-            queues.settle(group)
-        else:
-            queues.remove(group)
-
-    def _give_up_inside(self, instance: Instance, now: float) -> None:
-        """Let requests inside that are overdue go behind all that can be in time; answers that stream go on."""
-        inside = self._places.queues.inside[instance.id]
-        for one in inside.before(now):
-            if one.kind.sort.objective != INTERACTIVE:
-                inside.change(one, _urgency(one.due, lost=True))
-                if self.options.ranks:
-                    self._rerank.setdefault(instance.id, {})[one.id] = one.urgency
-
-    def _send(self, backlog: Backlog, row: int, group: Group, instance: Instance, now: float) -> Send:
-        group.entries.popleft()
-        urgency = _urgency(float(backlog.due[row]), lost=group.lost)
-        blocks = math.ceil(float(backlog.tokens[row]) / instance.block_size)
-        ahead = self._places.queues.inside[instance.id].ahead(urgency)[0]
-        full = 10 * (ahead + 1) >= 9 * instance.max_running
-        id = self._note_sent(
-            backlog, row, group.kind, instance.id, self._rank_on(instance, group), urgency, blocks, now, full=full
-        )
-        self._ungroup(int(backlog.serial[row]))
-        if group.size:
-            self._groups.refresh(group, backlog)
-            self._places.queues.settle(group)
-        return Send(id, instance.id, urgency if self.options.ranks else 0.0)
-
-    def _rank_on(self, instance: Instance, group: Group) -> float:
-        """Return the rank of a group's request on an instance: that of the head there, which has its model, too."""
-        queue, inside = self._places.queues.queues[instance.id], self._places.queues.inside[instance.id]
-        if group.instance == instance.id:
-            return group.rank
-        return queue[0].rank if queue else inside.highest if len(inside) else 0.0
-
-    def _note_sent(
-        self,
-        backlog: Backlog,
-        row: int,
-        kind: Kind,
-        name: str,
-        rank: float,
-        urgency: float,
-        blocks: int,
-        now: float,
-        *,
-        full: bool,
-    ) -> str:
-        """Take note that a request is inside an instance; return its id."""
-        id, due = str(backlog.keys[row]), float(backlog.due[row])
-        serial, places = int(backlog.serial[row]), int(backlog.places[row])
-        request = SentRequest(id, serial, name, kind, rank, urgency, blocks, due, now, full, places)
-        self._sent[id] = request
-        self._places.queues.inside[name].add(request)
-        return id
 
     def _swap_to(self, cluster: Cluster, name: str) -> str | None:
         """Return the model to be swapped in: that of the head group, when nothing that runs is before it."""
@@ -482,8 +329,8 @@ class Qlm(Planner):
 
     def completion(self, cluster: Cluster, id: str, now: float) -> Normal | None:
         """Return the distribution of the seconds until a request is complete; None = it has no place yet."""
-        if id in self._sent:
-            sent = self._sent[id]
+        if id in self._pulling.sent:
+            sent = self._pulling.sent[id]
             instance = cluster.instances.get(sent.instance)
             return self._places.estimator.completion(instance, sent.kind, 0.0, 0.0) if instance else None
         row = cluster.backlog.row_of.get(id)
@@ -496,8 +343,3 @@ class Qlm(Planner):
         base, work = generator.see(situation).waiting(i)
         instance = next(one for one in fleet_of(cluster) if one.id == group.instance)
         return self._places.estimator.completion(instance, group.kind, base, work, ahead, self._places.model(group))
-
-
-def _urgency(due: float, *, lost: bool = False) -> float:
-    """Return the rank of a request inside an engine: its deadline, behind all others if it is overdue."""
-    return _LOST + due if lost else due

@@ -14,8 +14,9 @@ from asyncpg import Connection
 from headway.errors import HeadwayError, RequestError
 from headway.store.postgres import session
 from headway.store.postgres.link import Address
-from headway.store.postgres.schema import Tables, loaded
+from headway.store.postgres.schema import PARAM, Tables, loaded
 from headway.store.queue.postgres_schema import JOBS
+from headway.store.versions import Versions
 
 T = TypeVar("T")
 Work = Callable[[Connection], Awaitable[T]]
@@ -111,7 +112,6 @@ class BatchSession(session.Session):
 # its chunks are deleted. Chunks and answers are not compressed, so that a part can be read without the rest. An
 # ended batch is `cleared` once its lines are deleted.
 _SCHEMA = """
-CREATE TABLE {s}.batches_meta (version integer NOT NULL);
 CREATE TABLE {s}.batch_runner (
     one boolean PRIMARY KEY DEFAULT true CHECK (one), term bigint NOT NULL, holder text,
     until timestamptz NOT NULL
@@ -146,4 +146,8 @@ ALTER TABLE {s}.chunks ALTER content SET STORAGE EXTERNAL;
 ALTER TABLE {s}.lines ALTER content SET STORAGE EXTERNAL;
 INSERT INTO {s}.batch_runner (term, until) VALUES (0, '-infinity');
 """
-BATCHES = Tables("batches_meta", 1, ("batch_runner", "files", "chunks", "batches", "lines"), _SCHEMA)
+BATCHES = Tables(
+    "batches_meta",
+    ("batch_runner", "files", "chunks", "batches", "lines"),
+    Versions(param=PARAM, made=1, script=_SCHEMA, steps={}),
+)

@@ -19,18 +19,19 @@ from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
 from headway.store.queue.port import RETRY_S
-from headway.store.sqlite.connection import connect, leave_open
+from headway.store.sqlite.connection import connect, leave_open, upgrade
 from headway.store.sqlite.health import Watch, damage, limit_log
 from headway.store.sqlite.rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
+from headway.store.versions import Versions
 
 T = TypeVar("T")
 P = ParamSpec("P")
 S = TypeVar("S", bound="SqliteFile")
 
 NAME = "batches.sqlite"
-_VERSION = 2
+_APPLICATION = 0  # these files are not marked
 _PATIENCE = 10.0  # seconds to wait while another gateway writes
-_SCHEMA = """
+_VERSION_2 = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, name TEXT NOT NULL,
     purpose TEXT NOT NULL, size INTEGER NOT NULL, created REAL NOT NULL
@@ -52,9 +53,12 @@ CREATE TABLE lines (
 CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, checksum INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX answer_of ON answers (batch, number);
 """
-# Version 1 had no checksums, and its gateways may go on using the file.
-_FROM_VERSION_1 = """ALTER TABLE lines ADD COLUMN checksum INTEGER;
-ALTER TABLE answers ADD COLUMN checksum INTEGER"""
+# Version 1 had no checksums.
+_TO_2 = """
+ALTER TABLE lines ADD COLUMN checksum INTEGER;
+ALTER TABLE answers ADD COLUMN checksum INTEGER;
+"""
+VERSIONS = Versions(param="batches.dir", made=2, script=_VERSION_2, steps={1: _TO_2})
 COLUMNS = {kind: ", ".join(field.name for field in fields(kind)) for kind in (StoredFile, Batch)}
 # Its lines are not recovered: they are in its input file, and their answers in the queue.
 _CHECK_AGAIN = """UPDATE batches SET began = NULL, finalizing = NULL, total = 0, completed = 0, failed = 0,
@@ -65,7 +69,7 @@ log = logging.getLogger("headway.gateway")
 def recover_batches(folder: Path) -> Recovered | None:
     """Recover files and batches of a damaged directory, as `recover`. counts: of batches, and of open ones."""
     count = "SELECT COUNT(*), COUNT(*) FILTER (WHERE ended IS NULL) FROM batches"
-    return recover(str(folder / NAME), _open, _merge, count)
+    return recover(str(folder / NAME), _open, _merge, count, VERSIONS)
 
 
 class SqliteFile:
@@ -179,7 +183,7 @@ def in_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
 
 def _open(path: str) -> sqlite3.Connection:
-    return connect(path, _PATIENCE, _prepare)
+    return connect(path, _PATIENCE, partial(_prepare, path))
 
 
 def add(db: sqlite3.Connection, table: str, row: StoredFile | Batch, conflict: str = "") -> None:
@@ -197,15 +201,8 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     return files + batches
 
 
-def _prepare(db: sqlite3.Connection) -> None:
+def _prepare(path: str, db: sqlite3.Connection) -> None:
+    upgrade(db, VERSIONS, _APPLICATION, path)
     db.execute("PRAGMA journal_mode = wal")
     db.execute("PRAGMA synchronous = full")
     limit_log(db)
-    db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    for statement in {0: _SCHEMA, 1: _FROM_VERSION_1}.get(version, "").split(";\n"):
-        db.execute(statement)
-    db.execute(f"PRAGMA user_version = {max(version, _VERSION)}")
-    db.execute("COMMIT")
-    if version > _VERSION:
-        raise sqlite3.DatabaseError(f"its schema {version} is that of a newer Headway")

@@ -15,6 +15,7 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.store.journal.rows import (
     APPLICATION,
+    BEFORE,
     ITERATION,
     TABLES,
     VERSION,
@@ -122,8 +123,10 @@ def _add(
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION:
             raise ValueError("it is not a journal file")
-        if version != VERSION:
-            raise ValueError(f"written by a Headway with version {version} of its journal, this one reads {VERSION}")
+        if version > VERSION:
+            raise ValueError(
+                f"written by a newer Headway with version {version} of its journal, this one reads {VERSION}"
+            )
         rows = {kind: list(_rows(db, kind, low, high)) for kind in TABLES}
         (ended,) = db.execute("SELECT min(ended), max(ended) FROM requests")
     for pack in rows[IterationsRow]:
@@ -145,7 +148,9 @@ def _add(
 
 def _rows(db: sqlite3.Connection, kind: type[Any], low: float, high: float) -> Iterator[Any]:
     table = TABLES[kind]
-    when, columns = WHEN[table], ", ".join(f'"{name}"' for name in kind.__dataclass_fields__)
+    there = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
+    names = (f'"{name}"' if name in there else BEFORE.get(name, "NULL") for name in kind.__dataclass_fields__)
+    when, columns = WHEN[table], ", ".join(names)
     if when is None:
         cursor = db.execute(f"SELECT {columns} FROM {table}")
     else:

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from headway.store.versions import Versions
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
 VERSION = 7  # of the tables below, in PRAGMA user_version
+# Columns that files of older versions lack, as SQL. All others may be NULL, and are.
+BEFORE = {"weight": "1.0", "line": "0"}
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -194,6 +197,10 @@ def values(row: Row) -> tuple[Any, ...]:
 def _column(name: str, kind: str) -> str:
     bare = kind.removesuffix(" | None")
     return f'"{name}" {_SQL[bare]}' + (" NOT NULL" if bare == kind else "")
+
+
+# A gateway begins a new file; those of older versions are read as they are.
+VERSIONS = Versions(param="journal.dir", made=VERSION, script=schema(), steps={})
 
 
 # ---- iterations

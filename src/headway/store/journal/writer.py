@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from headway import private
-from headway.store.journal.rows import APPLICATION, VERSION, EngineRow, Row, insert, schema, values
-from headway.store.sqlite.connection import connect, make
+from headway.store.journal.rows import APPLICATION, VERSIONS, EngineRow, Row, insert, values
+from headway.store.sqlite.connection import connect, upgrade
 
 PATTERN = "journal-*.sqlite"
 MIB = 2**20
@@ -99,7 +99,7 @@ class Writer:
         db.execute("PRAGMA journal_mode = wal")
         db.execute("PRAGMA synchronous = normal")
         db.execute(f"PRAGMA wal_autocheckpoint = {self._log_pages}")
-        make(db, schema(), APPLICATION, VERSION)
+        upgrade(db, VERSIONS, APPLICATION, self._path)
 
     def _sweep(self) -> None:
         """Delete the oldest files until there is room for another, and those that are too old."""

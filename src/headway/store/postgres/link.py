@@ -164,7 +164,8 @@ _FIXES = {
     "28P01": "Correct the password in broker.postgres.url, or in PGPASSWORD or ~/.pgpass without one there.",
     "28": "Correct the user in broker.postgres.url, or admit it in the server's pg_hba.conf.",
     "3D000": "Create it with `createdb`, or correct the name at the end of broker.postgres.url.",
-    "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make it the schema's owner.",
+    "42501": "Let the user create schemas (GRANT CREATE ON DATABASE), or make it the schema's owner; a schema of an "
+    "older Headway is upgraded by its owner.",
     "53300": "Raise max_connections of the server: each gateway takes three.",
     "57P03": "Wait until the server has started.",
     "42939": "Name another schema in broker.postgres.schema.",

@@ -1,4 +1,4 @@
-"""Checks a schema of a PostgreSQL database, and creates missing tables.
+"""Checks a schema of a PostgreSQL database, creates missing tables and upgrades older ones.
 
 All statements name the schema, so that a session's `search_path` does not matter.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from asyncpg import Connection
 
 from headway.errors import ConfigError
+from headway.store.versions import Versions
 
 OLDEST = 140000  # PostgreSQL 14: pg_terminate_backend that waits
 PARAM, URL = "broker.postgres.schema", "broker.postgres.url"
@@ -33,14 +34,13 @@ _RIGHTS = """SELECT bool_and(has_table_privilege(format('%I.%I', $1::text, name)
 class Tables:
     """Tables that are created together.
 
-    meta: the table that holds their version. names: of the tables that are changed later.
-    script: SQL that creates all of them; {s} in it is the schema.
+    meta: the table that holds their version. names: of the tables whose rows are changed later.
+    versions: {s} in its SQL is the schema.
     """
 
     meta: str
-    version: int
     names: tuple[str, ...]
-    script: str
+    versions: Versions
 
 
 def lock_of(schema: str) -> int:
@@ -50,10 +50,11 @@ def lock_of(schema: str) -> int:
 
 
 async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], *, make: bool) -> None:
-    """Check the database and the tables in a schema; with `make`, create missing ones.
+    """Check the database and the tables in a schema, and upgrade older ones; with `make`, create missing ones.
 
-    Every Headway schema has the first part. Raises ConfigError when the database or the schema cannot
-    be used. The lock keeps gateways that start together from creating the schema twice.
+    Without `make`, for a gateway that connects again, newer tables are no error: a later gateway has upgraded them
+    meanwhile (`Versions`). Every Headway schema has the first part. Raises ConfigError when the database or the schema
+    cannot be used. The lock keeps gateways that start together from creating the schema twice.
     """
     _check_server(await connection.fetchrow(_SERVER))
     async with connection.transaction():
@@ -64,20 +65,21 @@ async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], 
             if part.meta not in found:
                 if others or not make:
                     raise _foreign(schema, others)
-                await _make(connection, schema, part)
-            version = await connection.fetchval(f'SELECT version FROM "{schema}".{part.meta}')
-            if version != part.version:
-                raise ConfigError(
-                    f"The schema {schema} has version {version}; this Headway knows {part.version}.",
-                    "Use the Headway that made it, or give this one another schema.",
-                    param=PARAM,
-                )
+                await _begin(connection, schema, part.meta)
+            await _upgrade(connection, schema, part, newer=not make)
     if not await connection.fetchval(_RIGHTS, schema, [name for part in parts for name in part.names]):
         raise ConfigError(
             f"The user may not change the tables in the schema {schema}.",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} to it.",
             param=URL,
         )
+
+
+async def at_start(connection: Connection, schema: str, part: Tables) -> str:
+    """Return in words what a start finds in a schema and does to its tables; ConfigError for newer ones."""
+    there = await connection.fetchval("SELECT to_regclass($1)", f'"{schema}".{part.meta}')
+    found = there and await connection.fetchval(f'SELECT version FROM "{schema}".{part.meta}')
+    return part.versions.at_start(found, f"The schema {schema}")
 
 
 def _check_server(row: Any) -> None:
@@ -90,11 +92,23 @@ def _check_server(row: Any) -> None:
         raise ConfigError(problem, fix, param=URL)
 
 
-async def _make(connection: Connection, schema: str, part: Tables) -> None:
+async def _begin(connection: Connection, schema: str, meta: str) -> None:
     if not await connection.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
         await connection.execute(f'CREATE SCHEMA "{schema}"')
-    await connection.execute(part.script.replace("{s}", f'"{schema}"'))
-    await connection.execute(f'INSERT INTO "{schema}".{part.meta} VALUES ({part.version})')
+    await connection.execute(f'CREATE TABLE "{schema}".{meta} (version integer NOT NULL)')
+
+
+async def _upgrade(connection: Connection, schema: str, part: Tables, *, newer: bool) -> None:
+    """Bring tables to the latest version. newer: tables of a newer version are no error."""
+    found = await connection.fetchval(f'SELECT version FROM "{schema}".{part.meta}')
+    if newer and found is not None and found > part.versions.latest:
+        return
+    scripts = part.versions.scripts(found, f"The schema {schema}")
+    for script in scripts:
+        await connection.execute(script.replace("{s}", f'"{schema}"'))
+    if scripts:
+        verb = "INSERT INTO {} VALUES ({})" if found is None else "UPDATE {} SET version = {}"
+        await connection.execute(verb.format(f'"{schema}".{part.meta}', part.versions.latest))
 
 
 def _foreign(schema: str, found: set[str]) -> ConfigError:

@@ -27,7 +27,7 @@ from headway.store.postgres.session import Lane, Session
 from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
-from headway.store.queue.postgres_schema import JOBS, KEYS, SPENT
+from headway.store.queue.postgres_schema import JOBS
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
 READS = 16  # limit of reads that share one round trip: each answer may be megabytes
@@ -184,8 +184,7 @@ class PostgresBroker(Session):
     async def _begin(self, held: AsyncExitStack) -> None:
         if math.isfinite(self._most_apart_s):
             await self._address.check_clock(self._most_apart_s)
-        self._writer = await self._link(held, "write", [JOBS, SPENT, KEYS])
-        self._reader = await self._link(held, "read")
+        self._writer, self._reader = await self._link(held, "write", [JOBS]), await self._link(held, "read")
         self._writes = Lane(self._writer, partial(together, limit=GROUP), self._change)
         self._reads = Lane(self._reader, partial(together, limit=READS), self._answer)
         self._lanes += self._writes, self._reads

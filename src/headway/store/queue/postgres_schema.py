@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headway.store.postgres.schema import Tables
+from headway.store.postgres.schema import PARAM, Tables
+from headway.store.versions import Versions
 
 # `seq` is the order of the puts. `call` is the number of the owner's call that put or took the job:
 # it finds jobs to undo after a call with an unknown outcome. Bodies are not compressed, as a put would wait for it.
 _TABLES = """
-CREATE TABLE {s}.headway_meta (version integer NOT NULL);
 CREATE TABLE {s}.leases (
     owner text PRIMARY KEY, until double precision NOT NULL, ended boolean NOT NULL
 ) WITH (fillfactor = 50);
@@ -110,24 +110,25 @@ FREE = """
     ) AS free ORDER BY arrival, seq LIMIT $2
 """
 _FREE = f"""
-CREATE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
+CREATE OR REPLACE FUNCTION {{s}}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
     SELECT ARRAY ({FREE}) $free$;
 """
-# `account` and `id` are escaped as all texts are.
+# `account` and `id` are escaped as all texts are. Gateways of version 1 made this table, or none, or an older `free`.
 _SPENT = """
-CREATE TABLE {s}.spent_meta (version integer NOT NULL);
-CREATE TABLE {s}.spent (
+CREATE TABLE IF NOT EXISTS {s}.spent (
     account text NOT NULL, id text NOT NULL, at double precision NOT NULL, units double precision NOT NULL,
     PRIMARY KEY (account, id)
 );
 """
+# Digest, tenant and limits of API keys that were made at run time.
 _KEYS = """
-CREATE TABLE {s}.keys_meta (version integer NOT NULL);
-CREATE TABLE {s}.keys (
+CREATE TABLE IF NOT EXISTS {s}.keys (
     id text PRIMARY KEY, digest bytea NOT NULL, settings text NOT NULL, created double precision NOT NULL,
     expires double precision, revoked double precision, changed bigint NOT NULL UNIQUE
 );
 """
-KEYS = Tables("keys_meta", 1, ("keys",), _KEYS)
-SPENT = Tables("spent_meta", 1, ("spent",), _SPENT)
-JOBS = Tables("headway_meta", 1, ("jobs", "leases"), _TABLES + _FREE + _APPLY)
+JOBS = Tables(
+    "headway_meta",
+    ("jobs", "leases", "spent", "keys"),
+    Versions(param=PARAM, made=1, script=_TABLES + _FREE + _APPLY, steps={1: _SPENT + _FREE, 2: _KEYS}),
+)

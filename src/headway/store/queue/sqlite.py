@@ -25,18 +25,7 @@ from headway.errors import HeadwayError
 from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
-from headway.store.queue.sqlite_file import (
-    ACCOUNTS,
-    COLUMNS,
-    KEEP,
-    KEYS,
-    SUMS,
-    Identity,
-    WriteTurns,
-    job_of,
-    open_file,
-    row_of,
-)
+from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
@@ -450,24 +439,19 @@ def _forget(before: float, db: sqlite3.Connection) -> int:
 
 
 def _spend(values: dict[str, Any], db: sqlite3.Connection) -> bool:
-    db.execute(ACCOUNTS)
     db.execute(EXPIRE_SPENT, [values["account"], values["now"] - ACCOUNT_S])
     return db.execute(SPEND, values).rowcount == 1
 
 
 def _refund(values: list[Any], db: sqlite3.Connection) -> None:
-    db.execute(ACCOUNTS)  # the file may be new, because another one was damaged
     db.execute(REFUND, values)
 
 
 def _keys(after: int, db: sqlite3.Connection) -> list[StoredKey]:
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'keys'").fetchone() is None:
-        return []
     return [StoredKey(*row) for row in db.execute("SELECT * FROM keys WHERE changed > ? ORDER BY changed", [after])]
 
 
 def _put_keys(keys: Sequence[StoredKey], forget: float, db: sqlite3.Connection) -> None:
-    db.execute(KEYS)
     db.executemany(PUT_KEY, [astuple(key)[:-1] for key in keys])
     db.execute(FORGET_KEYS, [forget])  # after the puts: no number is given twice
 

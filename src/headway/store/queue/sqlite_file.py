@@ -1,4 +1,4 @@
-"""The SQLite broker's file: its schema, the migration of older ones, and the refusal of foreign files."""
+"""The SQLite broker's file: the versions of its tables, and the refusal of foreign files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
-from headway.store.sqlite.connection import connect, make
+from headway.store.sqlite.connection import connect, upgrade, version_of
 from headway.store.sqlite.health import Altered, checksum, limit_log
 from headway.store.sqlite.rescue import check_sound
+from headway.store.versions import Versions
 
 APPLICATION = 0x48445759  # "HDWY": marks our files among other programs' SQLite files
-VERSION = 3  # of the schema below, in PRAGMA user_version
 PATIENCE = 5.0  # seconds to wait when another process (a gateway, a backup, a shell) has locked the file
 PARAM = "broker.sqlite.path"
 FIELDS = tuple(field.name for field in fields(Job))
@@ -30,7 +30,7 @@ SUMS = "body_sum, result_sum"  # checksums of an open job's request and an ended
 KEEP = f"INSERT INTO jobs ({COLUMNS}, body_sum) SELECT {', '.join('?' * (len(FIELDS) + 1))}"  # takes a `row_of`
 
 # `seq` is the order of the puts. Large columns come last: SQLite skips what follows the columns it reads.
-SCHEMA = """
+_VERSION_3 = """
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, owner TEXT, tenant TEXT NOT NULL,
     path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
@@ -42,27 +42,42 @@ CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
 CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
 CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
 """
-# Made when something is spent first: gateways of earlier versions use the file, too.
-ACCOUNTS = """CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL,
-    units REAL NOT NULL, PRIMARY KEY (account, id)) WITHOUT ROWID"""
-# Made with the first key that is stored, for the same reason. A change gets a number above all that were given.
-KEYS = """CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB NOT NULL, settings TEXT NOT NULL,
-    created REAL NOT NULL, expires REAL, revoked REAL, changed INTEGER NOT NULL UNIQUE) WITHOUT ROWID"""
 # Version 1 had no owners: one gateway held the whole file. Jobs that it left open are free to take.
-FROM_VERSION_1 = f"""
+_TO_2 = """
 ALTER TABLE jobs RENAME TO version_1;
 DROP INDEX owed;
 DROP INDEX closed;
-{SCHEMA}
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, owner TEXT, tenant TEXT NOT NULL,
+    path TEXT NOT NULL, arrival REAL NOT NULL, background INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    finished REAL, reason TEXT, request TEXT NOT NULL, body BLOB NOT NULL, result BLOB,
+    CHECK ((state = 'open') = (finished IS NULL))
+);
+CREATE INDEX held ON jobs (owner, arrival, seq) WHERE state = 'open';
+CREATE INDEX closed ON jobs (finished) WHERE finished IS NOT NULL;
+CREATE TABLE leases (owner TEXT PRIMARY KEY, until REAL NOT NULL, ended INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO jobs (seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request,
     body, result)
 SELECT seq, id, state, tenant, path, arrival, background, attempts, finished, reason, request, body, result
     FROM version_1;
 DROP TABLE version_1;
 """
-# Version 2 had no checksums, and its gateways may go on using the file.
-FROM_VERSION_2 = "ALTER TABLE jobs ADD COLUMN body_sum INTEGER; ALTER TABLE jobs ADD COLUMN result_sum INTEGER;"
-_MIGRATIONS = {1: FROM_VERSION_1, 2: FROM_VERSION_2}
+# Version 2 had no checksums.
+_TO_3 = """
+ALTER TABLE jobs ADD COLUMN body_sum INTEGER;
+ALTER TABLE jobs ADD COLUMN result_sum INTEGER;
+"""
+# Version 3 made this table when something was first spent.
+_TO_4 = """
+CREATE TABLE IF NOT EXISTS spent (account TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL, units REAL NOT NULL,
+    PRIMARY KEY (account, id)) WITHOUT ROWID;
+"""
+# API keys that were made at run time. A change gets a number above all that were given.
+_TO_5 = """
+CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB NOT NULL, settings TEXT NOT NULL,
+    created REAL NOT NULL, expires REAL, revoked REAL, changed INTEGER NOT NULL UNIQUE) WITHOUT ROWID;
+"""
+VERSIONS = Versions(param=PARAM, made=3, script=_VERSION_3, steps={1: _TO_2, 2: _TO_3, 3: _TO_4, 4: _TO_5})
 
 
 def row_of(job: Job, owner: str) -> list[Any]:
@@ -89,7 +104,7 @@ def _sum(job: Job) -> int:
 def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
     """Return a connection that writes and one that reads.
 
-    Creates the file or migrates it to this version's schema. Raises ConfigError when it cannot be used.
+    Creates the file or upgrades it to this version's schema. Raises ConfigError when it cannot be used.
     """
     with _errors_explained(path), locked(path) as lock:
         # First: SQLite deletes the log of an empty file. The lock holds the boot of the last opening.
@@ -107,7 +122,13 @@ def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.
 
 def new_file(path: str) -> sqlite3.Connection:
     """Make a file and return a connection to it."""
-    return connect(path, PATIENCE, partial(_prepare, path=path))
+    return connect(path, PATIENCE, partial(upgrade, versions=VERSIONS, application=APPLICATION, path=path))
+
+
+def at_start(path: str) -> str:
+    """Return in words what a start finds in a sound file and does to its tables; ConfigError for a newer one."""
+    with _errors_explained(path), closing(sqlite3.connect(path, PATIENCE)) as db:
+        return VERSIONS.at_start(version_of(db, VERSIONS, APPLICATION, path), path)
 
 
 @contextmanager
@@ -224,28 +245,11 @@ class WriteTurns:
 
 
 def _prepare_writer(path: str, lock: int, synchronous: str, db: sqlite3.Connection) -> None:
-    _prepare(db, path)
+    upgrade(db, VERSIONS, APPLICATION, path)
     _end_leases_of_other_boots(db, lock)
     db.execute("PRAGMA journal_mode = wal")
     db.execute(f"PRAGMA synchronous = {synchronous}")
     limit_log(db)
-
-
-def _prepare(db: sqlite3.Connection, path: str) -> None:
-    """Make the schema in an empty file, migrate an older one; refuse a foreign or newer file."""
-    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-        make(db, SCHEMA, APPLICATION, VERSION)
-    (application,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if application != APPLICATION:
-        fix = "Give the broker a separate file."
-        raise ConfigError(f"{path} is another program's database.", fix, param=PARAM)
-    if version in _MIGRATIONS:
-        make(db, _MIGRATIONS[version], APPLICATION, VERSION)
-    elif version != VERSION:
-        fix = "Use the Headway that made it, or give this one a new file."
-        message = f"{path} has schema version {version}; this Headway knows {VERSION}."
-        raise ConfigError(message, fix, param=PARAM)
 
 
 def _end_leases_of_other_boots(db: sqlite3.Connection, lock: int) -> None:

@@ -11,18 +11,7 @@ from typing import Any
 
 from headway import clock
 from headway.store.queue.port import Job
-from headway.store.queue.sqlite_file import (
-    ACCOUNTS,
-    COLUMNS,
-    FIELDS,
-    KEEP,
-    KEYS,
-    SUMS,
-    job_of,
-    locked,
-    new_file,
-    row_of,
-)
+from headway.store.queue.sqlite_file import COLUMNS, FIELDS, KEEP, SUMS, VERSIONS, job_of, locked, new_file, row_of
 from headway.store.sqlite.health import Altered
 from headway.store.sqlite.rescue import Recovered, merge_rows, recover, rescue
 
@@ -82,7 +71,7 @@ def rescue_jobs(path: str, db: sqlite3.Connection, kept: Iterable[Job], owner: s
 def recover_jobs(path: str) -> Recovered | None:
     """Recover a damaged queue; open jobs are free to take. counts: jobs, and open ones. As `recover`."""
     with locked(os.path.realpath(path)):
-        return recover(path, new_file, partial(_merge, free=True), _COUNT)
+        return recover(path, new_file, partial(_merge, free=True), _COUNT, VERSIONS)
 
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool = False) -> int:
@@ -95,27 +84,24 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
     unreadable = merge_rows(source, target, "jobs", columns, _ENDS_COUNT.format(changes), _repaired)
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
-    unreadable += _merge_table(source, target, "spent", "account, id", ACCOUNTS, _KEEP_SPENT)
-    return unreadable + _merge_table(source, target, "keys", "changed", KEYS, _KEEP_KEYS)
+    unreadable += _merge_table(source, target, "spent", "account, id", _KEEP_SPENT)
+    return unreadable + _merge_table(source, target, "keys", "changed", _KEEP_KEYS)
 
 
-def _merge_table(
-    source: sqlite3.Connection, target: sqlite3.Connection, table: str, order: str, make: str, keep: str
-) -> int:
+def _merge_table(source: sqlite3.Connection, target: sqlite3.Connection, table: str, order: str, keep: str) -> int:
     """Copy a table, from both ends of an order up to damage; return how many rows could not be read, at least.
 
-    make, keep: SQL that makes the table, and that inserts a row or merges it with the one that is there.
+    keep: SQL that inserts a row, or merges it with the one that is there.
     """
     rows, unreadable = set[tuple[Any, ...]](), 0
     for way in ("", "DESC"):
         try:
             if source.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone() is None:
-                return 0  # it was never needed
+                return 0  # an older file has none
             by = ", ".join(f"{column} {way}" for column in order.split(", "))
             rows.update(source.execute(f"SELECT * FROM {table} ORDER BY {by}"))
         except sqlite3.DatabaseError:
             unreadable = 1
-    target.execute(make)
     target.executemany(keep, rows)
     return unreadable
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway import private
+from headway.errors import ConfigError
+from headway.store.versions import Versions
 
 
 def connect(path: str | Path, patience: float, prepare: Callable[[sqlite3.Connection], object]) -> sqlite3.Connection:
@@ -27,10 +29,36 @@ def connect(path: str | Path, patience: float, prepare: Callable[[sqlite3.Connec
     return db
 
 
-def make(db: sqlite3.Connection, script: str, application: int, version: int) -> None:
-    """Make or change tables and mark the file in one transaction, which a crash undoes."""
-    marks = f"PRAGMA application_id = {application}; PRAGMA user_version = {version};"
-    db.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")
+def upgrade(db: sqlite3.Connection, versions: Versions, application: int, path: str | Path) -> None:
+    """Make the tables in an empty file, or bring an older file's to the latest version.
+
+    All in one transaction, which an error or a crash undoes. The file has its version in PRAGMA user_version, and
+    `application` in PRAGMA application_id. Raises ConfigError for another program's file and for a newer version, and
+    changes neither.
+    """
+    if version_of(db, versions, application, path) == versions.latest:
+        return
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        found = version_of(db, versions, application, path)  # another gateway may have been first
+        for script in versions.scripts(found, str(path)):
+            for statement in script.split(";\n"):
+                db.execute(statement)
+        db.execute(f"PRAGMA application_id = {application}")
+        db.execute(f"PRAGMA user_version = {versions.latest}")
+
+
+def version_of(db: sqlite3.Connection, versions: Versions, application: int, path: str | Path) -> int | None:
+    """Return the version of a file's tables, None when it has no tables. ConfigError as `upgrade`."""
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    (found,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if not tables:
+        return None
+    if found != application or not version:
+        raise ConfigError(f"{path} is another program's database.", "Name a separate file.", param=versions.param)
+    versions.scripts(version, str(path))
+    return int(version)
 
 
 def leave_open(*connections: sqlite3.Connection) -> None:

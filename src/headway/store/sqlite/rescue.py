@@ -19,6 +19,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.store.sqlite.health import examine, log_bytes
+from headway.store.versions import Versions
 
 RECOVER = "stop the gateways that use it, run `headway queue recover`, and start them again"
 Make = Callable[[str], sqlite3.Connection]
@@ -68,10 +69,11 @@ class Recovered:
     aside: str
 
 
-def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None:
+def recover(path: str, make: Make, merge: Merge, count: str, versions: Versions) -> Recovered | None:
     """Replace a damaged file with a new one that has all readable rows of it and of rescued files beside it.
 
-    count: SQL of the counts. None when nothing is damaged. ConfigError when another process has it open.
+    count: SQL of the counts. None when nothing is damaged. ConfigError when another process has it open, or a newer
+    Headway has used it, whose tables this one would lose.
     """
     path = os.path.realpath(path)
     _refuse_if_used(path)
@@ -87,6 +89,7 @@ def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None
     with closing(make(new)) as target:
         for file in (*rescued, *([path] if os.path.exists(path) else [])):
             with closing(sqlite3.connect(file, isolation_level=None)) as source, target:
+                _refuse_newer(source, versions, file)
                 target.execute("BEGIN")
                 unreadable += merge(source, target)
         counts = target.execute(count).fetchone()
@@ -95,6 +98,13 @@ def recover(path: str, make: Make, merge: Merge, count: str) -> Recovered | None
         os.rename(file, file.replace(_RESCUED, ".merged-"))
         _delete(file)
     return Recovered(counts, unreadable, aside)
+
+
+def _refuse_newer(db: sqlite3.Connection, versions: Versions, path: str) -> None:
+    with suppress(sqlite3.DatabaseError):  # its header is damaged
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > versions.latest:
+            versions.scripts(version, path)
 
 
 def merge_rows(

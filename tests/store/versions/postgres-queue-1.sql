@@ -1,0 +1,104 @@
+-- The first schema in PostgreSQL; {s} is its name.
+CREATE SCHEMA {s};
+CREATE TABLE {s}.headway_meta (version integer NOT NULL);
+CREATE TABLE {s}.leases (
+    owner text PRIMARY KEY, until double precision NOT NULL, ended boolean NOT NULL
+) WITH (fillfactor = 50);
+CREATE TABLE {s}.jobs (
+    seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text NOT NULL UNIQUE, state text NOT NULL,
+    owner text, call bigint NOT NULL, tenant text NOT NULL, path text NOT NULL,
+    arrival double precision NOT NULL, background boolean NOT NULL, attempts bigint NOT NULL,
+    finished double precision, reason text, request text NOT NULL, body bytea NOT NULL, result bytea,
+    CHECK ((state = 'open') = (finished IS NULL))
+) WITH (autovacuum_vacuum_scale_factor = 0.05);
+ALTER TABLE {s}.jobs ALTER body SET STORAGE EXTERNAL, ALTER result SET STORAGE EXTERNAL;
+CREATE INDEX held ON {s}.jobs (owner, arrival, seq) WHERE state = 'open';
+CREATE INDEX closed ON {s}.jobs (finished) WHERE finished IS NOT NULL;
+
+CREATE FUNCTION {s}.free(me text, most bigint) RETURNS bigint[] LANGUAGE sql AS $free$
+    SELECT ARRAY (
+    SELECT seq FROM (
+        (SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND owner IS NULL
+            ORDER BY arrival, seq LIMIT $2)
+        UNION ALL
+        SELECT first.seq, first.arrival FROM {s}.leases CROSS JOIN LATERAL (
+            SELECT seq, arrival FROM {s}.jobs WHERE state = 'open' AND jobs.owner = leases.owner
+            ORDER BY arrival, seq LIMIT $2) AS first
+        WHERE leases.ended AND leases.owner <> $1
+    ) AS free ORDER BY arrival, seq LIMIT $2
+) $free$;
+
+CREATE FUNCTION {s}.apply(
+    me text, alone boolean, lock bigint, verbs text[], calls bigint[], ids text[],
+    instants double precision[], counts bigint[], backgrounds boolean[], tenants text[], paths text[],
+    texts text[], bodies bytea[]
+) RETURNS TABLE (outcome bigint, taken bigint[]) LANGUAGE plpgsql AS $apply$
+#variable_conflict use_column
+DECLARE
+    leased boolean;
+BEGIN
+    IF alone THEN PERFORM pg_advisory_xact_lock(lock);
+    ELSE PERFORM pg_advisory_xact_lock_shared(lock);
+    END IF;
+    FOR i IN 1 .. cardinality(verbs) LOOP
+        taken := NULL;
+        CASE verbs[i]
+        WHEN 'put' THEN
+            INSERT INTO {s}.jobs (id, state, owner, call, tenant, path, arrival, background, attempts,
+                    request, body)
+                SELECT ids[i], 'open', me, calls[i], tenants[i], paths[i], instants[i], backgrounds[i],
+                    counts[i], texts[i], bodies[i]
+                WHERE EXISTS (SELECT FROM {s}.leases WHERE owner = me) ON CONFLICT (id) DO NOTHING;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+            IF outcome = 0 AND NOT EXISTS (SELECT FROM {s}.leases WHERE owner = me) THEN
+                outcome := -1;
+            END IF;
+        WHEN 'done', 'failed' THEN
+            UPDATE {s}.jobs SET state = verbs[i], result = bodies[i], reason = texts[i],
+                    finished = instants[i], body = ''
+                WHERE id = ids[i] AND state = 'open' AND owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'attempt' THEN
+            outcome := NULL;
+            UPDATE {s}.jobs SET attempts = attempts + 1 WHERE id = ids[i] RETURNING attempts INTO outcome;
+        WHEN 'give_back' THEN
+            UPDATE {s}.jobs SET owner = NULL WHERE id = ids[i] AND state = 'open' AND owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'delete' THEN
+            DELETE FROM {s}.jobs WHERE id = ids[i] AND state <> 'open';
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'renew' THEN
+            SELECT NOT ended INTO leased FROM {s}.leases WHERE owner = me;
+            INSERT INTO {s}.leases (owner, until, ended) VALUES (me, instants[i], false)
+                ON CONFLICT (owner) DO UPDATE SET until = excluded.until, ended = false;
+            outcome := coalesce(leased, false)::integer;
+        WHEN 'take' THEN
+            outcome := -1;
+            IF EXISTS (SELECT FROM {s}.leases WHERE owner = me) THEN
+                UPDATE {s}.leases SET ended = true
+                    WHERE until <= instants[i] AND NOT ended AND owner <> me;
+                taken := {s}.free(me, counts[i]);
+                UPDATE {s}.jobs SET owner = me, call = calls[i] WHERE seq = ANY (taken);
+                outcome := cardinality(taken);
+            END IF;
+        WHEN 'forget' THEN
+            DELETE FROM {s}.leases WHERE until < instants[i] AND NOT EXISTS
+                (SELECT FROM {s}.jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner);
+            DELETE FROM {s}.jobs WHERE seq IN
+                (SELECT seq FROM {s}.jobs WHERE finished < instants[i] ORDER BY finished LIMIT counts[i]);
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        WHEN 'leave' THEN
+            UPDATE {s}.leases SET ended = true WHERE owner = me;
+            GET DIAGNOSTICS outcome = ROW_COUNT;
+        END CASE;
+        RETURN NEXT;
+    END LOOP;
+END $apply$;
+INSERT INTO {s}.headway_meta VALUES (1);
+INSERT INTO {s}.leases VALUES ('gone', 1.0, true), ('A1', 1e9, false);
+INSERT INTO {s}.jobs (id, state, owner, call, tenant, path, arrival, background, attempts, finished, reason, request,
+    body, result) VALUES
+    ('done', 'done', 'gone', 1, 't', '/p', 1.0, false, 0, 5.0, NULL, '{}', '', '\x01'),
+    ('failed', 'failed', 'gone', 2, 't', '/p', 2.0, false, 0, 6.0, 'why', '{}', '', NULL),
+    ('late', 'open', 'gone', 3, 't', '/p', 4.0, true, 2, NULL, NULL, '{}', '\x02', NULL),
+    ('early', 'open', NULL, 4, 't', '/p', 3.0, false, 0, NULL, NULL, '{}', '\x03', NULL);
