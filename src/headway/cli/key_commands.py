@@ -27,8 +27,7 @@ def _id(text: str) -> str:
 
 KeyId = Annotated[str, typer.Argument(help="The key's id, as in `headway key list`.", parser=_id)]
 Limits = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Limit as in [\\[keys]]: --set max_queued=20, --set classes='[\"batch\"]' (TOML)."),
+    list[str] | None, typer.Option("--set", help="Limit as in [\\[keys]], such as --set max_queued=20 (TOML).")
 ]
 
 
