@@ -48,6 +48,7 @@ from headway.gateway.offload import offload
 from headway.gateway.parsing.pooling import ENDPOINTS
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, ParsedRequest, PoolingBody
 from headway.gateway.requests.streaming import ResponseStream
+from headway.gateway.watch.audit import CODE, DETAIL, Audited
 from headway.gateway.watch.metrics import Metrics, relabelled
 from headway.store.batches.sqlite_file import NAME
 from headway.store.sqlite.health import log_bytes
@@ -69,6 +70,8 @@ def new_app() -> FastAPI:
 
 def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
+    if state.gateway.audit.on:
+        app.add_middleware(Audited, audit=state.gateway.audit)
     _errors(app, state.gateway.metrics)
     _apis(app, state)  # what is asked for most comes first: paths are tried in this order
     _status(app, state)
@@ -87,6 +90,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
 def _errors(app: FastAPI, metrics: Metrics) -> None:
     def answer(request: Request, error: HeadwayError) -> JSONResponse:
         metrics.error(error.status, error.kind)
+        request.scope[CODE] = error.code
         if error.status not in _FLOODS:
             path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
             log.info("%s %s: %d, %s", request.method, path, error.status, why)
@@ -263,7 +267,9 @@ def _operations(app: FastAPI, state: AppState) -> None:
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
-        return JSONResponse(await engines[engine].control(await state.json(request)))
+        message = await state.json(request)
+        request.scope[DETAIL] = str(message.get("op"))
+        return JSONResponse(await engines[engine].control(message))
 
 
 def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:

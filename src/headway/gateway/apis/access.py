@@ -12,6 +12,7 @@ from headway.config import Config
 from headway.config.keys import reveal
 from headway.errors import RequestError
 from headway.gateway.apis.web_pages import refuse_foreign_pages
+from headway.gateway.watch.audit import ACTOR, OPERATOR
 
 
 class Access:
@@ -56,6 +57,7 @@ class Access:
 
         otherwise: what else the operator can do about the latter, for the hint.
         """
+        request.scope[OPERATOR] = True
         if self._operator is None:
             raise RequestError(
                 "This is for the operator, whose key is not configured.",
@@ -70,6 +72,7 @@ class Access:
                 status=401,
                 code="invalid_api_key",
             )
+        request.scope[ACTOR] = "operator"
 
     def check_status(self, request: Request) -> None:
         """Refuse questions about this part's state where only operators may ask them."""

@@ -15,6 +15,7 @@ from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
 from headway.gateway.parsing.fields import parse_as
+from headway.gateway.watch.audit import DETAIL
 
 PATH = "/v1/headway/engines"
 _ONCE = ("id", "count")  # settings that belong to an engine's place, and cannot change while it is replaced
@@ -49,6 +50,7 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
         body = await state.json(request)
         engines = parse({"engines": [body]}, "the body", checked=False).engines  # by `change`, with all others
         added = await state.gateway.fleet.change(engines, agent=request.query_params.get("agent"))
+        request.scope[DETAIL] = ", ".join(added)
         return _listed(state, added)
 
     _add_orders(app, state)
@@ -72,6 +74,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         settings = {id: changed(one, body.set) for id, one in fleet.settings.items() if id in ids}
         fleet.check_known(ids, stays=True)
         await fleet.change(roll=settings, force=_flag(request, "force"))
+        request.scope[DETAIL] = ", ".join(ids)
         return _listed(state, ids)
 
     @app.post(f"{PATH}/{{id}}/drain", status_code=202, responses=_REFUSALS)

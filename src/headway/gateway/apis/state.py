@@ -26,6 +26,7 @@ from headway.gateway.parsing.models import ServedModels
 from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
+from headway.gateway.watch.audit import ACTOR
 
 _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class AppState(Access):
         digest = self._key_digest(request)
         key = None if digest is None else self._keys.get(digest)
         if key is not None:
-            request.scope[TENANT] = key.tenant  # for the access log
+            request.scope[TENANT], request.scope[ACTOR] = key.tenant, key.label  # for the logs
         else:
             raise RequestError(
                 "This server needs an API key.",

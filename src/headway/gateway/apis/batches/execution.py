@@ -19,7 +19,7 @@ from headway import clock
 from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway import tasks
-from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, parse_line
+from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, key_of, parse_line
 from headway.gateway.apis.batches.results import as_response, conclude, error_line, request_id, result_line
 from headway.gateway.apis.state import AppState
 from headway.gateway.budget import Held
@@ -233,7 +233,8 @@ class Execution:
         self._check_room()
         text = await self._text(line)
         _, parsed = await offload(len(text), lambda: parse_line(self._state, batch, text, None))
-        parsed = replace(parsed, request=self._with_deadline(line, parsed.request), background=True)
+        request = self._with_deadline(line, parsed.request)
+        parsed = replace(parsed, request=request, background=True, payer=key_of(batch))
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant
             held.add(max(len(text), len(parsed.upstream.content)))
