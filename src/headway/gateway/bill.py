@@ -20,6 +20,7 @@ from headway.store.queue.port import Charge, Job
 from headway.types import Request, Slo
 
 Unit = Literal["tokens", "cost"]
+BUDGET_SPENT = "budget_spent"  # code of the error of a request for which a budget has no room
 _ROUNDING = 1 + 1e-9  # of sums of prices
 
 
@@ -133,7 +134,7 @@ class OpenAccount:
             hint,
             status=429,
             kind="insufficient_quota",
-            code="budget_spent",
+            code=BUDGET_SPENT,
             headers={
                 "retry-after": wait,
                 "x-should-retry": "false",  # OpenAI's clients would send it again within seconds
