@@ -119,9 +119,7 @@ async def serving(
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
-        path = RequestPath(
-            config.server, dispatcher, broker, lengths, watch.usage, watch.tracing, observers, config.prices
-        )
+        path = RequestPath(config, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, dispatcher.in_flight, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from headway import clock
-from headway.config import Key, Price, Server
+from headway.config import Config, Key
 from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
@@ -57,22 +57,20 @@ class RequestPath:
 
     def __init__(
         self,
-        limits: Server,
+        config: Config,
         dispatcher: Dispatcher,
         broker: Broker,
         lengths: LengthService,
         usage: Usage,
         tracing: RequestTracing,
         observers: Observer,
-        prices: Mapping[str, Price],
     ) -> None:
-        self._prices = prices
-        self.limits, self._dispatcher, self.broker = limits, dispatcher, broker
+        self.limits, self._prices, self._dispatcher, self.broker = config.server, config.prices, dispatcher, broker
         self._lengths, self._tracing, self.observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
-        self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
+        self._answers = AnswerBudget(self.limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in

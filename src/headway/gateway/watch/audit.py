@@ -10,11 +10,11 @@ import asyncio
 import json
 import logging
 import os
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
@@ -63,8 +63,9 @@ class AuditLog:
         if not self.on:
             return
         now = datetime.now(UTC)
-        line = {"time": now.isoformat(timespec="milliseconds"), "act": act, "actor": actor, "target": target}
-        line |= {"outcome": outcome, **{name: value for name, value in more.items() if value}}
+        time = now.isoformat(timespec="milliseconds")
+        line = {"time": time, "act": act, "actor": actor, "target": target, "outcome": outcome}
+        line |= {name: value for name, value in more.items() if value}
         short = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in line.items()}
         self._lines.append(json.dumps(short).encode() + b"\n")
         if len(self._lines) > _PENDING:
@@ -73,7 +74,7 @@ class AuditLog:
 
     def lists_refusal(self) -> bool:
         """Tell whether another refusal is listed in this second, and count it; a flood becomes one line."""
-        if (second := int(time.monotonic())) != self._second:
+        if (second := int(monotonic())) != self._second:
             if self._unlisted:
                 self.note("refusals", "", "", "not listed", count=self._unlisted)
             self._second, self._listed, self._unlisted = second, 0, 0

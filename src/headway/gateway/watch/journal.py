@@ -290,8 +290,15 @@ class JournalKeeper(Observer):
 def _paid(row: RequestRow, end: Ended) -> RequestRow:
     """Return the row of a request that ended with what its tenant pays."""
     bill, used = end.in_flight.bill, end.in_flight.used(end.outcome, end.output_tokens)
-    paid = {"paid_prompt": used.prompt, "paid_cached": used.cached, "paid_output": used.answer}
-    return replace(row, key=bill.key[:_NAME], budget=bill.beyond, cost=bill.cost(used), **paid)
+    return replace(
+        row,
+        key=bill.key[:_NAME],
+        budget=bill.beyond,
+        paid_prompt=used.prompt,
+        paid_cached=used.cached,
+        paid_output=used.answer,
+        cost=bill.cost(used),
+    )
 
 
 def _iterations(rows: Iterable[Sequence[Any]]) -> list[list[float]]:

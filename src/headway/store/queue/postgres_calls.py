@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import HeadwayError
@@ -33,7 +33,7 @@ class QueueCall(session.SessionCall):
     ids: Sequence[str] = ()
     units: float = 0.0
     charges: Sequence[Charge] = ()
-    unused: Unused = NO_CHARGES
+    unused: Unused = field(default_factory=lambda: NO_CHARGES)
 
     @property
     def accounts(self) -> list[str]:

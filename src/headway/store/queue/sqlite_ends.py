@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.store.queue.port import NO_CHARGES, Unused
@@ -33,7 +33,7 @@ class Done:
     owner: str
     id: str
     now: float
-    unused: Unused = NO_CHARGES
+    unused: Unused = field(default_factory=lambda: NO_CHARGES)
 
     def __call__(self, db: sqlite3.Connection) -> bool:
         """Store it; False when the job has ended, or is not held by this gateway."""
