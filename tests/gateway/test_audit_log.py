@@ -106,10 +106,13 @@ def test_no_log_holds_text_of_prompts_or_answers(
     say, mine = [{"role": "user", "content": SECRET}], by(ALPHA.key)
     asked: list[dict[str, Any]] = [
         {}, {"stream": True}, {"background": True}, fakes(end="500"), {"max_tokens": 1000}, {"service_tier": "batch"},
-        {"stream": True, **fakes(end="error")}, {"temperature": SECRET}, {"model": "none"},
+        {"stream": True, **fakes(end="error")}, {"temperature": SECRET}, {"model": "none"}, {"messages": SECRET},
+        {"messages": [{"role": SECRET, "content": SECRET}]}, {"messages": [{"role": "user", "content": {SECRET: 1}}]},
+        {"tools": SECRET}, {"response_format": {"type": SECRET}}, {"stop": {"text": SECRET}},
     ]  # fmt: skip
     for fields in asked:
-        gateway.post(gateway.chat(messages=say, **fields), headers=mine)
+        gateway.post(gateway.chat(**({"messages": say} | fields)), headers=mine)
+    gateway.post(None, content=f'{{"messages": {SECRET}}}', headers={"content-type": "application/json"} | mine)
     gateway.post(gateway.chat(messages=say), headers=by("sk-guessed-key"))
     begin(gateway, [line("a", messages=say)], headers=mine)
     until(lambda: all(state != "open" for state, _ in gateway.jobs().values()))

@@ -54,6 +54,7 @@ from headway.store.batches.sqlite_file import NAME
 from headway.store.sqlite.health import log_bytes
 
 log = logging.getLogger("headway.gateway")
+_QUOTE = (400, 422)  # answers whose message may quote the body, and so a prompt: it is for the client alone
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
 _ENGINE_S = 3.0  # for an engine's part of /metrics; Prometheus waits for 10 s
 _LOGGED = 300  # characters of an error's message; part of it may be the client's
@@ -92,7 +93,8 @@ def _errors(app: FastAPI, metrics: Metrics) -> None:
         metrics.error(error.status, error.kind)
         request.scope[CODE] = error.code
         if error.status not in _FLOODS:
-            path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
+            said = f"{error.code or error.kind} {error.param or ''}" if error.status in _QUOTE else error.message
+            path, why = ascii(request.url.path), ascii(said[:_LOGGED])
             log.info("%s %s: %d, %s", request.method, path, error.status, why)
         shapes = (api.error for path, api in _APIS.items() if request.url.path.startswith(path))
         return next(shapes, error_response)(error)
