@@ -25,8 +25,10 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 class Budget:
     """A limit of the tenant's usage in a day or a month (UTC), of all its keys together.
 
-    tokens: of prompts and answers. cost: by [prices], in the same units. A budget has one of the two.
-    soft: beyond it requests are served without promises; otherwise they are refused (429).
+    per: the time that is limited, from midnight, or from the first of the month, in UTC.
+    tokens: limit of the tokens of prompts and answers.
+    cost: limit of their cost by [prices], in the same units. A budget has one of the two.
+    soft: serve requests beyond it without promises, instead of refusing them (429).
     """
 
     per: Literal["day", "month"]

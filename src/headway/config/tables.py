@@ -105,8 +105,8 @@ class Journal:
 class Price:
     """What a model or an adapter costs, [prices.MODEL], in units of any currency for a million tokens.
 
-    prompt: tokens of prompts. cached: those of them that were in the engine's prefix cache; unset, as the others.
-    answer: tokens of answers.
+    prompt: price of tokens of prompts. cached: price of those that were in the engine's prefix cache; unset, as the
+        others. answer: price of tokens of answers.
     """
 
     prompt: Amount
@@ -124,7 +124,7 @@ class Price:
 class Audit:
     """The audit log: a line of JSON for each act of an operator and each refused key, without text of prompts.
 
-    path: its file, to which lines are appended; unset = none is kept.
+    path: file to which lines are appended; unset = no audit log is kept.
     """
 
     path: Annotated[str, Field(min_length=1)] | None = None
