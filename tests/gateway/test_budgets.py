@@ -32,7 +32,7 @@ from headway.types import Request, Slo
 from headway.whatif.journal.costs import sums_of
 from tests.gateway.batches import begin, line
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, DEAD, SAY, WEB, Fake, Gateway, until
+from tests.gateway.gateway import CHAT, DEAD, SAY, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_cli import headway
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import events, fakes
@@ -277,6 +277,24 @@ def test_what_is_reserved_for_a_cancelled_request_is_given_back(serve: Serve) ->
         assert gateway.post(None, f"/v1/responses/{id}/cancel", headers=by(one)).status_code == 200
         assert [*settled(gateway).values()] == [0.0]
         assert ask(gateway, one, background=True, max_tokens=500).status_code == 202
+
+
+def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_path: Path) -> None:
+    one = key(Budget("day", tokens=1000))
+    config = configuration(tmp_path, DEAD, keys=(one,), prices=PRICES)
+    with serving(config, ready=False) as gateway:
+        assert ask(gateway, one, background=True, max_tokens=500, **fakes(tokens=20)).status_code == 202
+        (reserved,) = used(gateway).values()
+        assert reserved > 500
+    with serving(replace(config, engines=(replace(config.engines[0], url=fake.url),))) as gateway:
+        (count,) = settled(gateway).values()
+        assert 20 < count < 100
+        assert gateway.newest()[0] == "done"
+    folder = config.journal_dir
+    assert folder is not None
+    (row,) = read(folder).requests
+    assert (row.key, row.paid_output) == ("first", 20)
+    assert row.cost is not None
 
 
 # ---- the report
