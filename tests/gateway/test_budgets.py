@@ -27,7 +27,8 @@ from headway.errors import ConfigError
 from headway.gateway.bill import Bill, Used, accounts_of, bill_of, reserved_in, window, with_bill, without_promises
 from headway.store.journal.reader import read
 from headway.store.journal.rows import RequestRow
-from headway.store.queue.port import Job
+from headway.store.queue.memory import MemoryBroker
+from headway.store.queue.port import AccountSpent, Job
 from headway.types import Request, Slo
 from headway.whatif.journal.costs import sums_of
 from tests.gateway.batches import begin, line
@@ -103,6 +104,30 @@ def test_the_most_that_a_request_may_cost_counts_in_each_account() -> None:
     del accounts[0].limits[0]
     assert accounts[0].charge.most == pytest.approx(5000)
     assert accounts_of(None, request, PRICE, NOON) == []
+
+
+async def test_a_day_s_budget_begins_anew_with_the_next_day() -> None:
+    """Also for a request that ends after its day, and beside a gateway whose clock is behind."""
+    broker = MemoryBroker("a")
+    await broker.renew(1e12)
+
+    async def put(id: str, now: datetime) -> bool:
+        request = Request(id, "m", 10, 50, 0.0, tenant="alpha")
+        accounts = accounts_of(key(Budget("day", tokens=100)), request, None, now)
+        try:
+            await broker.put(Job(id, "alpha", CHAT, b"", "{}", 0.0), [one.charge for one in accounts])
+        except AccountSpent:
+            return False
+        return True
+
+    before, after = NOON.replace(hour=23, minute=59), NOON + timedelta(hours=12)
+    name = "budget of alpha: tokens per day"
+    assert [await put("a", NOON), await put("b", before)] == [True, False]
+    assert await put("c", after), "the next day"
+    assert await broker.done("a", None, 1.0, {name: 50.0})
+    assert [await put("d", before), await put("e", after)] == [False, False], "c counts for both"
+    assert await broker.done("c", None, 1.0, {name: 50.0})
+    assert await put("f", after), "10 and 60 of 100"
 
 
 def test_cached_tokens_have_their_own_price() -> None:
