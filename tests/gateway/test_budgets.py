@@ -20,7 +20,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from headway.cli.main import app
 from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, Sqlite, Tier, parse, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
@@ -37,6 +39,7 @@ from tests.gateway.gateway import CHAT, DEAD, SAY, WEB, Fake, Gateway, configura
 from tests.gateway.test_cli import headway
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import events, fakes
+from tests.helpers.journal_rows import JournalReader, written
 from tests.helpers.journal_rows import request as row
 
 PRICE = Price(prompt=1.0, answer=10.0, cached=0.5)
@@ -325,28 +328,26 @@ def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_p
 # ---- the report
 
 
-def test_the_report_by_tenant_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from headway.whatif.journal import costs
-    from tests.helpers.journal_rows import JournalReader, written
-
+def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     rows: list[RequestRow] = [
         row("a", tenant="x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
         row("b", tenant="z", app="chat", cost=None, paid_prompt=1, paid_output=1),
     ]
     folder = written(JournalReader(requests=rows), tmp_path / "journal")
-    costs.main(folder, "tenant", since=None, until=None, as_csv=True, as_json=False, out=None)
-    table = [*csv.reader(io.StringIO(capsys.readouterr().out))]
-    assert table == [
+
+    def report(*options: str) -> Any:
+        return CliRunner().invoke(app, ["report", "--journal", str(folder), "--since", "1970-01-01", *options])
+
+    assert [*csv.reader(io.StringIO(report("--by", "tenant", "--csv").stdout))] == [
         ["tenant", "requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost"],
         ["x, y", "1", "10", "4", "5", "1.5"],
         ["z", "1", "1", "0", "1", "0.0"],
     ]
-    costs.main(folder, "app", since=None, until=None, as_csv=False, as_json=True, out=None)
-    found = json.loads(capsys.readouterr().out)["rows"]
-    assert {(one["setting"], one["ours"]) for one in found if one["id"] == "paid.cost"} == {
-        ("(none)", 1.5),
-        ("chat", 0),
-    }
+    found = json.loads(report("--by", "app", "--json").stdout)["rows"]
+    told = {one["setting"]: one["ours"] for one in found if one["id"] == "paid.cost"}
+    assert told == {"(none)": 1.5, "chat": 0.0}
+    assert "--by colour is unknown" in str(report("--by", "colour").exception)
+    assert "Give --by" in str(report("--csv").exception)
 
 
 # ---- two gateways that are killed
