@@ -95,10 +95,10 @@ def bill_of(job: Job) -> Bill:
 class OpenAccount:
     """One account of a tenant, and what a request may cost there.
 
-    limits: budgets that count in it, the lowest first. begin, end: its day or month.
+    name: of the account. limits: budgets that count in it, the lowest first. begin, end: its day or month.
     """
 
-    tenant: str
+    name: str
     unit: Unit
     units: float
     limits: list[Budget]
@@ -109,10 +109,6 @@ class OpenAccount:
     def what(self) -> str:
         """Return a name of the budget for people."""
         return f"{self.unit} per {self.limits[0].per}"
-
-    @property
-    def name(self) -> str:
-        return f"budget of {self.tenant}: {self.unit} per {'day' if self.end - self.begin == _DAY else 'month'}"
 
     @property
     def charge(self) -> Charge:
@@ -151,13 +147,15 @@ _DAY = timedelta(days=1)
 
 def accounts_of(key: Key | None, request: Request, price: Price | None, now: datetime) -> list[OpenAccount]:
     """Return the accounts in which a request counts, each with the most that it may cost. now: in UTC."""
+    budgets = () if key is None else key.budgets
+    if not budgets:
+        return []
     most = Used(request.prompt_tokens, request.max_tokens * request.places)
     units: dict[Unit, float] = {"tokens": float(sum(most[:2])), "cost": 0.0 if price is None else _dearest(price, most)}
-    budgets = () if key is None else key.budgets
     kinds = dict.fromkeys((unit_of(one), one.per) for one in budgets)
     return [
         OpenAccount(
-            request.tenant,
+            f"budget of {request.tenant}: {unit} per {per}",
             unit,
             units[unit],
             sorted((one for one in budgets if (unit_of(one), one.per) == (unit, per)), key=_limit),
