@@ -248,6 +248,11 @@ itl_ms = 60
 name = "alice-laptop"
 budgets = [{{ per = "day", tokens = 1000000 }}, {{ per = "month", cost = 50, soft = true }}]
 
+[prices]
+other-model = {{ prompt = 0, answer = 0 }}
+third = {{ prompt = 0, answer = 0 }}
+smollm2 = {{ prompt = 0, answer = 0 }}
+
 [prices.some]
 prompt = 0.5
 cached = 0.25
@@ -397,7 +402,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     budgets = (Budget("day", 1_000_000), Budget("month", cost=50.0, soft=True))
     limits = 250.0, 40.0, 3000.5, -1, 7, 60, 90_000, 60.0
     assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), *limits, "alice-laptop", budgets),)
-    assert config.prices == {"some": Price(0.5, 2.0, 0.25)}
+    assert config.prices["some"] == Price(0.5, 2.0, 0.25)
+    assert config.prices["third"] == Price(0.0, 0.0)
     assert config.audit == Audit("/var/log/headway/audit.jsonl")
 
 

@@ -159,12 +159,23 @@ def test_without_promises() -> None:
     [
         ({"per": "day"}, "needs either tokens or a cost"),
         ({"per": "day", "tokens": 1, "cost": 1.0}, "needs either tokens or a cost"),
-        ({"per": "month", "cost": 1.0}, "has a budget by cost, but no model has a price"),
+        ({"per": "month", "cost": 1.0}, "has a budget by cost, but the model smollm2 has no price"),
     ],
 )
 def test_budgets_that_say_nothing(budget: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse({"keys": [{"key": "sk-alpha-123", "tenant": "alpha", "budgets": [budget]}]})
+
+
+def test_every_model_needs_a_price_where_a_budget_is_of_money() -> None:
+    keys = [{"key": "sk-alpha-123", "tenant": "alpha", "budgets": [{"per": "day", "cost": 1.0}]}]
+    price = {"prompt": 1, "answer": 2}
+    parse({"keys": keys, "prices": {"smollm2": price}})
+    parse({"keys": keys, "prices": {"any": price}, "engines": [{"url": "http://a"}]})
+    with pytest.raises(ConfigError, match="the model other has no price"):
+        parse({"keys": keys, "prices": {"smollm2": price}, "engines": [{}, {"model": "other"}]})
+    with pytest.raises(ConfigError, match="the model MODEL has no price"):
+        parse({"keys": keys, "engines": [{"url": "http://a"}]})
 
 
 # ---- costs

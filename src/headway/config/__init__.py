@@ -458,9 +458,12 @@ def _budget_contradictions(i: int, key: Key, config: Config, where: str) -> Iter
                 "Give it one of the two; a key may have several budgets.",
                 param=f"keys.{i}.budgets",
             )
-        if budget.cost is not None and not config.prices:
-            problem = f"keys.{i} in {where} has a budget by cost, but no model has a price."
-            yield ConfigError(problem, "Add [prices.MODEL].", param=f"keys.{i}.budgets")
+        # A running vLLM may say what its model's name is.
+        known = {name for one in config.fleet if one.url is None or one.served_name for name in one.served}
+        free = sorted(known - {*config.prices}) or ([] if config.prices else ["MODEL"])
+        if budget.cost is not None and free:
+            problem = f"keys.{i} in {where} has a budget by cost, but the model {free[0]} has no price."
+            yield ConfigError(problem, f"Add [prices.{free[0]}], of 0 if it costs nothing.", param=f"keys.{i}.budgets")
 
 
 def _around(config: Config) -> Around:
