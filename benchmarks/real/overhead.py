@@ -23,6 +23,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.experiment import Result, experiment
+from benchmarks.real.budget_cost import budget_rows
 from benchmarks.real.dashboard_cost import dashboard_rows
 from benchmarks.real.peer_gateways import KNOWN, chosen, gateway, ratio_rows
 from benchmarks.real.peer_gateways import versions as peer_versions
@@ -76,6 +77,7 @@ def measure(names: Sequence[str], quick: bool, seed: int) -> OverheadFigures:
         _throughput(systems, made, 1.5 if quick else 20.0, rng)
         made.rows += ratio_rows(made.rows)
         made.rows += dashboard_rows(systems[0], systems[1], 1.0 if quick else 15.0, seed)
+    made.rows += budget_rows(1.0 if quick else 10.0)
     made.rows += planning_rows(2.0 if quick else 20.0)
     made.rows += token_rows(500 if quick else 5000)
     made.rows += hook_rows(quick, seed)

@@ -11,9 +11,11 @@ import pytest
 
 from headway.config import (
     Apps,
+    Audit,
     Backend,
     Batches,
     Broker,
+    Budget,
     Config,
     Engine,
     Journal,
@@ -23,6 +25,7 @@ from headway.config import (
     Oidc,
     Postgres,
     Predictor,
+    Price,
     Scale,
     Server,
     Sqlite,
@@ -249,6 +252,21 @@ max_queued = 7
 requests_per_min = 60
 tokens_per_min = 90000
 itl_ms = 60
+name = "alice-laptop"
+budgets = [{{ per = "day", tokens = 1000000 }}, {{ per = "month", cost = 50, soft = true }}]
+
+[prices]
+other-model = {{ prompt = 0, answer = 0 }}
+third = {{ prompt = 0, answer = 0 }}
+smollm2 = {{ prompt = 0, answer = 0 }}
+
+[prices.some]
+prompt = 0.5
+cached = 0.25
+answer = 2
+
+[audit]
+path = "/var/log/headway/audit.jsonl"
 
 [oidc]
 issuer = "https://login.example"
@@ -405,7 +423,12 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         share=0.97,
     )
     assert config.classes["bulk"] == Tier(soft_ttft_ms=30_000.0)
-    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), 250.0, 40.0, 3000.5, -1, 7, 60, 90_000, 60.0),)
+    budgets = (Budget("day", 1_000_000), Budget("month", cost=50.0, soft=True))
+    limits = 250.0, 40.0, 3000.5, -1, 7, 60, 90_000, 60.0
+    assert config.keys == (Key(SECRET, "alice", ("gold", "batch"), *limits, "alice-laptop", budgets),)
+    assert config.prices["some"] == Price(0.5, 2.0, 0.25)
+    assert config.prices["third"] == Price(0.0, 0.0)
+    assert config.audit == Audit("/var/log/headway/audit.jsonl")
     assert config.oidc == Oidc(
         "https://login.example",
         ("headway",),
@@ -441,6 +464,9 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Key: data["keys"][0],
         Oidc: data["oidc"],
         Tls: data["server"]["tls"],
+        Budget: data["keys"][0]["budgets"][0] | data["keys"][0]["budgets"][1],
+        Price: data["prices"]["some"],
+        Audit: data["audit"],
     }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__

@@ -32,6 +32,7 @@ GATEWAY = tuple(
         "offload",
         "budget",
         "errors",
+        "bill",
         "http",
         "parsing",
         "transcript",

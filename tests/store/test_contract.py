@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from tests.store.stores import FAR, STORES, Connect, gateways, job, take_ids
 
 from headway.errors import HeadwayError
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import Broker
+from headway.store.queue.port import AccountSpent, Broker, Charge
 
 
 @pytest.fixture(params=STORES)
@@ -358,31 +361,114 @@ async def test_forgetting_keeps_leases_that_protect_jobs(two: list[Broker]) -> N
 # ---- accounts
 
 
+def charge(account: str, units: float, most: float, now: float) -> Charge:
+    """Return a charge that counts for an hour."""
+    return Charge(account, units, most, now, now - 3600.0)
+
+
 async def test_an_account_holds_for_all_gateways_and_for_an_hour(two: list[Broker]) -> None:
     first, second = two
-    assert await first.spend("x", "a", 0.6, 1.0, 10.0)
-    assert not await second.spend("x", "b", 0.5, 1.0, 11.0)
-    assert await second.spend("y", "b", 0.5, 1.0, 11.0), "another account"
-    assert await second.spend("x", "b", 0.25, 1.0, 11.0)
+    assert await first.spend("a", charge("x", 0.6, 1.0, 10.0))
+    assert not await second.spend("b", charge("x", 0.5, 1.0, 11.0))
+    assert await second.spend("b", charge("y", 0.5, 1.0, 11.0)), "another account"
+    assert await second.spend("b", charge("x", 0.25, 1.0, 11.0))
     await first.refund("x", "a", 0.35)
-    assert await second.spend("x", "b", 0.5, 1.0, 12.0), "the same request once more"
-    assert not await first.spend("x", "c", 0.01, 1.0, 3609.0)
-    assert await first.spend("x", "c", 0.25, 1.0, 3610.0), "what the first one has cost is an hour old"
-    assert not await first.spend("x", "d", 0.01, 1.0, 3611.0)
-    assert await first.spend("x", "d", 1.0, 1.25, 3612.0)
+    assert await second.spend("b", charge("x", 0.5, 1.0, 12.0)), "the same request once more"
+    assert not await first.spend("c", charge("x", 0.01, 1.0, 3609.0))
+    assert await first.spend("c", charge("x", 0.25, 1.0, 3610.0)), "what the first one has cost is an hour old"
+    assert not await first.spend("d", charge("x", 0.01, 1.0, 3611.0))
+    assert await first.spend("d", charge("x", 1.0, 1.25, 3612.0))
     await second.refund("x", "nothing", 1.0)
 
 
 async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -> None:
-    calls = [broker.spend("x", f"{i}{broker.owner}", 1.0, 10.0, 5.0) for i in range(10) for broker in two]
+    calls = [broker.spend(f"{i}{broker.owner}", charge("x", 1.0, 10.0, 5.0)) for i in range(10) for broker in two]
     assert sum(await asyncio.gather(*calls)) == 10
+
+
+async def test_a_job_is_put_with_its_charges_or_not_at_all(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job("a"), [charge("x", 3.0, 10.0, 1.0), charge("y", 6.0, 10.0, 1.0)])
+    with pytest.raises(AccountSpent) as full:
+        await second.put(job("b"), [charge("x", 3.0, 10.0, 1.0), charge("y", 6.0, 10.0, 1.0)])
+    assert (full.value.status, full.value.account, full.value.counted) == (429, "y", 6.0)
+    assert await second.get("b") is None
+    with pytest.raises(HeadwayError, match="'a' is stored already"):
+        await second.put(job("a"), [charge("x", 1.0, 10.0, 1.0)])
+    await second.put(job("c"), [charge("x", 7.0, 10.0, 1.0)])
+    puts = [broker.put(job(f"{i}{broker.owner}"), [charge("z", 1.0, 10.0, 1.0)]) for i in range(10) for broker in two]
+    assert await asyncio.gather(*puts, return_exceptions=True) != [None] * 20
+    assert len([id for broker in two for i in range(10) if await broker.get(id := f"{i}{broker.owner}")]) == 10
+
+
+async def counted(broker: Broker, account: str, now: float = 2.0) -> float:
+    """Return the units that are counted in an account."""
+    with pytest.raises(AccountSpent) as full:
+        await broker.put(job("never"), [charge(account, 1.0, -1.0, now)])
+    return full.value.counted
+
+
+async def test_an_ended_job_counts_with_what_it_used_once(two: list[Broker]) -> None:
+    first, second = two
+    for id in "abcdefg":
+        await first.put(job(id), [charge("x", 10.0, 100.0, 1.0)])
+    ends = (first.done(id, None, 2.0, {"x": 4.0}) for id in "abcde")  # together
+    assert await asyncio.gather(*ends) == [True] * 5
+    assert await first.done("f", b"result", 2.0, {"x": 9.0})
+    assert await counted(second, "x") == 5 * 6.0 + 1.0 + 10.0
+    assert not await first.done("f", b"result", 2.0, {"x": 0.0}), "it has ended, and was counted"
+    assert not await second.fail("g", "why", 2.0, {"x": 10.0}), "the first one holds it"
+    assert await counted(second, "x") == 41.0
+    assert await second.cancel("g", 2.0)
+    assert not await first.fail("g", "cancelled", 2.0, {"x": 8.0}), "it has ended, and was not counted"
+    assert await counted(second, "x") == 33.0
+    await first.put(job("h"), [charge("x", 10.0, 100.0, 3601.0)])
+    assert await counted(second, "x", 3601.0) == 10.0, "all that ended is an hour old"
+
+
+async def test_what_a_dead_gateway_s_job_was_charged_counts_until_it_ends(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job(), [charge("x", 10.0, 10.0, 1.0)])
+    assert await take_ids(second, now=10.0) == ["a"]
+    assert not await first.done("a", b"r", 11.0, {"x": 10.0}), "the second one runs it"
+    assert await counted(second, "x") == 10.0
+    assert await second.done("a", b"r", 12.0, {"x": 7.0})
+    assert await counted(second, "x") == 3.0
+
+
+async def test_random_requests_of_two_gateways_and_their_deaths(connect: Connect) -> None:
+    """No account counts more than its limit, nor less than what its requests used; what is left is what they used."""
+    rng, open_, used = random.Random(0), dict[str, tuple[str, float]](), Counter[str]()
+    async with gateways(connect, "B", until=FAR) as (second,):
+        for life in range(3):
+            async with gateways(connect, f"A{life}", until=FAR) as (first,):
+                for i in range(40):
+                    account, units, broker = rng.choice("xy"), rng.randint(1, 9), rng.choice((first, second))
+                    with suppress(AccountSpent):
+                        await broker.put(job(id := f"{life}-{i}"), [charge(account, units, 60.0, 1.0)])
+                        open_[id] = account, units
+                    for id in rng.sample([*open_], min(len(open_), rng.randint(0, 2))):
+                        account, units = open_[id]
+                        unused = rng.randint(0, int(units))
+                        holds = (await broker.get(id)).owner == broker.owner  # type: ignore[union-attr]
+                        assert await broker.done(id, None, 2.0, {account: unused}) == holds
+                        if holds:
+                            used[account] += units - unused
+                            del open_[id]
+                    for name in "xy":
+                        charged = sum(units for account, units in open_.values() if account == name)
+                        assert await counted(second, name) == used[name] + charged <= 60
+            await second.take(3.0, 100)  # the first one is gone
+        for id, (account, units) in open_.items():
+            assert await second.fail(id, "gone", 4.0, {account: units})
+        assert [await counted(second, name) for name in "xy"] == [used["x"], used["y"]]
 
 
 async def test_an_account_outlives_its_gateway(connect: Connect) -> None:
     async with gateways(connect, "A") as (broker,):
-        assert await broker.spend("x", "a", 0.6, 1.0, 10.0)
+        assert await broker.spend("a", charge("x", 0.6, 1.0, 10.0))
     async with gateways(connect, "B") as (broker,):
-        assert not await broker.spend("x", "b", 0.6, 1.0, 11.0)
+        assert not await broker.spend("b", charge("x", 0.6, 1.0, 11.0))
 
 
 # ---- API keys

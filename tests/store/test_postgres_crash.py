@@ -22,6 +22,7 @@ from tests.store.stores import FAR, gateways, job, take_ids
 
 from headway.errors import HeadwayError
 from headway.store.postgres.link import Address, Lost
+from headway.store.queue.port import Charge
 from headway.store.queue.postgres import PostgresBroker
 
 
@@ -210,6 +211,17 @@ async def test_a_put_whose_outcome_is_unknown_is_undone(
     assert [one is not None for one in found] == [False, True, True]
     rows = server.run_sql(f"SELECT id FROM {address.schema}.jobs ORDER BY seq", url=address.url)
     assert [row[0] for row in rows] == ["known", "next"]
+
+
+async def test_a_put_that_is_undone_costs_nothing(
+    broker: PostgresBroker, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.lose(broker, "_apply_charged", monkeypatch)
+    with pytest.raises(HeadwayError, match="The broker is out"):
+        await broker.put(job("lost"), [Charge("x", 3.0, 10.0, 1.0, 0.0)])
+    await succeeds(lambda: broker.put(job("next"), [Charge("x", 4.0, 10.0, 1.0, 0.0)]))
+    rows = server.run_sql(f"SELECT id, units FROM {address.schema}.spent", url=address.url)
+    assert [tuple(row) for row in rows] == [("next", 4.0)]
 
 
 async def test_what_a_lost_take_took_is_taken_again(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tests.store.stores import FAR, job, take_ids
 from headway.errors import ConfigError, HeadwayError
 from headway.store.queue import sqlite_jobs
 from headway.store.queue.keys import StoredKey
+from headway.store.queue.port import Charge
 from headway.store.queue.sqlite import SqliteBroker
 from headway.store.queue.sqlite_file import open_file
 from headway.store.queue.sqlite_jobs import Kept, recover_jobs
@@ -160,7 +161,7 @@ async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureF
     """In the file that a gateway goes on with, and after recovery, also where no gateway rescued anything."""
     broker = SqliteBroker(path, "A")
     await broker.renew(FAR)
-    assert await broker.spend("paid", "a", 2.0, 5.0, 10.0)
+    assert await broker.spend("a", Charge("paid", 2.0, 5.0, 10.0, 0.0))
     key = StoredKey("k", b"digest", '{"tenant": "t"}', 1.0, revoked=3.0)
     await broker.put_keys([key], 0.0)
     await put_many(broker)
@@ -168,8 +169,8 @@ async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureF
     if rescued:
         overwrite(path, 200_000)
         await until(lambda: SAVED in caplog.text)
-        assert not await broker.spend("paid", "b", 4.0, 5.0, 11.0)
-        assert await broker.spend("paid", "b", 1.0, 5.0, 11.0)
+        assert not await broker.spend("b", Charge("paid", 4.0, 5.0, 11.0, 0.0))
+        assert await broker.spend("b", Charge("paid", 1.0, 5.0, 11.0, 0.0))
         spent = 3.0
         assert await broker.keys(0) == [replace(key, changed=1)]
         with pytest.raises(HeadwayError, match="damaged"):
@@ -178,8 +179,8 @@ async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureF
     overwrite(path, 200_000)
     assert recover_jobs(path)
     again = SqliteBroker(path, "B")
-    assert not await again.spend("paid", "c", 5.1 - spent, 5.0, 12.0)
-    assert await again.spend("paid", "c", 5.0 - spent, 5.0, 12.0)
+    assert not await again.spend("c", Charge("paid", 5.1 - spent, 5.0, 12.0, 0.0))
+    assert await again.spend("c", Charge("paid", 5.0 - spent, 5.0, 12.0, 0.0))
     assert await again.keys(0) == [replace(key, changed=1)]
     await again.close()
 

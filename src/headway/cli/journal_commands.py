@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -89,13 +89,28 @@ def report(
     config: ConfigFile = None,
     since: Since = "24h",
     until: Until = None,
+    by: Annotated[
+        str | None, typer.Option(help="Report tokens and cost instead, by tenant, key, app, class or model.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="With --by: print CSV.")] = False,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Report on served requests: attainment, tails, drops and headroom by class, tenant and engine."""
+    """Report on served requests: attainment, tails, drops and headroom by class, tenant and engine; or their cost."""
+    folder = folder_of(journal, config)
+    if by is not None:
+        from headway.whatif.journal import costs
+
+        if by not in get_args(costs.By):
+            raise ConfigError(f"--by {by} is unknown.", f"Use one of {', '.join(get_args(costs.By))}.")
+        kind = cast(costs.By, by)
+        low, high = _instant(since), _instant(until)
+        costs.main(folder, kind, since=low, until=high, as_csv=as_csv, as_json=as_json, out=out)
+        return
+    if as_csv:
+        raise ConfigError("--csv is for tokens and cost.", "Give --by tenant, key, app, class or model, too.")
     from headway.whatif.journal.report import main
 
-    folder = folder_of(journal, config)
     main(folder, since=_instant(since), until=_instant(until), as_json=as_json, out=out)
 
 

@@ -22,12 +22,14 @@ from headway.addresses import netloc
 from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
+from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
 from headway.config.keys import Secret
 from headway.config.oidc import Oidc as Oidc
 from headway.config.oidc import oidc_contradictions
 from headway.config.overflow import Around, overflow_contradictions
 from headway.config.problems import explain, unrelated, valid_part
+from headway.config.tables import Audit as Audit
 from headway.config.tables import Backend as Backend
 from headway.config.tables import Batches as Batches
 from headway.config.tables import Count, Positive
@@ -35,6 +37,7 @@ from headway.config.tables import Grammars as Grammars
 from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log
 from headway.config.tables import Postgres as Postgres
+from headway.config.tables import Price as Price
 from headway.config.tables import Scale as Scale
 from headway.config.tables import Tls as Tls
 from headway.config.tables import Tracing as Tracing
@@ -265,6 +268,8 @@ class Config:
     keys: tuple[Key, ...] = ()
     oidc: Oidc = field(default_factory=Oidc)
     aliases: dict[_Name, _Name] = field(default_factory=dict)
+    prices: dict[_Name, Price] = field(default_factory=dict)
+    audit: Audit = field(default_factory=Audit)
 
     @property
     def named(self) -> dict[str, Engine]:
@@ -367,6 +372,9 @@ _TABLES: dict[str, Any] = {
     "scale": Scale,
     "keys": Key,
     "oidc": Oidc,
+    "keys.budgets": Budget,
+    "prices": Price,
+    "audit": Audit,
 }
 
 
@@ -439,6 +447,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         if unknown := set(key.classes or ()) - set(config.classes):
             problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
             yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
+        yield from _budget_contradictions(i, key, config, where)
     yield from oidc_contradictions(config.oidc, where)
     around = _around(config)
     for i, engine in enumerate(config.engines):
@@ -476,6 +485,22 @@ def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[Confi
     if engine.runner == "pooling" and (engine.models or engine.adapters):
         problem = f'engines.{i} in {where} has runner = "pooling" together with models or adapters.'
         yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
+
+
+def _budget_contradictions(i: int, key: Key, config: Config, where: str) -> Iterator[ConfigError]:
+    for budget in key.budgets:
+        if (budget.tokens is None) == (budget.cost is None):
+            yield ConfigError(
+                f"A budget per {budget.per} of keys.{i} in {where} needs either tokens or a cost.",
+                "Give it one of the two; a key may have several budgets.",
+                param=f"keys.{i}.budgets",
+            )
+        # A running vLLM may say what its model's name is.
+        known = {name for one in config.fleet if one.url is None or one.served_name for name in one.served}
+        free = sorted(known - {*config.prices}) or ([] if config.prices else ["MODEL"])
+        if budget.cost is not None and free:
+            problem = f"keys.{i} in {where} has a budget by cost, but the model {free[0]} has no price."
+            yield ConfigError(problem, f"Add [prices.{free[0]}], of 0 if it costs nothing.", param=f"keys.{i}.budgets")
 
 
 def _around(config: Config) -> Around:

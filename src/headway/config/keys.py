@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -18,11 +18,33 @@ _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Budget:
+    """A limit of the tenant's usage in a day or a month (UTC), of all its keys together.
+
+    per: the time that is limited, from midnight, or from the first of the month, in UTC.
+    tokens: limit of the tokens of prompts and answers.
+    cost: limit of their cost by [prices], in the same units. A budget has one of the two.
+    soft: serve requests beyond it without promises, instead of refusing them (429).
+    """
+
+    per: Literal["day", "month"]
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    cost: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)] | None = None
+    soft: bool = False
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Key:
     """An API key, the tenant of its requests, and limits on these; unset = no limit.
 
     key: the key itself, "env:NAME" or "file:PATH".
+    name: name of the key in the journal, reports and the audit log, where the key itself is never written; unset, the
+        tenant's.
+    budgets: limits of a day or a month.
     classes: classes that its requests may name; requests without a class have "default".
     ttft_ms, tpot_ms, e2e_ms, itl_ms: the tightest SLO, from the request or its class. e2e_ms also limits the
         deadline of a run.
@@ -43,6 +65,13 @@ class Key:
     requests_per_min: Annotated[int, Field(ge=1)] | None = None
     tokens_per_min: Annotated[int, Field(ge=1)] | None = None
     itl_ms: _Ms | None = None
+    name: _Name | None = None
+    budgets: tuple[Budget, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return its name in the journal, reports and the audit log."""
+        return self.name or self.tenant
 
 
 def reveal(secret: str, setting: str) -> str:

@@ -102,6 +102,35 @@ class Journal:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Price:
+    """What a model or an adapter costs, [prices.MODEL], in units of any currency for a million tokens.
+
+    prompt: price of tokens of prompts. cached: price of those that were in the engine's prefix cache; unset, as the
+        others. answer: price of tokens of answers.
+    """
+
+    prompt: Amount
+    answer: Amount
+    cached: Amount | None = None
+
+    def units(self, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        """Return the price of a request's tokens; cached_tokens: of its prompt."""
+        cached = self.prompt if self.cached is None else self.cached
+        prompt = (prompt_tokens - cached_tokens) * self.prompt + cached_tokens * cached
+        return (prompt + output_tokens * self.answer) / 1e6
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Audit:
+    """The audit log: a line of JSON for each act of an operator and each refused key, without text of prompts.
+
+    path: file to which lines are appended; unset = no audit log is kept.
+    """
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Log:
     """The gateway's log, on stderr.
 

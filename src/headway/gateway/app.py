@@ -50,11 +50,13 @@ from headway.gateway.offload import offload
 from headway.gateway.parsing.pooling import ENDPOINTS
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, ParsedRequest, PoolingBody
 from headway.gateway.requests.streaming import ResponseStream
+from headway.gateway.watch.audit import CODE, DETAIL, Audited
 from headway.gateway.watch.metrics import Metrics, relabelled
 from headway.store.batches.sqlite_file import NAME
 from headway.store.sqlite.health import log_bytes
 
 log = logging.getLogger("headway.gateway")
+_QUOTE = (400, 422)  # answers whose message may quote the body, and so a prompt: it is for the client alone
 _FLOODS = (429, 503)  # answers that an overload brings by the thousand: counted, not logged
 _ENGINE_S = 3.0  # for an engine's part of /metrics; Prometheus waits for 10 s
 _LOGGED = 300  # characters of an error's message; part of it may be the client's
@@ -73,6 +75,8 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     """Add the endpoints of an open gateway."""
     if state.tokens is not None:
         app.add_middleware(TokenCheck, tokens=state.tokens)
+    if state.gateway.audit.on:
+        app.add_middleware(Audited, audit=state.gateway.audit)
     _errors(app, state.gateway.metrics)
     _apis(app, state)  # what is asked for most comes first: paths are tried in this order
     _status(app, state)
@@ -92,8 +96,10 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
 def _errors(app: FastAPI, metrics: Metrics) -> None:
     def answer(request: Request, error: HeadwayError) -> JSONResponse:
         metrics.error(error.status, error.kind)
+        request.scope[CODE] = error.code
         if error.status not in _FLOODS:
-            path, why = ascii(request.url.path), ascii(error.message[:_LOGGED])
+            said = f"{error.code or error.kind} {error.param or ''}" if error.status in _QUOTE else error.message
+            path, why = ascii(request.url.path), ascii(said[:_LOGGED])
             log.info("%s %s: %d, %s", request.method, path, error.status, why)
         shapes = (api.error for path, api in _APIS.items() if request.url.path.startswith(path))
         return next(shapes, error_response)(error)
@@ -270,7 +276,9 @@ def _operations(app: FastAPI, state: AppState) -> None:
         if engine not in engines:
             known = ", ".join(engines)
             raise RequestError(f"There is no engine {engine[:64]!r}.", f"Use one of {known}.", status=404)
-        return JSONResponse(await engines[engine].control(await state.json(request)))
+        message = await state.json(request)
+        request.scope[DETAIL] = str(message.get("op"))
+        return JSONResponse(await engines[engine].control(message))
 
 
 def _engine(engine: EngineView, to_operator: bool) -> dict[str, Any]:

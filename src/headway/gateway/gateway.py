@@ -38,6 +38,7 @@ from headway.gateway.preflight import preflight
 from headway.gateway.requests.background import BackgroundWork
 from headway.gateway.requests.path import RequestPath
 from headway.gateway.requests.recovery import Recovery, forget_old_jobs
+from headway.gateway.watch.audit import AuditLog
 from headway.gateway.watch.ends import Observers
 from headway.gateway.watch.journal import JournalKeeper
 from headway.gateway.watch.late import LateRequests
@@ -65,6 +66,7 @@ class Gateway:
     backends: those outside the LLM, by name.
     fleet: changes the engines.
     prefixes: what prompts of a unit have in common; None = the recipe plans no warm-ups.
+    audit: what operators did, and which keys were refused.
     """
 
     config: Config
@@ -82,6 +84,7 @@ class Gateway:
     paces: Paces
     late: LateRequests
     fleet: Fleet
+    audit: AuditLog
 
     def adopt(self, config: Config) -> None:
         """Take over classes and keys of a configuration."""
@@ -116,7 +119,7 @@ async def serving(
         dispatcher, knowledge = wired.dispatcher, wired.control.controller.planner.knowledge
         prefixes = _add_warmers(dispatcher, backends, config)
         observers = Observers((metrics, watch.usage, watch.journal, watch.late, watch.tracing))
-        path = RequestPath(config.server, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
+        path = RequestPath(config, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, dispatcher.in_flight, counters, config)
         forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
@@ -128,7 +131,7 @@ async def serving(
                 async with tasks.running(*loops, failed=metrics.loop_failed):
                     yield Gateway(
                         config, metrics, lengths, counters, broker, dispatcher, path, background,
-                        _bodies(config), backends, prefixes, batches, paces, watch.late, fleet,
+                        _bodies(config), backends, prefixes, batches, paces, watch.late, fleet, watch.audit,
                     )  # fmt: skip
         finally:
             await path.close()
@@ -136,22 +139,26 @@ async def serving(
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """The observers of requests, beside the metrics."""
+    """The observers of requests, beside the metrics, and the audit log."""
 
     usage: Usage
     journal: JournalKeeper
     late: LateRequests
     tracing: RequestTracing
+    audit: AuditLog
 
 
 @asynccontextmanager
 async def _open_observers(config: Config, metrics: Metrics) -> AsyncIterator[_Watch]:
     """Open the observers; at the end write what they have noted."""
+    audit = AuditLog(config.audit.path, metrics.registry)
     journal = JournalKeeper(config.journal_dir, config.journal, metrics.registry)
-    watch = _Watch(Usage(config.keys), journal, LateRequests(metrics.history.pair), RequestTracing(config.tracing))
+    late = LateRequests(metrics.history.pair)
+    watch = _Watch(Usage(config.keys), journal, late, RequestTracing(config.tracing), audit)
     try:
         yield watch
     finally:
+        await audit.close()
         await journal.close()
         await asyncio.to_thread(watch.tracing.close)
 

@@ -19,6 +19,7 @@ from headway.engines.vllm.process.connection import EngineGone, EngineTimeout, M
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
+from headway.gateway.bill import Bill, Used, bill_of, with_bill
 from headway.gateway.budget import ByteBudget, Held
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
@@ -112,6 +113,7 @@ class InFlightRequest:
     keys: as in `Arrived`.
     transcript: what its client has of a stream that may go on at another engine, None = this one may not.
     resumes: how often it has gone on at another one.
+    bill: who pays for it.
     """
 
     request: Request
@@ -142,6 +144,7 @@ class InFlightRequest:
     keys: bytes = b""
     transcript: Transcript | None = None
     resumes: int = 0
+    bill: Bill = field(default_factory=Bill)
 
     @property
     def id(self) -> str:
@@ -155,13 +158,13 @@ class InFlightRequest:
     def from_job(cls, job: Job) -> InFlightRequest:
         """Return the background request of a stored job; its SLO counts from its first arrival."""
         kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
-        return cls(_REQUEST.validate_json(job.request), kind, None, background=True)
+        return cls(_REQUEST.validate_json(job.request), kind, None, background=True, bill=bill_of(job))
 
     def to_job(self, digest: str | None = None) -> Job:
         """Return the job that the broker stores. digest: as in `ParsedRequest`."""
         assert self.upstream is not None, "it is stored once, before its body is dropped"
         request, body = self.request, self.upstream.joined({})
-        stored = with_digest(_REQUEST.dump_json(request).decode(), digest)
+        stored = with_bill(with_digest(_REQUEST.dump_json(request).decode(), digest), self.bill)
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def spent(self, outcome: Outcome, output_tokens: int) -> float | None:
@@ -169,6 +172,21 @@ class InFlightRequest:
         if self.overflow is None or outcome != "finished":
             return None if self.overflow is None else self.overflow.reserved
         return self.overflow.terms.units(self.prompt_tokens or self.request.prompt_tokens, output_tokens)
+
+    def used(self, outcome: Outcome, output_tokens: int) -> Used:
+        """Return the tokens that its tenant pays for.
+
+        Without an end of its answer these are the tokens that its client has got. If there are none, nothing is paid,
+        but its prompt if it was sent to an engine and its client has given it up.
+        """
+        if outcome == "finished" or output_tokens or (outcome == "cancelled" and self.sends):
+            prompt = self.prompt_tokens or self.request.prompt_tokens
+            return Used(prompt, output_tokens, min(self.cached_tokens or 0, prompt))
+        return Used(0, 0)
+
+    def unused(self, outcome: Outcome, output_tokens: int) -> dict[str, float]:
+        """Return by account what was reserved for it and is not paid."""
+        return self.bill.unused(self.used(outcome, output_tokens)) if self.bill.reserved else {}
 
     def enter(self, state: RequestState) -> bool:
         """Enter a state; False when the request has ended already."""
@@ -211,6 +229,8 @@ class InFlightRequest:
         request, slo = self.request, self.request.slo
         targets = (b"ttft", slo.ttft), (b"tpot", slo.tpot), (b"e2e", slo.e2e), (b"itl", slo.itl)
         headers = [(b"x-headway-slo-%s-ms" % name, f"{value * 1000:g}") for name, value in targets if value is not None]
+        if self.bill.beyond is not None:
+            headers.append((b"x-headway-beyond-budget", self.bill.beyond))
         return [(b"x-headway-class", quote(request.tier)), *headers]
 
     def note_begun(self) -> None:

@@ -49,8 +49,10 @@ class Reload:
                 await self._change_engines(new)
             except HeadwayError as error:
                 log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
+                await self._note("failed", error.param)
                 return
             self._state.adopt(new.classes, new.keys)
+            await self._note("done", f"{len(new.classes)} classes, {len(new.keys)} keys, {len(new.engines)} engines")
         for line in self._state.gateway.paces.warnings(new.classes):
             log.warning("%s", line)
         others = [
@@ -61,6 +63,12 @@ class Reload:
         log.info("%s: %d classes and %d keys reloaded", self._path, len(new.classes), len(new.keys))
         if others:
             log.warning("%s: %s take effect after a restart only", self._path, ", ".join(others))
+
+    async def _note(self, outcome: str, detail: str | None) -> None:
+        audit = self._state.gateway.audit
+        audit.note("reload", "SIGHUP", str(self._path), outcome, detail=detail)
+        if audit.on:
+            await audit.flush(sync=True)
 
     def _check(self, new: Config) -> None:
         """Refuse what the gateway was not set up for: it keeps account of tenants from its start on."""

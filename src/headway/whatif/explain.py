@@ -139,6 +139,13 @@ def promised_share(run: Run, story: Timeline) -> str:
     return f"Its class promises {100 * share:.4g} % of its requests, and kept {kept:.1f} % of {mine.sum():,} here."
 
 
+def budget(story: Timeline) -> str:
+    """Say which soft budget of its tenant had no room for a request; empty if all had."""
+    if story.budget is None:
+        return ""
+    return f"Its tenant's budget of {story.budget} had no room for it, so it was served without promises."
+
+
 def _missed(kept: SloResult) -> str:
     if kept.promise == "tpot":
         return f"was {_s(kept.late)} too slow, {_pair(kept)} per token"
@@ -297,6 +304,7 @@ def describe(run: Run, story: Timeline) -> dict[str, Any]:
         "class": _tier(run, i),
         "verdict": verdict(run, story),
         "placement": placement(run, story),
+        "budget": budget(story),
         "cached_tokens": story.found,
         "prompt_tokens": int(run.workload.prompt[i]),
         "output_tokens": _output(run, story),
@@ -348,7 +356,7 @@ def render(run: Run, story: Timeline, *, whole: bool = False, lines: int = _LINE
     unseen = [Text(_NO_LOG, style="dim")] if "unseen" in story.seconds() else []
     return Group(
         Text(verdict(run, story), style="bold"),
-        *[Text(said) for said in (placement(run, story), promised_share(run, story)) if said],
+        *[Text(said) for said in (budget(story), placement(run, story), promised_share(run, story)) if said],
         Text(about, style="dim"),
         "",
         _states(run, story),

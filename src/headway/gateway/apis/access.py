@@ -15,6 +15,7 @@ from headway.config import Config, Key
 from headway.config.keys import reveal
 from headway.errors import RequestError
 from headway.gateway.apis.web_pages import refuse_foreign_pages
+from headway.gateway.watch.audit import ACTOR, OPERATOR
 
 TOKEN_ERROR = "headway.token_error"  # in the scope of a request: why its token is not accepted
 
@@ -76,12 +77,18 @@ class Access:
         digest = self._key_digest(request)
         return self._operator is not None and digest is not None and compare_digest(digest, self._operator)
 
+    def operator(self, request: Request) -> str:
+        """Return the operator that sent a request, for logs."""
+        return "operator"
+
     def check_operator(self, request: Request, otherwise: str = "") -> None:
         """Refuse what only operators may do: 401 without their key or token, 403 when there is none.
 
         otherwise: what else the operator can do about the latter, for the hint.
         """
+        request.scope[OPERATOR] = True
         if self.is_operator(request):
+            request.scope[ACTOR] = self.operator(request)
             return
         admin = self.config.oidc.admin_claim if self.config.oidc.issuer else None
         if self._operator is None and admin is None:

@@ -15,6 +15,7 @@ from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
 from headway.gateway.parsing.fields import parse_as
+from headway.gateway.watch.audit import DETAIL
 
 PATH = "/v1/headway/engines"
 _ONCE = ("id", "count")  # settings that belong to an engine's place, and cannot change while it is replaced
@@ -37,7 +38,7 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
     async def engines(request: Request) -> Response:
         """List the engines: state, models, requests inside, and why one has failed."""
         state.check_operator(request)
-        return _listed(state)
+        return _listed(state, request)
 
     @app.post(PATH, status_code=202, responses=_REFUSALS, openapi_extra=body_docs(TypeAdapter(Engine).json_schema()))
     async def add(request: Request) -> Response:
@@ -49,7 +50,7 @@ def add_engine_endpoints(app: FastAPI, state: AppState) -> None:
         body = await state.json(request)
         engines = parse({"engines": [body]}, "the body", checked=False).engines  # by `change`, with all others
         added = await state.gateway.fleet.change(engines, agent=request.query_params.get("agent"))
-        return _listed(state, added)
+        return _listed(state, request, added)
 
     _add_orders(app, state)
 
@@ -72,7 +73,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         settings = {id: changed(one, body.set) for id, one in fleet.settings.items() if id in ids}
         fleet.check_known(ids, stays=True)
         await fleet.change(roll=settings, force=_flag(request, "force"))
-        return _listed(state, ids)
+        return _listed(state, request, ids)
 
     @app.post(f"{PATH}/{{id}}/drain", status_code=202, responses=_REFUSALS)
     async def drain(id: str, request: Request) -> Response:
@@ -82,7 +83,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         """
         state.check_operator(request)
         await state.gateway.fleet.drain(id, force=_flag(request, "force"))
-        return _listed(state, [id])
+        return _listed(state, request, [id])
 
     @app.delete(f"{PATH}/{{id}}", status_code=202, responses=_REFUSALS)
     async def remove(id: str, request: Request) -> Response:
@@ -93,7 +94,7 @@ def _add_orders(app: FastAPI, state: AppState) -> None:
         """
         state.check_operator(request)
         await state.gateway.fleet.change(remove=[id], now=_flag(request, "now"), force=_flag(request, "force"))
-        return _listed(state, [id])
+        return _listed(state, request, [id])
 
 
 def changed(engine: Engine, settings: dict[str, Any]) -> Engine:
@@ -106,8 +107,9 @@ def changed(engine: Engine, settings: dict[str, Any]) -> Engine:
     return parse({"engines": [own | settings]}, "the body", checked=False).engines[0]
 
 
-def _listed(state: AppState, ids: Collection[str] | None = None) -> Response:
+def _listed(state: AppState, request: Request, ids: Collection[str] | None = None) -> Response:
     """Return the state of engines; 202 for some of them, which an order concerned."""
+    request.scope[DETAIL] = ", ".join(ids or ())
     data = [one for one in state.gateway.fleet.listed() if ids is None or one["id"] in ids]
     return JSONResponse({"object": "list", "data": data}, 200 if ids is None else 202)
 

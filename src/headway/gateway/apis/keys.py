@@ -15,6 +15,7 @@ from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
 from headway.gateway.apis.stored_keys import described
 from headway.gateway.parsing.fields import parse_as
+from headway.gateway.watch.audit import DETAIL
 
 PATH = "/v1/headway/keys"
 _MOST_S = 10 * 366 * 86_400.0  # of a lifetime: ten years
@@ -61,6 +62,7 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         body = await state.json(request)
         lifetime = parse_as(_Lifetime, body).expires_s
         new, text = await state.stored.create(_parsed(state, body), lifetime, state.operator(request))
+        request.scope[DETAIL] = new.id
         return _answer([described(new, clock.now()) | {"key": text}], 201)
 
     @app.post(
@@ -74,6 +76,7 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         _check(state, request)
         grace_s = parse_as(_Rotation, await state.json(request, b"{}")).grace_s
         old, new, text = await state.stored.rotate(id, grace_s, state.operator(request))
+        request.scope[DETAIL] = new.id
         now = clock.now()
         return _answer([described(new, now) | {"key": text}, described(old, now)], 201)
 

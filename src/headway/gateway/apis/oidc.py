@@ -123,12 +123,13 @@ class Tokens:
 
     def _sender(self, claims: Mapping[str, Any]) -> Sender:
         settings, key = self._settings, None
+        subject = str(claims.get("sub", "?"))[:_LONGEST]
         tenant, until = claim(claims, settings.tenant_claim), float(claims["exp"]) + settings.leeway_s
         classes = None if settings.classes_claim is None else _words(claim(claims, settings.classes_claim))
         if isinstance(tenant, str) and 0 < len(tenant) <= _LONGEST and tenant.isprintable() and classes != ():
-            key = Key(key="token:of an issuer", tenant=tenant, classes=classes)
+            key = Key(key="token:of an issuer", tenant=tenant, classes=classes, name=subject)
         admin = settings.admin_claim is not None and settings.admin_value in _words(claim(claims, settings.admin_claim))
-        operator = f"the token of {str(claims.get('sub', '?'))[:_LONGEST]!r}" if admin else None
+        operator = f"the token of {subject!r}" if admin else None
         return Sender(key, until, operator, token=True)
 
     # ---- the issuer's keys

@@ -30,6 +30,7 @@ from headway.gateway.parsing.models import ServedModels
 from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
+from headway.gateway.watch.audit import ACTOR
 
 _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
@@ -151,8 +152,8 @@ class AppState(Access):
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
         key = sender.key
         if sender.token and (limits := self._limits.get(key.tenant)) is not None:
-            key = replace(limits, classes=key.classes or limits.classes)
-        request.scope[TENANT] = key.tenant  # for the access log
+            key = replace(limits, classes=key.classes or limits.classes, name=key.name)
+        request.scope[TENANT], request.scope[ACTOR] = key.tenant, key.label  # for the logs
         return key
 
     def is_operator(self, request: Request) -> bool:
@@ -160,8 +161,8 @@ class AppState(Access):
         return super().is_operator(request) or self._token_operator(request) is not None
 
     def operator(self, request: Request) -> str:
-        """Return the operator that sent a request, for the log."""
-        return self._token_operator(request) or "the operator's key"
+        """Return the operator that sent a request, for logs: of a token, its subject."""
+        return self._token_operator(request) or super().operator(request)
 
     def _token_operator(self, request: Request) -> str | None:
         sender = self._sender(request)

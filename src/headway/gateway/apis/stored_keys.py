@@ -149,7 +149,9 @@ def _new(settings: str, lifetime_s: float | None) -> tuple[StoredKey, str]:
 def _key_of(stored: StoredKey) -> Key | None:
     """Return tenant and limits of a key; None if this Headway cannot keep to them, so that it is not accepted."""
     try:
-        return _KEY.validate_json(json.dumps(json.loads(stored.settings) | {"key": f"stored:{stored.id}"}))
+        settings = json.loads(stored.settings) | {"key": f"stored:{stored.id}"}
+        named = settings | {"name": settings.get("name") or stored.id}
+        return _KEY.validate_json(json.dumps(named))
     except (ValidationError, ValueError, TypeError):
         log.error("the stored key %s is not accepted: this Headway does not know its limits", stored.id)
         return None

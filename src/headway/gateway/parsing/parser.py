@@ -57,6 +57,7 @@ class Parser:
         if key is not None:
             own = body.priority is not None or "x-vllm-priority" in headers
             check_claims(key, parsed.request, parsed.request.priority if own else None)
+            parsed = replace(parsed, payer=key)
         if len(served.engines) > 1:
             parsed = replace(parsed, keys=prompt.keys(served.adapter))
         if parsed.request.stage is None or prompt.salt is not None:  # a salted prompt cannot be warmed

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.config import Config, Tier
+from headway.config import Config, Key, Tier
 from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
 from headway.gateway.parsing.engine_body import EngineBody
@@ -156,6 +156,7 @@ class ParsedRequest:
     echo: what its answer says of it, in an API whose answers do.
     digest: of path and body, where its id is that of an idempotency key (`idempotency.py`).
     earlier: the job that was accepted under that key.
+    payer: the API key whose budgets it counts in, None = without keys.
     """
 
     request: Request
@@ -172,6 +173,7 @@ class ParsedRequest:
     echo: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     earlier: Job | None = None
+    payer: Key | None = None
 
 
 def _refuse_constant(name: str) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from headway.errors import HeadwayError
-from headway.store.queue.port import Broker
+from headway.store.queue.port import NO_CHARGES, Broker, Unused
 
 _FIRST_S, _LONGEST_S = 0.1, 5.0  # between tries
 log = logging.getLogger("headway.gateway")
@@ -32,16 +32,16 @@ class Closings:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Close a request as done. False when it has another end, or another gateway holds it."""
         try:
-            return await self._close(id, lambda: self._broker.done(id, result, now))
+            return await self._close(id, lambda: self._broker.done(id, result, now, unused))
         except HeadwayError as error:  # no disk space would help: the answer itself cannot be stored
-            return await self.fail(id, f"internal: the answer cannot be stored: {error.message}", now)
+            return await self.fail(id, f"internal: the answer cannot be stored: {error.message}", now, unused)
 
-    async def fail(self, id: str, reason: str, now: float) -> bool:
+    async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Close a request as failed; False as in `done`."""
-        return await self._close(id, lambda: self._broker.fail(id, reason, now))
+        return await self._close(id, lambda: self._broker.fail(id, reason, now, unused))
 
     async def cancel(self, id: str, now: float) -> bool:
         """Close a background request that another gateway may hold. HeadwayError while the broker is out."""

@@ -14,7 +14,8 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
-from headway.store.queue.port import Broker
+from headway.policy.core.overflow import HOUR
+from headway.store.queue.port import Broker, Charge
 
 _ASIDE_S = 10.0  # seconds for which an engine that does not say how long gets no requests
 _SPENT_S = 60.0  # the same of an engine whose budget is spent, as only the broker knows
@@ -57,7 +58,7 @@ async def reserve(broker: Broker, engine: EngineView, in_flight: InFlightRequest
     account, most = f"{engine.config.name} at {engine.config.url}", in_flight.overflow.terms.budget
     in_flight.account = account
     try:
-        counted = await broker.spend(account, in_flight.id, units, most, clock.now())
+        counted = await broker.spend(in_flight.id, Charge(account, units, most, now := clock.now(), now - HOUR))
     except asyncio.CancelledError:
         await settle(broker, in_flight, 0.0)  # it may have been counted, and nothing was sent
         raise

@@ -11,16 +11,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from headway import clock
-from headway.config import Key, Server
+from headway.config import Config, Key
 from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
+from headway.gateway.bill import Bill, accounts_of, reserved_in, without_promises
 from headway.gateway.budget import AnswerBudget, Held
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
@@ -40,7 +42,7 @@ from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
-from headway.store.queue.port import Broker, queue_unavailable
+from headway.store.queue.port import AccountSpent, Broker, queue_unavailable
 from headway.types import Reject
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
@@ -55,7 +57,7 @@ class RequestPath:
 
     def __init__(
         self,
-        limits: Server,
+        config: Config,
         dispatcher: Dispatcher,
         broker: Broker,
         lengths: LengthService,
@@ -63,12 +65,12 @@ class RequestPath:
         tracing: RequestTracing,
         observers: Observer,
     ) -> None:
-        self.limits, self._dispatcher, self.broker = limits, dispatcher, broker
+        self.limits, self._prices, self._dispatcher, self.broker = config.server, config.prices, dispatcher, broker
         self._lengths, self._tracing, self.observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
-        self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
+        self._answers = AnswerBudget(self.limits.max_answer_mib * 2**20)
         self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in
@@ -169,7 +171,7 @@ class RequestPath:
         self.usage.count(parsed.request.tenant, now, tokens=tokens)
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # before it must end
-            await self._put(in_flight, parsed.digest)
+            await self._put(in_flight, parsed)
         except BaseException:
             self.usage.count(parsed.request.tenant, now, tokens=-tokens)
             self.observers.ended(Ended(in_flight, clock.now(), "not_stored"))
@@ -179,13 +181,33 @@ class RequestPath:
         in_flight.held = held.keep()
         return in_flight
 
-    async def _put(self, in_flight: InFlightRequest, digest: str | None) -> None:
-        try:
-            await self.broker.put(in_flight.to_job(digest))
-        except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
-            reason = "client_gone: disconnected while it was stored"
-            await self.closings.fail(in_flight.id, reason, clock.now())
-            raise
+    async def _put(self, in_flight: InFlightRequest, parsed: ParsedRequest) -> None:
+        """Store a request, and count what it may cost; RequestError (429) when a budget has no room for that.
+
+        Beyond a soft budget it is stored without promises.
+        """
+        key, request, now = parsed.payer, in_flight.request, datetime.now(UTC)
+        price = self._prices.get(request.adapter or "") or self._prices.get(request.model)
+        accounts = {one.name: one for one in accounts_of(key, request, price, now)}
+        reserved = reserved_in([*accounts.values()])
+        in_flight.bill = Bill("" if key is None else key.label, price, reserved)
+        while True:
+            try:
+                charges = [one.charge for one in accounts.values()]
+                await self.broker.put(in_flight.to_job(parsed.digest), charges)
+                return
+            except AccountSpent as spent:
+                account = accounts[spent.account]
+                if not account.limits[0].soft:
+                    self.observers.refused(Refused("budget", request.tenant, request))
+                    raise account.refusal(spent.counted, now) from spent
+                in_flight.bill = replace(in_flight.bill, beyond=account.what)
+                in_flight.request = without_promises(request)
+                del account.limits[0]
+            except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
+                reason, unused = "client_gone: disconnected while it was stored", in_flight.unused("failed", 0)
+                await self.closings.fail(in_flight.id, reason, clock.now(), unused)
+                raise
 
     # ---- through the engine
 
@@ -378,7 +400,7 @@ class RequestPath:
         finished = Finished(request.id, output_tokens, cached_tokens=cached, prompt_tokens=prompt, met=ended.met)
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
-        done = await self.closings.done(request.id, result, ended.at)
+        done = await self.closings.done(request.id, result, ended.at, in_flight.unused("finished", output_tokens))
         self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)
@@ -393,7 +415,7 @@ class RequestPath:
         """
         if in_flight.enter(RequestState.ENDED):
             now = self._close(in_flight, reason, outcome, output_tokens)
-            await self.closings.fail(in_flight.id, reason, now)
+            await self.closings.fail(in_flight.id, reason, now, in_flight.unused(outcome, output_tokens))
 
     def abandon(self, in_flight: InFlightRequest, reason: str) -> None:
         """Close a request here without an end in the broker."""

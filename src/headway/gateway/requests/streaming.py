@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway.engines.vllm.process.answers import event_data, read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
+from headway.gateway.bill import Bill, Used
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, TENANT
 from headway.gateway.in_flight import InFlightRequest, Outcome, reason_of
@@ -87,7 +88,7 @@ class ResponseStream(DeferredResponse):
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
         self._path, self._in_flight = path, in_flight
-        self._reader = EventReader(wants_usage, in_flight.transcript)
+        self._reader = EventReader(wants_usage, in_flight.transcript, in_flight.bill)
         self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
         self._started = self._complete = False
         self._client_gone = False  # the client has disconnected before the end
@@ -221,6 +222,9 @@ class ResponseStream(DeferredResponse):
             headers.append((b"retry-after", response.retry_after.encode()))
         if response is not None and not streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
+            used = self._in_flight.used("finished", response.output_tokens)
+            if response.status == 200 and (cost := self._in_flight.bill.cost(used)) is not None:
+                headers.append((b"x-headway-cost", f"{cost:.10g}".encode()))
         if response is not None and (connection := scope.get(CONNECTION)) is not None:
             connection.join_head()
         status = 200 if response is None else response.status
@@ -310,9 +314,11 @@ class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for.
 
     transcript: of the stream, if it may go on at another engine. An engine's error is then kept back, in `failure`.
+    bill: by which the usage event gets a cost.
     """
 
     __slots__ = (
+        "_bill",
         "_events",
         "_reported_tokens",
         "_transcript",
@@ -327,8 +333,8 @@ class EventReader:
         "wants_usage",
     )
 
-    def __init__(self, wants_usage: bool, transcript: Transcript | None = None) -> None:
-        self.wants_usage, self._transcript = wants_usage, transcript
+    def __init__(self, wants_usage: bool, transcript: Transcript | None = None, bill: Bill | None = None) -> None:
+        self.wants_usage, self._transcript, self._bill = wants_usage, transcript, bill
         self._unfinished = bytearray()
         self._usage_tokens: int | None = None  # the engine's own count, None before its usage event
         self._events = self._reported_tokens = 0  # events, and the engine's count beside one of them
@@ -409,10 +415,19 @@ class EventReader:
             self._usage_tokens = answer.output_tokens
             if not self.wants_usage:
                 return b""
-            return event if transcript is None else transcript.shown(event)
+            return self._priced(event if transcript is None else transcript.shown(event))
         self._events += not answer.failed
         self._reported_tokens = max(self._reported_tokens, answer.output_tokens or 0)
         return event if transcript is None else transcript.passed(event, data)
+
+    def _priced(self, event: bytes) -> bytes:
+        """Return the usage event with the cost of the request, if its model has a price."""
+        used = Used(self.prompt_tokens, self.tokens, self.cached_tokens or 0)
+        if self._bill is None or (cost := self._bill.cost(used)) is None or not (data := event_data(event)):
+            return event
+        answer = json.loads(data)
+        answer["usage"]["cost"] = cost
+        return b"data: " + json.dumps(answer).encode() + _END
 
 
 def _last(error: dict[str, Any]) -> bytes:

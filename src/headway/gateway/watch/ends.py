@@ -51,6 +51,11 @@ class Ended:
         return self.in_flight.request.tpot(self.ttft, self.e2e, self.output_tokens)
 
     @property
+    def cost(self) -> float | None:
+        """What its tenant pays, None where its model has no price."""
+        return self.in_flight.bill.cost(self.in_flight.used(self.outcome, self.output_tokens))
+
+    @property
     def met(self) -> bool:
         """Whether an answered request met every target of its SLO."""
         return self.in_flight.request.slo.met(self.ttft, self.tpot, self.e2e, self.in_flight.silence or 0.0)

@@ -14,6 +14,7 @@ import sqlite3
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class JournalKeeper(Observer):
         promised = request.slo.objective != "best_effort"
         met = int(request.slo.met(ttft, tpot, e2e, in_flight.silence or 0.0)) if promised else None
         first = request.arrival + ttft
-        self._put(self._row(request, in_flight, end.at, "finished", met, None, first, end.output_tokens))
+        self._put(_paid(self._row(request, in_flight, end.at, "finished", met, None, first, end.output_tokens), end))
 
     def _failed(self, end: Ended) -> None:
         """Note a request without a complete answer.
@@ -112,7 +113,7 @@ class JournalKeeper(Observer):
             in_flight.first_token,
             0,
         )
-        self._put(row)
+        self._put(_paid(row, end))
 
     def refused(self, refusal: Refused) -> None:
         """Note a request that could not be on time; count one without room in the queue or in its minute."""
@@ -284,6 +285,20 @@ class JournalKeeper(Observer):
             )
             last = last[0], self._wall(ended)
         return last, len(rows) == _ITERATIONS or len(stays) == _STAYS
+
+
+def _paid(row: RequestRow, end: Ended) -> RequestRow:
+    """Return the row of a request that ended with what its tenant pays."""
+    bill, used = end.in_flight.bill, end.in_flight.used(end.outcome, end.output_tokens)
+    return replace(
+        row,
+        key=bill.key[:_NAME],
+        budget=bill.beyond,
+        paid_prompt=used.prompt,
+        paid_cached=used.cached,
+        paid_output=used.answer,
+        cost=bill.cost(used),
+    )
 
 
 def _iterations(rows: Iterable[Sequence[Any]]) -> list[list[float]]:

@@ -94,6 +94,7 @@ class Metrics(Observer):
         self._owed = Counter("headway_slo_owed", "Requests ended that had an SLO.", each, registry=r)
         self._drops = Counter("headway_dropped", "Requests refused.", ["reason", "tenant"], registry=r)
         self._tokens = Counter("headway_tokens", "Tokens served.", ["model", "kind", "tenant"], registry=r)
+        self._cost = Counter("headway_cost", "Cost of requests by [prices].", ["model", "tenant"], registry=r)
 
     def _add_engines(self, r: CollectorRegistry) -> None:
         self.wanted = _Wanted()
@@ -297,6 +298,9 @@ class Metrics(Observer):
         """Count a request that ended here, and what it cost."""
         if (spent := end.in_flight.spent(end.outcome, end.output_tokens)) is not None:
             self._spent.labels(end.in_flight.sends[-1][1]).inc(spent)
+        if end.here and (cost := end.cost):
+            request = end.in_flight.request
+            self._cost.labels(request.model, self._label(request.tenant)).inc(cost)
         if end.outcome == "finished":
             self._finished(end)
         elif end.here:

@@ -82,6 +82,7 @@ class Timeline:
     found: tokens of its prompt that the last engine was known to hold when it was sent there, None = it was not sent.
     overflow: seconds by which it would have been late without an overflow engine, and the units that it cost there;
         None = it went to none, as far as is recorded.
+    budget: soft budget of its tenant that had no room for it, so that it was promised nothing; None = all had.
     """
 
     request: int
@@ -93,6 +94,7 @@ class Timeline:
     crowded: float
     found: int | None
     overflow: tuple[float, float] | None = None
+    budget: str | None = None
 
     def seconds(self, start: float | None = None, end: float | None = None) -> dict[str, float]:
         """Return seconds per state between two instants (default: all), states without any left out."""

@@ -19,9 +19,9 @@ from headway.store.versions import Versions
 from headway.types import Floats
 
 APPLICATION = 0x48444A4C  # "HDJL": marks a journal's files among other programs' SQLite files
-VERSION = 7  # of the tables below, in PRAGMA user_version
+VERSION = 8  # of the tables below, in PRAGMA user_version
 # Columns that files of older versions lack, as SQL. All others may be NULL, and are.
-BEFORE = {"weight": "1.0", "line": "0"}
+BEFORE = {"weight": "1.0", "line": "0", "key": "''", "paid_prompt": "0", "paid_cached": "0", "paid_output": "0"}
 SHAPE = ("decodes", "context", "prefill", "prefill_context")  # columns of an iteration, as `types.Batch`
 ITERATION = ("start", "seconds", *SHAPE, "blocks", "waiting")
 
@@ -47,6 +47,9 @@ class RequestRow:
     reason: of an outcome that is not "finished", one word such as infeasible or engine_gone.
     overflow_late, overflow_cost: of a request that went to an overflow engine: seconds by which it would have been late
         elsewhere (inf = no other engine was up), and units that it cost.
+    key: name of the API key that it came with. budget: soft budget that had no room for it, None = all had.
+    paid_prompt, paid_cached, paid_output: tokens that its tenant pays for: of all its prompts, of these those that were
+        in the engine's prefix cache, and of its answers. cost: of these, None = its model had no price.
     """
 
     id: str
@@ -86,6 +89,12 @@ class RequestRow:
     itl: float | None = None
     gap: float | None = None
     share: float | None = None
+    key: str = ""
+    budget: str | None = None
+    paid_prompt: int = 0
+    paid_cached: int = 0
+    paid_output: int = 0
+    cost: float | None = None
 
     @property
     def verdict(self) -> str:

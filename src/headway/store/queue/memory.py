@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.store.queue.port import (
+    CANCELLED,
+    NO_CHARGES,
+    TOTAL,
+    AccountSpent,
+    Charge,
+    Job,
+    Unused,
+    known_id,
+    no_lease,
+    unknown_id,
+)
 
 
 @dataclass(slots=True)
@@ -24,12 +35,12 @@ class _Lease:
 class MemoryStore:
     """The state that brokers of one process share: all jobs in the order of their puts, and leases by owner.
 
-    spent: account and id -> instant and units. keys: API keys by id; changes: number of their changes.
+    spent: account -> id -> instant and units. keys: API keys by id; changes: number of their changes.
     """
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, _Lease] = field(default_factory=dict)
-    spent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    spent: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     keys: dict[str, StoredKey] = field(default_factory=dict)
     changes: int = 0
 
@@ -57,12 +68,16 @@ class MemoryBroker:
         self._store.leases[self.owner] = _Lease(until)
         return lease is not None and not lease.ended
 
-    async def put(self, job: Job) -> None:
-        """Store a new open job. Raises HeadwayError: 409 when its id is known, 503 without a lease."""
+    async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
+        """Store a new open job. Raises HeadwayError: 409 when its id is known, 503 without a lease, AccountSpent."""
         assert job.state == "open", f"job {job.id} is {job.state}"
         self._check_lease()
         if job.id in self._jobs:
             raise known_id(job.id)
+        for charge in charges:
+            self._check_room(charge)
+        for charge in charges:
+            self._count(job.id, charge)
         self._jobs[job.id] = replace(job, owner=self.owner)
 
     async def take(self, now: float, limit: int) -> list[Job]:
@@ -82,13 +97,13 @@ class MemoryBroker:
         job.owner = None
         return True
 
-    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
-        return self._end(id, state="done", result=result, finished=now)
+        return self._end(id, unused, state="done", result=result, finished=now)
 
-    async def fail(self, id: str, reason: str, now: float) -> bool:
+    async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
-        return self._end(id, state="failed", reason=reason, finished=now)
+        return self._end(id, unused, state="failed", reason=reason, finished=now)
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
@@ -133,21 +148,40 @@ class MemoryBroker:
         del self._jobs[id]
         return True
 
-    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
-        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
-        spent = self._store.spent
-        for key in [key for key, (at, _) in spent.items() if key[0] == account and at <= now - ACCOUNT_S]:
-            del spent[key]
-        if sum(cost for (name, _), (_, cost) in spent.items() if name == account) + units > most:
+    async def spend(self, id: str, charge: Charge) -> bool:
+        """Count a charge of a request if its account has room; tell whether it was counted."""
+        try:
+            self._check_room(charge)
+        except AccountSpent:
             return False
-        _, before = spent.get((account, id), (now, 0.0))
-        spent[account, id] = now, before + units
+        self._count(id, charge)
         return True
 
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request."""
-        if (found := self._store.spent.get((account, id))) is not None:
-            self._store.spent[account, id] = found[0], found[1] - units
+        if (found := self._store.spent.get(account, {}).get(id)) is not None:
+            self._store.spent[account][id] = found[0], found[1] - units
+
+    def _check_room(self, charge: Charge) -> None:
+        account = self._store.spent.setdefault(charge.account, {})
+        for id in [id for id, (at, _) in account.items() if at <= charge.old]:
+            del account[id]
+        if (counted := sum(units for _, units in account.values())) + charge.units > charge.most:
+            raise AccountSpent(charge.account, counted)
+
+    def _count(self, id: str, charge: Charge) -> None:
+        account = self._store.spent[charge.account]
+        _, before = account.get(id, (charge.at, 0.0))
+        account[id] = charge.at, before + charge.units
+
+    def _settle(self, id: str, unused: Unused) -> None:
+        """Add what an ended job used of its charges to the sums of their accounts."""
+        for name, units in unused.items():
+            account = self._store.spent.get(name, {})
+            if id in account and (id not in self._jobs or self._jobs[id].state != "open"):
+                at, charged = account.pop(id)
+                latest, before = account.get(TOTAL, (at, 0.0))
+                account[TOTAL] = max(at, latest), before + charged - units
 
     async def keys(self, after: int) -> list[StoredKey]:
         """Return the keys whose latest change came after that one; 0 = all keys."""
@@ -184,9 +218,9 @@ class MemoryBroker:
         job = self._jobs.get(id)
         return job if job is not None and job.state == "open" and job.owner == self.owner else None
 
-    def _end(self, id: str, **end: object) -> bool:
-        if (job := self._held(id)) is None:
-            return False
-        # The request is needed only until it has been answered, and may be large.
-        self._jobs[id] = replace(job, body=b"", **end)  # type: ignore[arg-type]
-        return True
+    def _end(self, id: str, unused: Unused, **end: object) -> bool:
+        if (job := self._held(id)) is not None:
+            # The request is needed only until it has been answered, and may be large.
+            self._jobs[id] = replace(job, body=b"", **end)  # type: ignore[arg-type]
+        self._settle(id, unused)
+        return job is not None

@@ -15,15 +15,16 @@ lease's length. If they do not, a job may run twice, but still ends once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from headway.errors import HeadwayError
 from headway.store.queue.keys import KeyStore
 
 RETRY_S = 10  # seconds until a refused request may be sent again
-ACCOUNT_S = 3600.0  # for which what was spent counts
+TOTAL = ""  # stands for the ended requests of an account, whose units are kept as one sum
 
 
 @dataclass(slots=True)
@@ -64,6 +65,32 @@ class Job:
 CANCELLED = "cancelled"  # reason of a job that its client cancelled
 
 
+class Charge(NamedTuple):
+    """What a request may cost, in an account that all gateways of the store share.
+
+    most: it is counted if no more than this is counted with it. at: instant from which it counts.
+    old: what was counted from this instant or before it counts no more.
+    """
+
+    account: str
+    units: float
+    most: float
+    at: float
+    old: float
+
+
+Unused = Mapping[str, float]  # account -> units of a request's charge that it did not use
+NO_CHARGES: Unused = MappingProxyType({})
+
+
+class AccountSpent(HeadwayError):
+    """A charge finds no room in its account, in which `counted` units are counted (429)."""
+
+    def __init__(self, account: str, counted: float) -> None:
+        super().__init__(f"The account {account} has no room.", "Wait until it has.", status=429)
+        self.account, self.counted = account, counted
+
+
 class Broker(KeyStore, Protocol):
     """One gateway's connection to the store of accepted requests, which also keeps API keys."""
 
@@ -86,10 +113,11 @@ class Broker(KeyStore, Protocol):
         `gone` tells which; all others are held again.
         """
 
-    async def put(self, job: Job) -> None:
-        """Store a new open job, held by this gateway. It survives a crash when this returns.
+    async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
+        """Store a new open job, held by this gateway, with its charges. All survive a crash when this returns.
 
-        Raises HeadwayError: 409 when the id is known, ended jobs included; 503 before the first `renew`.
+        Raises HeadwayError: 409 when the id is known, ended jobs included; 503 before the first `renew`; AccountSpent
+        when one of the accounts has no room. Then nothing is stored. charges: of different accounts.
         """
 
     async def take(self, now: float, limit: int) -> list[Job]:
@@ -103,11 +131,15 @@ class Broker(KeyStore, Protocol):
     async def give_back(self, id: str) -> bool:
         """Let others take an open job. False when this gateway does not hold it."""
 
-    async def done(self, id: str, result: bytes | None, now: float) -> bool:
-        """Acknowledge a job as done. False when it has ended, or when this gateway does not hold it."""
+    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
+        """Acknowledge a job as done. False when it has ended, or when this gateway does not hold it.
 
-    async def fail(self, id: str, reason: str, now: float) -> bool:
-        """Acknowledge a job as failed. False when it has ended, or when this gateway does not hold it."""
+        unused: of its charges; unless the job is open after this call, what it used of them is added to the sum of its
+        account, once. What it used stays counted as long as the account counts what it was charged.
+        """
+
+    async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
+        """Acknowledge a job as failed; otherwise as `done`."""
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as failed ("cancelled"), whichever gateway holds it. False when it is not open.
@@ -136,11 +168,10 @@ class Broker(KeyStore, Protocol):
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended. False when it is open, unknown or forgotten."""
 
-    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
-        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was.
+    async def spend(self, id: str, charge: Charge) -> bool:
+        """Count a charge of a request if its account has room; tell whether it was counted.
 
-        It counts for an hour, in the account of this name, which all gateways of the store share. A request that is
-        in the account already costs as much more. It survives a crash when this returns.
+        A request that is in the account already costs as much more. It survives a crash when this returns.
         """
 
     async def refund(self, account: str, id: str, units: float) -> None:

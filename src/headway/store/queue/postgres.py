@@ -25,7 +25,18 @@ from headway.store.postgres.link import Address, Lost
 from headway.store.postgres.schema import loaded, lock_of, stored
 from headway.store.postgres.session import Lane, Session
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, unknown_id
+from headway.store.queue.port import (
+    CANCELLED,
+    NO_CHARGES,
+    AccountSpent,
+    Charge,
+    Job,
+    Unused,
+    known_id,
+    no_lease,
+    unknown_id,
+)
+from headway.store.queue.postgres_accounts import REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
 from headway.store.queue.postgres_schema import JOBS
 
@@ -41,18 +52,12 @@ CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, bo
     WHERE id = $3 AND state = 'open' RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
-EXPIRE_SPENT = "DELETE FROM {s}.spent WHERE account = $1 AND at <= $2"
-SPEND = """INSERT INTO {s}.spent AS one (account, id, at, units) SELECT $1, $2, $3, $4::float8
-    WHERE (SELECT coalesce(sum(units), 0) FROM {s}.spent WHERE account = $1) + $4 <= $5::float8
-    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units RETURNING true"""
-REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
 GET_KEYS = "SELECT * FROM {s}.keys WHERE changed > $1 ORDER BY changed"
 PUT_KEY = """INSERT INTO {s}.keys AS one SELECT $1, $2, $3, $4, $5, $6, coalesce(max(changed), 0) + 1 FROM {s}.keys
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
         revoked = coalesce(one.revoked, excluded.revoked)"""
 FORGET_KEYS = "DELETE FROM {s}.keys WHERE coalesce(revoked, expires) < $1"
-# For calls whose outcome is unknown as the connection ended: puts are deleted, taken jobs are given back.
-UNDO_PUTS = "DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
+# For calls whose outcome is unknown as the connection ended: taken jobs are given back.
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
 
 ALONE = ("take", "forget")  # calls that look at other gateways' leases
@@ -76,7 +81,7 @@ class PostgresBroker(Session):
     def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
         self.owner, self._lock = owner, lock_of(address.schema)
         self._numbers = count(secrets.randbits(62))  # differ from those of other connections under this name
-        self._unknown: dict[str, list[int]] = {"put": [], "take": []}
+        self._unknown: dict[str, list[tuple[int, list[str]]]] = {"put": [], "take": []}
         self._most_apart_s = most_apart_s
         self._renewal_unknown = False  # the outcome of the last renewal is unknown
         super().__init__(address, "The broker", "send the request again")
@@ -85,16 +90,15 @@ class PostgresBroker(Session):
         """Extend the lease; False when it begins with this call."""
         return bool(await self._write("renew", instant=until))
 
-    async def put(self, job: Job) -> None:
+    async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
         """Store a new open job; it is in the server's log on the disk when this returns.
 
         Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, 400 when
-        PostgreSQL cannot hold it.
+        PostgreSQL cannot hold it, AccountSpent.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
-        outcome = await self._write(
-            "put", id=job.id, instant=job.arrival, count=job.attempts, job=job, text=job.request, body=job.body
-        )
+        columns = {"instant": job.arrival, "count": job.attempts, "text": job.request, "body": job.body}
+        outcome = await self._write("put", id=job.id, job=job, charges=charges, **columns)
         if outcome != 1:
             raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
 
@@ -109,13 +113,13 @@ class PostgresBroker(Session):
         """Let others take an open job. False when this gateway does not hold it."""
         return bool(await self._write("give_back", id=id))
 
-    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
-        return bool(await self._write("done", id=id, instant=now, body=result))
+        return bool(await self._write("done", id=id, instant=now, body=result, unused=unused))
 
-    async def fail(self, id: str, reason: str, now: float) -> bool:
+    async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
-        return bool(await self._write("failed", id=id, instant=now, text=reason))
+        return bool(await self._write("failed", id=id, instant=now, text=reason, unused=unused))
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
@@ -150,13 +154,17 @@ class PostgresBroker(Session):
         """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
 
-    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
-        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
-        return bool(await self._write("spend", text=account, id=id, instant=now, amounts=(units, most)))
+    async def spend(self, id: str, charge: Charge) -> bool:
+        """Count a charge of a request if its account has room; tell whether it was counted."""
+        try:
+            await self._write("spend", id=id, charges=[charge])
+        except AccountSpent:
+            return False
+        return True
 
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request."""
-        await self._write("refund", text=account, id=id, amounts=(units,))
+        await self._write("refund", text=account, id=id, units=units)
 
     async def keys(self, after: int) -> list[StoredKey]:
         """Return the keys whose latest change came after that one; 0 = all keys."""
@@ -213,19 +221,33 @@ class PostgresBroker(Session):
         """Apply the group in one transaction."""
         if group[0].verb == "cancel":
             return [await self._cancel(group[0], connection)]
-        if group[0].verb == "spend":
-            return [await self._spend(group[0], connection)]
         if group[0].verb == "refund":
-            account, id, amounts = stored(group[0].text), stored(group[0].id), group[0].amounts
-            return [await connection.execute(self.sql(REFUND), account, id, *amounts)]
+            account, id, units = stored(group[0].text), stored(group[0].id), group[0].units
+            return [await connection.execute(self.sql(REFUND), account, id, units)]
         if group[0].verb == "put_keys":
             await self._put_keys(group[0], connection)
             return [None]
+        await self._undo(connection)
         # After a failure alone: then no other transaction has locked its rows.
-        return await self._apply(group, tries > 0 or any(call.verb in ALONE for call in group), connection)
+        alone = tries > 0 or any(call.verb in ALONE for call in group)
+        if any(call.accounts for call in group):
+            return await self._apply_charged(group, alone, connection)
+        return await self._apply(group, alone, connection)
+
+    async def _apply_charged(self, group: list[QueueCall], alone: bool, connection: Connection) -> list[Any]:
+        """Apply a group with its changes of accounts, in one transaction."""
+        async with connection.transaction():
+            await lock(group, self._address.schema, connection)
+            refused = await without_room(group, self.sql, connection)
+            calls = [call for call in group if call.number not in refused and call.verb != "spend"]
+            outcomes = await self._apply(calls, alone, connection) if calls else []
+            applied = {call.number: outcome for call, outcome in zip(calls, outcomes, strict=True)}
+            kept = [call for call in group if call.number not in refused and applied.get(call.number, 1) == 1]
+            await count_charges(kept, self.sql, connection)
+            await settle(group, self.sql, connection)
+        return [refused.get(call.number, applied.get(call.number)) for call in group]
 
     async def _apply(self, group: list[QueueCall], alone: bool, connection: Connection) -> list[Any]:
-        await self._undo(connection)
         columns = [list(column) for column in zip(*(call.row() for call in group), strict=True)]
         places = ", ".join(f"${i}" for i in range(1, 4 + len(columns)))
         rows = await connection.fetch(
@@ -241,15 +263,6 @@ class PostgresBroker(Session):
 
     async def _cancel(self, call: QueueCall, connection: Connection) -> bool:
         return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
-
-    async def _spend(self, call: QueueCall, connection: Connection) -> bool:
-        """Spend while no other gateway does, so that each sees what the others have spent."""
-        account, id = stored(call.text), stored(call.id)
-        assert call.instant is not None
-        async with connection.transaction():
-            await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} {account}"))
-            await connection.execute(self.sql(EXPIRE_SPENT), account, call.instant - ACCOUNT_S)
-            return bool(await connection.fetchval(self.sql(SPEND), account, id, call.instant, *call.amounts))
 
     async def _put_keys(self, call: QueueCall, connection: Connection) -> None:
         """Store keys while no other gateway does: changes become visible in the order of their numbers."""
@@ -270,14 +283,17 @@ class PostgresBroker(Session):
     def _note_unknown(self, group: Sequence[QueueCall]) -> None:
         for call in group:
             if call.verb in self._unknown:
-                self._unknown[call.verb].append(call.number)
+                self._unknown[call.verb].append((call.number, call.accounts))
             self._renewal_unknown |= call.verb == "renew"
 
     async def _undo(self, connection: Connection) -> None:
-        for verb, sql in (("put", UNDO_PUTS), ("take", UNDO_TAKES)):
-            if numbers := self._unknown[verb]:
-                await connection.execute(self.sql(sql), self.owner, numbers)
-                numbers.clear()
+        if puts := self._unknown["put"]:
+            accounts = [stored(account) for _, names in puts for account in names]
+            await connection.execute(self.sql(UNDO_PUTS), self.owner, [number for number, _ in puts], accounts)
+            puts.clear()
+        if takes := self._unknown["take"]:
+            await connection.execute(self.sql(UNDO_TAKES), self.owner, [number for number, _ in takes])
+            takes.clear()
 
 
 def _job(row: Any) -> Job | None:

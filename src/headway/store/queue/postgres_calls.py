@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import HeadwayError
 from headway.store.postgres import session
 from headway.store.postgres.schema import stored
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import Job
+from headway.store.queue.port import NO_CHARGES, Charge, Job, Unused
 
 GROUP_BYTES = 8 * 2**20  # limit of the bodies in a group; a single call may have more
 LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which also holds for messages
-SINGLE = ("cancel", "gone", "spend", "refund", "keys", "put_keys")  # calls with a separate statement
+SINGLE = ("cancel", "gone", "refund", "keys", "put_keys")  # calls with a separate statement
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +32,15 @@ class QueueCall(session.SessionCall):
     text: str | None = None
     body: bytes | None = None
     ids: Sequence[str] = ()
-    amounts: Sequence[float] = ()
+    units: float = 0.0
+    charges: Sequence[Charge] = ()
+    unused: Unused = field(default_factory=lambda: NO_CHARGES)
     keys: Sequence[StoredKey] = ()
+
+    @property
+    def accounts(self) -> list[str]:
+        """Return the accounts that it changes or looks at, but for `refund`."""
+        return [*(charge.account for charge in self.charges), *self.unused]
 
     def row(self) -> tuple[Any, ...]:
         """Return the elements of the function's arrays."""
@@ -58,6 +65,8 @@ def together(calls: deque[QueueCall], limit: int) -> list[QueueCall]:
     size = 0
     while calls and len(group) < limit and size < GROUP_BYTES:
         if group and (group[0].verb in SINGLE or calls[0].verb in SINGLE):
+            break
+        if calls[0].verb == "take" and any(call.accounts for call in group):  # they are one transaction with accounts
             break
         group.append(calls.popleft())
         size += len(group[-1].body or b"")

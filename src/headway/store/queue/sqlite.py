@@ -23,7 +23,18 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import ACCOUNT_S, CANCELLED, Job, known_id, no_lease, queue_unavailable, unknown_id
+from headway.store.queue.port import (
+    CANCELLED,
+    NO_CHARGES,
+    Charge,
+    Job,
+    Unused,
+    known_id,
+    no_lease,
+    queue_unavailable,
+    unknown_id,
+)
+from headway.store.queue.sqlite_accounts import charge_all, check_room, refund, spend
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
@@ -66,15 +77,10 @@ FORGET = """DELETE FROM jobs WHERE seq IN
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
-EXPIRE_SPENT = "DELETE FROM spent WHERE account = ? AND at <= ?"
-SPEND = """INSERT INTO spent (account, id, at, units) SELECT :account, :id, :now, :units
-    WHERE (SELECT coalesce(sum(units), 0) FROM spent WHERE account = :account) + :units <= :most
-    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
 PUT_KEY = """INSERT INTO keys SELECT ?, ?, ?, ?, ?, ?, coalesce(max(changed), 0) + 1 FROM keys WHERE true
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
         revoked = coalesce(revoked, excluded.revoked)"""
 FORGET_KEYS = "DELETE FROM keys WHERE coalesce(revoked, expires) < ?"
-REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
 UNFIT = (
@@ -140,18 +146,18 @@ class SqliteBroker:
         """Extend the lease; False when it begins with this call."""
         return await self._write(partial(_renew, self.owner, until))
 
-    async def put(self, job: Job) -> None:
+    async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
         """Store a new open job; it is on the disk when this returns.
 
         Raises HeadwayError: 409 when the id is known (ended jobs included), 503 without a lease, or while the
-        write-ahead log is too long, 400 when SQLite cannot hold it.
+        write-ahead log is too long, 400 when SQLite cannot hold it, AccountSpent.
         """
         assert job.state == "open", f"job {job.id} is {job.state}"
         if self._damage is not None:
             raise queue_unavailable(self._damage)
         if (problem := self._watch.log_problem(1 if job.background else 2)) is not None:
             raise queue_unavailable(problem, "no background work" if job.background else "nothing")
-        await self._write(partial(_put, job, self.owner))
+        await self._write(partial(_put, job, self.owner, charges))
         self._kept.add(job)
 
     async def take(self, now: float, limit: int) -> list[Job]:
@@ -168,17 +174,17 @@ class SqliteBroker:
         self._kept.drop(id)
         return await self._write(partial(_changes, GIVE_BACK, [id, self.owner])) == 1
 
-    async def done(self, id: str, result: bytes | None, now: float) -> bool:
+    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
         if result is None:
-            return await self._write(Done(self.owner, id, now))
-        return await self._write(partial(end, self.owner, id, now, result=result))
+            return await self._write(Done(self.owner, id, now, unused))
+        return await self._write(partial(end, self.owner, id, now, result=result, unused=unused))
 
-    async def fail(self, id: str, reason: str, now: float) -> bool:
+    async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
-        return await self._write(partial(end, self.owner, id, now, reason=reason))
+        return await self._write(partial(end, self.owner, id, now, reason=reason, unused=unused))
 
     async def cancel(self, id: str, now: float) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
@@ -215,14 +221,13 @@ class SqliteBroker:
         """Delete a job that has ended."""
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
-    async def spend(self, account: str, id: str, units: float, most: float, now: float) -> bool:
-        """Count what a request may cost, if no more than `most` is counted with it; tell whether it was."""
-        values = {"account": account, "id": id, "units": units, "most": most, "now": now}
-        return await self._write(partial(_spend, values))
+    async def spend(self, id: str, charge: Charge) -> bool:
+        """Count a charge of a request if its account has room; tell whether it was counted."""
+        return await self._write(partial(spend, id, charge))
 
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request."""
-        await self._write(partial(_refund, [units, account, id]))
+        await self._write(partial(refund, account, id, units))
 
     async def keys(self, after: int) -> list[StoredKey]:
         """Return the keys whose latest change came after that one; 0 = all keys."""
@@ -411,10 +416,14 @@ def _renew(owner: str, until: float, db: sqlite3.Connection) -> bool:
     return bool(before == (0,))
 
 
-def _put(job: Job, owner: str, db: sqlite3.Connection) -> None:
+def _put(job: Job, owner: str, charges: Sequence[Charge], db: sqlite3.Connection) -> None:
+    if charges:
+        check_room(charges, db)
     if not db.execute(PUT, [*row_of(job, owner), owner]).rowcount:
         _check_lease(owner, db)
         raise known_id(job.id)
+    if charges:
+        charge_all(job.id, charges, db)
 
 
 def _get(id: str, db: sqlite3.Connection) -> Job | None:
@@ -436,15 +445,6 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
 def _forget(before: float, db: sqlite3.Connection) -> int:
     db.execute(FORGET_LEASES, [before])
     return db.execute(FORGET, [before, SWEEP]).rowcount
-
-
-def _spend(values: dict[str, Any], db: sqlite3.Connection) -> bool:
-    db.execute(EXPIRE_SPENT, [values["account"], values["now"] - ACCOUNT_S])
-    return db.execute(SPEND, values).rowcount == 1
-
-
-def _refund(values: list[Any], db: sqlite3.Connection) -> None:
-    db.execute(REFUND, values)
 
 
 def _keys(after: int, db: sqlite3.Connection) -> list[StoredKey]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from headway.store.queue.port import NO_CHARGES, Unused
+from headway.store.queue.sqlite_accounts import settle
 from headway.store.sqlite.health import checksum
 
 FEW = 4  # up to so few ends, storing them one by one is faster
@@ -26,25 +28,29 @@ _END_ALL = """UPDATE jobs SET state = 'done', result = NULL, reason = NULL, fini
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a job that this gateway (`owner`) holds, done at an instant `now`."""
+    """The end of a job that this gateway (`owner`) holds, done at an instant `now`. unused: as in `Broker.done`."""
 
     owner: str
     id: str
     now: float
+    unused: Unused = field(default_factory=lambda: NO_CHARGES)
 
     def __call__(self, db: sqlite3.Connection) -> bool:
         """Store it; False when the job has ended, or is not held by this gateway."""
-        return end(self.owner, self.id, self.now, db)
+        return end(self.owner, self.id, self.now, db, unused=self.unused)
 
 
 def end(
-    owner: str, id: str, now: float, db: sqlite3.Connection, *, result: bytes | None = None, reason: str | None = None
-) -> bool:
+    owner: str, id: str, now: float, db: sqlite3.Connection, *, result: bytes | None = None, reason: str | None = None,
+    unused: Unused = NO_CHARGES,
+) -> bool:  # fmt: skip
     """Store the end of a job, which failed if there is a reason; False as in `Done`."""
     state = "done" if reason is None else "failed"
     result_sum = None if result is None else checksum(result, id)
     values: list[Any] = [state, result, result_sum, reason, now, id, owner]
-    return db.execute(_END, values).rowcount == 1
+    ended = db.execute(_END, values).rowcount == 1
+    settle(id, unused, db)
+    return ended
 
 
 def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:
@@ -56,6 +62,7 @@ def end_together(ends: Sequence[Done], db: sqlite3.Connection) -> list[bool]:
         db.execute(_END_ALL, [json.dumps({id: wanted[id] for id in open_ids}, allow_nan=False)])
     stored = list[bool]()
     for end in ends:
+        settle(end.id, end.unused, db)
         stored.append(end.id in open_ids)
         open_ids.discard(end.id)
     return stored

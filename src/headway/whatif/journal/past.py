@@ -61,7 +61,8 @@ class Past:
         first = float(self.run.outcome.first[request])
         finished = row.outcome == "finished"
         overflow = None if row.overflow_late is None else (row.overflow_late, row.overflow_cost or 0.0)
-        return Timeline(request, spans, arrival, first, end, finished, self._crowded(spans), row.found, overflow)
+        crowded = self._crowded(spans)
+        return Timeline(request, spans, arrival, first, end, finished, crowded, row.found, overflow, row.budget)
 
     # ---- states of a request
 

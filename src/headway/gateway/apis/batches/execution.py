@@ -19,9 +19,10 @@ from headway import clock
 from headway.config import Config
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway import tasks
-from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, parse_line
+from headway.gateway.apis.batches.lines import RESPONSES, LineCheck, key_of, parse_line
 from headway.gateway.apis.batches.results import as_response, conclude, error_line, request_id, result_line
 from headway.gateway.apis.state import AppState
+from headway.gateway.bill import BUDGET_SPENT
 from headway.gateway.budget import Held
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import ParsedRequest
@@ -31,6 +32,7 @@ from headway.store.queue.port import Job
 from headway.types import Request
 
 _AGAIN_S = 0.5  # until a line that found no room is tried again
+_BUDGET_S = 10.0  # the same of one for which its tenant's budget had no room
 _ENTRY = 16  # lines that are on their way into the queue at a time
 _PAGE = 64  # lines that are looked up at a time
 _FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
@@ -225,7 +227,7 @@ class Execution:
             except HeadwayError as error:
                 if not _is_temporary(error):
                     raise
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_BUDGET_S if error.code == BUDGET_SPENT else _AGAIN_S)
 
     async def _accept(self, line: Line) -> None:
         """Queue a line's request; nothing if it is known."""
@@ -233,7 +235,8 @@ class Execution:
         self._check_room()
         text = await self._text(line)
         _, parsed = await offload(len(text), lambda: parse_line(self._state, batch, text, None))
-        parsed = replace(parsed, request=self._with_deadline(line, parsed.request), background=True)
+        request = self._with_deadline(line, parsed.request)
+        parsed = replace(parsed, request=request, background=True, payer=key_of(batch))
         with gateway.bodies.hold() as held:
             held.tenant = batch.tenant
             held.add(max(len(text), len(parsed.upstream.content)))

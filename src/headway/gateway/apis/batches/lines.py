@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal
 from zlib import crc32
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from headway import clock
 from headway.config import Key
@@ -28,6 +28,7 @@ from headway.store.batches.records import Batch, Line, input_gone
 
 log = logging.getLogger("headway.gateway")
 
+_KEY = TypeAdapter(Key)
 MOST_ERRORS = 50  # that a batch lists
 _PAGE = 500  # lines that are stored at a time
 RESPONSES = "/v1/responses"
@@ -111,8 +112,7 @@ class LineCheck:
         await self._flush()
 
     async def _check_all(self, content: AsyncIterator[bytes]) -> None:
-        claims = self.batch.claims
-        key = None if claims is None else Key(key="-" * 8, **_tuples(json.loads(claims)))
+        key = key_of(self.batch)
         longest = self.state.config.server.max_body_kib * 1024
         async for number, start, text in numbered(content, longest):
             if self.stopped.is_set() or len(self.problems) >= MOST_ERRORS:
@@ -181,6 +181,8 @@ async def numbered(content: AsyncIterator[bytes], longest: int) -> AsyncIterator
         yield number, start, bytes(text).rstrip(b"\r\n")
 
 
-def _tuples(claims: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `Key` that was stored as JSON."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in claims.items()}
+def key_of(batch: Batch) -> Key | None:
+    """Return the key that made a batch, without its secret; None = there were no keys."""
+    if batch.claims is None:
+        return None
+    return _KEY.validate_json(json.dumps({"key": "-" * 8} | json.loads(batch.claims)))

@@ -1,0 +1,78 @@
+"""Accounts in the PostgreSQL broker: what requests may cost, and what those that have ended have cost.
+
+An account has a row for each open request, and one with the sum of those that have ended. Transactions that look at
+an account take its advisory lock first, in one order, so that each sees what the others have counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncpg import Connection
+
+from headway.store.postgres.schema import lock_of, stored
+from headway.store.queue.port import TOTAL, AccountSpent
+from headway.store.queue.postgres_calls import QueueCall
+
+REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
+# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them.
+UNDO_PUTS = """WITH undone AS (
+        DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id)
+    DELETE FROM {s}.spent USING undone WHERE spent.account = ANY ($3) AND spent.id = undone.id"""
+_LOCK = "SELECT pg_advisory_xact_lock(number) FROM unnest($1::bigint[]) AS number"
+_EXPIRE = """DELETE FROM {s}.spent USING unnest($1::text[], $2::float8[]) AS past (account, until)
+    WHERE spent.account = past.account AND spent.at <= past.until"""
+_SUMS = "SELECT account, sum(units) AS units FROM {s}.spent WHERE account = ANY ($1) GROUP BY account"
+_CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units) VALUES ($1, $2, $3, $4)
+    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units"""
+_SETTLE = f"""WITH ended AS (
+        DELETE FROM {{s}}.spent USING unnest($1::text[], $2::text[], $3::float8[]) AS one (account, id, unused)
+        WHERE spent.account = one.account AND spent.id = one.id
+            AND NOT EXISTS (SELECT FROM {{s}}.jobs WHERE jobs.id = one.id AND state = 'open')
+        RETURNING spent.account, spent.at, spent.units - one.unused AS units)
+    INSERT INTO {{s}}.spent AS total (account, id, at, units)
+        SELECT account, '{TOTAL}', max(at), sum(units) FROM ended GROUP BY account
+    ON CONFLICT (account, id) DO UPDATE
+        SET at = greatest(total.at, excluded.at), units = total.units + excluded.units"""
+Sql = Callable[[str], str]  # puts the schema into a statement
+
+
+async def lock(group: Sequence[QueueCall], schema: str, connection: Connection) -> None:
+    """Keep other gateways from the accounts of these calls until the transaction ends."""
+    numbers = {lock_of(f"{schema} {stored(account)}") for call in group for account in call.accounts}
+    await connection.fetch(_LOCK, sorted(numbers))
+
+
+async def without_room(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> dict[int, AccountSpent]:
+    """Return the calls, by number, whose charges find no room after those of the calls before them."""
+    charges = [charge for call in group for charge in call.charges]
+    if not charges:
+        return {}
+    past = {stored(charge.account): charge.old for charge in charges}
+    await connection.execute(sql(_EXPIRE), [*past], [*past.values()])
+    counted = {row["account"]: row["units"] for row in await connection.fetch(sql(_SUMS), [*past])}
+    refused = dict[int, AccountSpent]()
+    for call in group:
+        rows = [(counted.get(stored(charge.account), 0.0), charge) for charge in call.charges]
+        full = next(((units, charge) for units, charge in rows if units + charge.units > charge.most), None)
+        if full is not None:
+            refused[call.number] = AccountSpent(full[1].account, full[0])
+            continue
+        counted |= {stored(charge.account): units + charge.units for units, charge in rows}
+    return refused
+
+
+async def count_charges(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> None:
+    """Count the charges of these calls; their accounts have room."""
+    rows = [
+        (stored(charge.account), stored(call.id), charge.at, charge.units) for call in group for charge in call.charges
+    ]
+    if rows:
+        await connection.executemany(sql(_CHARGE), rows)
+
+
+async def settle(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> None:
+    """Add what jobs used of their charges to the sums of their accounts, unless they are open."""
+    rows = [(stored(name), stored(call.id), units) for call in group for name, units in call.unused.items()]
+    if rows:
+        await connection.execute(sql(_SETTLE), *map(list, zip(*rows, strict=True)))

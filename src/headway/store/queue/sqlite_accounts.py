@@ -1,0 +1,60 @@
+"""Accounts in the SQLite broker's file: what requests may cost, and what those that have ended have cost.
+
+An account has a row for each open request, and one with the sum of those that have ended.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from headway.store.queue.port import TOTAL, AccountSpent, Charge, Unused
+
+_EXPIRE = "DELETE FROM spent WHERE account = ? AND at <= ?"
+_SUM = "SELECT coalesce(sum(units), 0) FROM spent WHERE account = ?"
+_CHARGE = """INSERT INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
+    ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
+_REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
+_ENDED = """account = :account AND id = :id AND NOT EXISTS
+    (SELECT 1 FROM jobs WHERE jobs.id = :id AND state = 'open')"""
+_ADD = f"""INSERT INTO spent (account, id, at, units)
+    SELECT account, '{TOTAL}', at, units - :unused FROM spent WHERE {_ENDED}
+    ON CONFLICT (account, id) DO UPDATE SET at = max(at, excluded.at), units = units + excluded.units"""
+_REMOVE = f"DELETE FROM spent WHERE {_ENDED}"
+
+
+def check_room(charges: Sequence[Charge], db: sqlite3.Connection) -> None:
+    """Raise AccountSpent if one of the charges finds no room in its account."""
+    for charge in charges:
+        db.execute(_EXPIRE, [charge.account, charge.old])
+        (counted,) = db.execute(_SUM, [charge.account]).fetchone()
+        if counted + charge.units > charge.most:
+            raise AccountSpent(charge.account, counted)
+
+
+def charge_all(id: str, charges: Sequence[Charge], db: sqlite3.Connection) -> None:
+    """Count the charges of a request; their accounts have room."""
+    db.executemany(_CHARGE, [(charge.account, id, charge.at, charge.units) for charge in charges])
+
+
+def spend(id: str, charge: Charge, db: sqlite3.Connection) -> bool:
+    """Count a charge of a request if its account has room; tell whether it was counted."""
+    try:
+        check_room([charge], db)
+    except AccountSpent:
+        return False
+    charge_all(id, [charge], db)
+    return True
+
+
+def refund(account: str, id: str, units: float, db: sqlite3.Connection) -> None:
+    """Count this much less for a request."""
+    db.execute(_REFUND, [units, account, id])
+
+
+def settle(id: str, unused: Unused, db: sqlite3.Connection) -> None:
+    """Add what a job used of its charges to the sums of their accounts, unless it is open."""
+    for account, units in unused.items():
+        values = {"account": account, "id": id, "unused": units}
+        if db.execute(_ADD, values).rowcount:
+            db.execute(_REMOVE, values)
