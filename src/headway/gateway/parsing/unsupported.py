@@ -27,7 +27,6 @@ RESPONSES: Fields = {
     "previous_response_id": _CONVERSATION,
     "conversation": _CONVERSATION,
     "prompt": "Headway keeps no prompt templates; send instructions and input.",
-    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
     "max_tool_calls": "Leave it out: tools are called by your program, which can count their calls.",
     "moderation": _MODERATE,
     "previous_input_messages": "Send the earlier messages in input.",

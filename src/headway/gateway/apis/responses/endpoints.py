@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from headway import clock
 from headway.errors import RequestError
 from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
-from headway.gateway.apis.responses.events import ResponseEvents
+from headway.gateway.apis.responses.events import IGNORED, ResponseEvents
+from headway.gateway.apis.responses.tools import ignored_in
 from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
 from headway.gateway.apis.state import AppState
 from headway.gateway.offload import offload
@@ -57,10 +58,13 @@ class ResponsesApi(Api):
 
     def writer(self, parsed: ParsedRequest) -> ResponseEvents:
         request = parsed.request
-        return ResponseEvents(_echo(parsed) | {"id": request.id, "created_at": int(clock.shown(request.arrival))})
+        base = _echo(parsed) | {"id": request.id, "created_at": int(clock.shown(request.arrival))}
+        return ResponseEvents(base, ignored=ignored_in(parsed.echo["tools"]))
 
     def queued(self, parsed: ParsedRequest, body: Mapping[str, Any]) -> Response:
-        return JSONResponse(_echo(parsed) | {name: body[name] for name in _BACKGROUND_FIELDS if name in body})
+        answer = _echo(parsed) | {name: body[name] for name in _BACKGROUND_FIELDS if name in body}
+        ignored = ignored_in(parsed.echo["tools"])
+        return JSONResponse(answer, headers={IGNORED: ignored} if ignored else None)
 
 
 def _echo(parsed: ParsedRequest) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Tools of the Responses API as those of chats, and the calls that a model makes to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import RequestError
+from headway.gateway.parsing.fields import list_in, object_in
+
+# Built-in tools that agents offer beside their own: a model that is not told of them does without.
+_IGNORED = ("web_search", "namespace", "image_generation", "tool_search")
+_INPUT = "input"  # the one argument of a custom tool, as a function
+
+
+def is_ignored(tool: Mapping[str, Any]) -> bool:
+    """Tell whether a tool is left out; `web_search_preview_2025_03_11` is a web search, too."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind.startswith(_IGNORED)
+
+
+def ignored_in(tools: Any) -> str:
+    """Return the types of the tools that are left out, as a header's value; empty = none is."""
+    found = [tool["type"] for tool in tools if is_ignored(tool)] if isinstance(tools, list) else []
+    return ",".join(dict.fromkeys(one for one in found if one.isascii() and one.isprintable()))[:256]
+
+
+def custom_names(tools: Any) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    return frozenset(str(tool.get("name")) for tool in tools or () if tool.get("type") == "custom")
+
+
+def chat_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat for `tools` and `tool_choice`; RequestError for tools that nothing here can run."""
+    offered = [object_in(tool, "tools") for tool in list_in(raw.get("tools") or [], "tools")]
+    tools = [_tool(tool) for tool in offered if not is_ignored(tool)]
+    return {"tools": tools, "tool_choice": _choice(raw.get("tool_choice"))} if tools else {}
+
+
+def arguments_of(input: Any) -> str:
+    """Return the arguments of the function that stands for a custom tool."""
+    return json.dumps({_INPUT: str(input or "")})
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a custom tool's call; what is not as it was asked for is passed on as it is."""
+    try:
+        value = json.loads(arguments)[_INPUT]
+    except (ValueError, KeyError, TypeError):
+        return arguments
+    return value if isinstance(value, str) else arguments
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    match tool.get("type"):
+        case "function":
+            names = ("name", "description", "parameters", "strict")
+            function = {n: tool[n] for n in names if tool.get(n) is not None}
+        case "custom":
+            function = _custom(tool)
+        case kind:
+            raise RequestError(
+                f"Tools of type {kind!r} are OpenAI's own.",
+                "Send tools of type function or custom.",
+                param="tools",
+                code="unsupported_tool",
+            )
+    return {"type": "function", "function": function}
+
+
+def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the function with one text as its argument; the grammar of that text is a description."""
+    shape = object_in(tool.get("format") or {}, "tools")
+    text: dict[str, Any] = {"type": "string"}
+    if shape.get("type") == "grammar":
+        text["description"] = f"A text of this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
+    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    described = {"description": tool["description"]} if tool.get("description") is not None else {}
+    return {"name": tool.get("name"), **described, "parameters": parameters}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict):
+        if choice.get("type") not in ("function", "custom"):
+            raise RequestError(
+                "tool_choice names no function.", "Use auto, none, required or a function.", param="tool_choice"
+            )
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice or "auto"
