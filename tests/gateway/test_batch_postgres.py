@@ -349,6 +349,17 @@ async def test_gateways_that_start_together_make_them_once(address: Address) -> 
     await asyncio.gather(*(store.close() for store in stores))
 
 
+async def test_older_tables_are_changed(address: Address) -> None:
+    await (await asyncio.to_thread(PostgresStore, address, LEASE_S)).close()
+    sql(address, "ALTER TABLE {s}.files DROP COLUMN expires")
+    sql(address, "ALTER TABLE {s}.batches DROP COLUMN output_expires_s")
+    sql(address, "UPDATE {s}.batches_meta SET version = 1")
+    for _ in range(2):
+        store = await asyncio.to_thread(PostgresStore, address, LEASE_S)
+        assert await store.expired(1.0, 9) == []
+        await store.close()
+
+
 async def test_newer_tables_are_refused(address: Address) -> None:
     await (await asyncio.to_thread(PostgresStore, address, LEASE_S)).close()
     sql(address, "UPDATE {s}.batches_meta SET version = 9")

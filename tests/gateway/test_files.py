@@ -137,11 +137,28 @@ def test_a_boundary_that_is_none(gateway: Gateway, boundary: str) -> None:
     assert left(gateway) == before
 
 
-def test_fields_that_mean_nothing_here_are_refused(gateway: Gateway) -> None:
-    more = {"purpose": "batch", "expires_after[seconds]": "3600"}
-    answer = gateway.post(None, "/v1/files", files={"file": ("x", LINE)}, data=more)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"expires": "3600"}, "expires"),
+        ({"expires_after[seconds]": "3600"}, "anchor"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}, "seconds"),
+        ({"expires_after[anchor]": "last_active_at", "expires_after[seconds]": "3600"}, "anchor"),
+    ],
+)
+def test_fields_that_mean_nothing_here_are_refused(gateway: Gateway, fields: dict[str, str], words: str) -> None:
+    answer = gateway.post(None, "/v1/files", files={"file": ("x", LINE)}, data={"purpose": "batch", **fields})
     assert answer.status_code == 400
-    assert "expires_after" in answer.json()["error"]["message"]
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_file_may_expire(gateway: Gateway) -> None:
+    with gateway.client() as asks:
+        file = asks.files.create(
+            file=("x.jsonl", LINE), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
+        )
+    assert file.expires_at is not None
+    assert file.expires_at - file.created_at in (7199, 7200, 7201)
 
 
 def test_files_of_another_tenant_are_not_there(serve: Serve) -> None:

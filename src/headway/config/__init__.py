@@ -56,6 +56,7 @@ class Server:
         see /metrics, the dashboard and the details of /ready, also on controllers and agents; unset, true if there
         are keys.
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
+    cors_origins: origins of web pages whose scripts may use the API ("https://app.example"); "*" = of any, with keys.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
     head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.
@@ -94,6 +95,8 @@ class Server:
     drain_s: Annotated[int, Field(ge=0)] | Literal["streams"] = 5
     reuse_port: bool = False
     hosts: tuple[str, ...] = ()
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
+    max_audio_mib: Count = 25  # limit of a form with speech; vLLM has one of its own, 25 MB
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -124,7 +127,8 @@ class Broker:
     kind: "sqlite" and "postgres" survive crashes; gateways may share the first on one machine, the second across
         machines. "memory" survives nothing and has no settings. With "postgres", files that other tables keep
         beside the queue are in the user's state directory.
-    keep_hours: time for which a finished request can be fetched.
+    keep_hours: time for which a finished request can be fetched. keep_responses: keep the input and the answer of
+        each request to /v1/responses for that time, unless it has "store": false.
     lease_seconds: time after a gateway's death until others take over its work.
     """
 
@@ -133,6 +137,12 @@ class Broker:
     lease_seconds: Positive = 30.0
     sqlite: Sqlite = field(default_factory=Sqlite)
     postgres: Postgres = field(default_factory=Postgres)
+    keep_responses: bool = True
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether responses are kept that no client polls for: on disk only."""
+        return self.keep_responses and self.kind != "memory"
 
     @property
     def local(self) -> Path | None:
@@ -400,6 +410,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     if config.server.operator_only and config.server.operator_key is None:
         problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
         yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    if "*" in config.server.cors_origins and not config.keys:
+        problem = f'server.cors_origins in {where} has "*", but there are no [[keys]]: any web page could use it.'
+        yield ConfigError(problem, "Name the origins, or add keys.", param="server.cors_origins")
     if config.broker.kind == "postgres" and config.broker.postgres.url is None:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'

@@ -119,7 +119,7 @@ CREATE TABLE {s}.batch_runner (
 CREATE TABLE {s}.files (
     seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text NOT NULL UNIQUE, tenant text NOT NULL,
     name text NOT NULL, purpose text NOT NULL, size bigint NOT NULL, created double precision NOT NULL,
-    state text NOT NULL, writer text NOT NULL, grown timestamptz NOT NULL
+    expires double precision, state text NOT NULL, writer text NOT NULL, grown timestamptz NOT NULL
 );
 CREATE INDEX files_of ON {s}.files (tenant, seq);
 CREATE INDEX unlisted_files ON {s}.files (grown) WHERE state <> 'stored';
@@ -132,7 +132,8 @@ CREATE TABLE {s}.batches (
     created double precision NOT NULL, due double precision NOT NULL, metadata text, claims text,
     state text NOT NULL, began double precision, finalizing double precision, cancelling double precision,
     ended double precision, errors text, output_file text, error_file text, total bigint NOT NULL,
-    completed bigint NOT NULL, failed bigint NOT NULL, cleared boolean NOT NULL DEFAULT false
+    completed bigint NOT NULL, failed bigint NOT NULL, output_expires_s double precision,
+    cleared boolean NOT NULL DEFAULT false
 ) WITH (fillfactor = 50);
 CREATE INDEX batches_of ON {s}.batches (tenant, seq);
 CREATE INDEX open_batches ON {s}.batches (due, seq) WHERE ended IS NULL;
@@ -146,4 +147,8 @@ ALTER TABLE {s}.chunks ALTER content SET STORAGE EXTERNAL;
 ALTER TABLE {s}.lines ALTER content SET STORAGE EXTERNAL;
 INSERT INTO {s}.batch_runner (term, until) VALUES (0, '-infinity');
 """
-BATCHES = Tables("batches_meta", 1, ("batch_runner", "files", "chunks", "batches", "lines"), _SCHEMA)
+# Version 1 had no files that expire; its gateways may go on using the tables.
+_FROM_VERSION_1 = """ALTER TABLE {s}.files ADD COLUMN expires double precision;
+ALTER TABLE {s}.batches ADD COLUMN output_expires_s double precision;"""
+_NAMES = ("batch_runner", "files", "chunks", "batches", "lines")
+BATCHES = Tables("batches_meta", 2, _NAMES, _SCHEMA, {1: _FROM_VERSION_1})

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
@@ -28,12 +28,12 @@ P = ParamSpec("P")
 S = TypeVar("S", bound="SqliteFile")
 
 NAME = "batches.sqlite"
-_VERSION = 2
+_VERSION = 3
 _PATIENCE = 10.0  # seconds to wait while another gateway writes
 _SCHEMA = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, name TEXT NOT NULL,
-    purpose TEXT NOT NULL, size INTEGER NOT NULL, created REAL NOT NULL
+    purpose TEXT NOT NULL, size INTEGER NOT NULL, created REAL NOT NULL, expires REAL
 );
 CREATE INDEX files_of ON files (tenant, seq);
 CREATE TABLE batches (
@@ -41,7 +41,7 @@ CREATE TABLE batches (
     input_file TEXT NOT NULL, window TEXT NOT NULL, created REAL NOT NULL, due REAL NOT NULL, metadata TEXT,
     claims TEXT, state TEXT NOT NULL, began REAL, finalizing REAL, cancelling REAL, ended REAL, errors TEXT,
     output_file TEXT, error_file TEXT, total INTEGER NOT NULL, completed INTEGER NOT NULL,
-    failed INTEGER NOT NULL
+    failed INTEGER NOT NULL, output_expires_s REAL
 );
 CREATE INDEX batches_of ON batches (tenant, seq);
 CREATE INDEX open_batches ON batches (due) WHERE ended IS NULL;
@@ -52,9 +52,12 @@ CREATE TABLE lines (
 CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, checksum INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX answer_of ON answers (batch, number);
 """
-# Version 1 had no checksums, and its gateways may go on using the file.
-_FROM_VERSION_1 = """ALTER TABLE lines ADD COLUMN checksum INTEGER;
-ALTER TABLE answers ADD COLUMN checksum INTEGER"""
+# Version 1 had no checksums, version 2 no files that expire; their gateways may go on using the file.
+_FROM_VERSION_2 = """ALTER TABLE files ADD COLUMN expires REAL;
+ALTER TABLE batches ADD COLUMN output_expires_s REAL"""
+_FROM_VERSION_1 = f"""ALTER TABLE lines ADD COLUMN checksum INTEGER;
+ALTER TABLE answers ADD COLUMN checksum INTEGER;
+{_FROM_VERSION_2}"""
 COLUMNS = {kind: ", ".join(field.name for field in fields(kind)) for kind in (StoredFile, Batch)}
 # Its lines are not recovered: they are in its input file, and their answers in the queue.
 _CHECK_AGAIN = """UPDATE batches SET began = NULL, finalizing = NULL, total = 0, completed = 0, failed = 0,
@@ -191,10 +194,19 @@ def add(db: sqlite3.Connection, table: str, row: StoredFile | Batch, conflict: s
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     """Copy files and batches; batches that have not ended begin again with the check of their lines."""
-    files = merge_rows(source, target, "files", COLUMNS[StoredFile], "DO NOTHING")
-    batches = merge_rows(source, target, "batches", COLUMNS[Batch], "DO NOTHING")
+    files = merge_rows(source, target, "files", _columns(source, "files", StoredFile), "DO NOTHING")
+    batches = merge_rows(source, target, "batches", _columns(source, "batches", Batch), "DO NOTHING")
     target.execute(_CHECK_AGAIN)
     return files + batches
+
+
+def _columns(source: sqlite3.Connection, table: str, kind: type[StoredFile | Batch]) -> str:
+    """Return the columns of a table of files or batches; an older file has fewer."""
+    names = [field.name for field in fields(kind)]
+    with suppress(sqlite3.DatabaseError):
+        there = {name for _, name, *_ in source.execute(f"PRAGMA table_info({table})")}
+        names = [name for name in names if name in there]
+    return ", ".join(names)
 
 
 def _prepare(db: sqlite3.Connection) -> None:
@@ -203,7 +215,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     limit_log(db)
     db.execute("BEGIN IMMEDIATE")  # another gateway may be making it
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    for statement in {0: _SCHEMA, 1: _FROM_VERSION_1}.get(version, "").split(";\n"):
+    for statement in {0: _SCHEMA, 1: _FROM_VERSION_1, 2: _FROM_VERSION_2}.get(version, "").split(";\n"):
         db.execute(statement)
     db.execute(f"PRAGMA user_version = {max(version, _VERSION)}")
     db.execute("COMMIT")

@@ -6,8 +6,8 @@ All statements name the schema, so that a session's `search_path` does not matte
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncpg import Connection
@@ -34,13 +34,14 @@ class Tables:
     """Tables that are created together.
 
     meta: the table that holds their version. names: of the tables that are changed later.
-    script: SQL that creates all of them; {s} in it is the schema.
+    script: SQL that creates all of them; {s} in it is the schema. upgrades: SQL from a version to the next one.
     """
 
     meta: str
     version: int
     names: tuple[str, ...]
     script: str
+    upgrades: Mapping[int, str] = field(default_factory=dict)
 
 
 def lock_of(schema: str) -> int:
@@ -66,6 +67,10 @@ async def prepare(connection: Connection, schema: str, parts: Sequence[Tables], 
                     raise _foreign(schema, others)
                 await _make(connection, schema, part)
             version = await connection.fetchval(f'SELECT version FROM "{schema}".{part.meta}')
+            while make and version in part.upgrades:
+                await connection.execute(part.upgrades[version].replace("{s}", f'"{schema}"'))
+                version += 1
+                await connection.execute(f'UPDATE "{schema}".{part.meta} SET version = {version}')
             if version != part.version:
                 raise ConfigError(
                     f"The schema {schema} has version {version}; this Headway knows {part.version}.",
