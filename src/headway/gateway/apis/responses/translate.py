@@ -223,7 +223,10 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if first < 2:
         return messages
-    return [{"role": "system", "content": "\n\n".join(one["content"] for one in messages[:first])}, *messages[first:]]
+    texts = [one["content"] for one in messages[:first]]
+    if not all(isinstance(text, str) for text in texts):
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[first:]]
 
 
 def _instructions(text: Any) -> list[dict[str, Any]]:
@@ -253,7 +256,7 @@ def _items(input: Any) -> Iterator[dict[str, Any]]:
             yield {"role": "assistant", "content": None, "tool_calls": calls}
             calls = []
         if kind in ("function_call_output", "custom_tool_call_output"):
-            output = _text(item.get("output") or "", where)
+            output = _content(item.get("output") or "", where)
             yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
         elif kind == "message":
             yield _message(item, where)
@@ -267,29 +270,38 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input")
-    return {"role": _ROLES[role], "content": _text(item.get("content"), where)}
+    return {"role": _ROLES[role], "content": _content(item.get("content"), where)}
 
 
-def _text(content: Any, where: str) -> str:
-    """Return the text of a string, or of parts that are text."""
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a string, or parts of a chat's message as one where all are text."""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in list_in(content, where):
-        kind = object_in(part, where).get("type")
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise _unsupported_item(kind, where)
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
-        texts.append(text)
-    return "\n".join(texts)
+    parts = [_part(object_in(part, where), where) for part in list_in(content, where)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
+        detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+        return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+    if kind == "input_audio":
+        return {"type": kind, "input_audio": object_in(part.get("input_audio"), where)}
+    if kind not in ("input_text", "output_text", "text", "refusal"):
+        raise _unsupported_item(kind, where)
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
+    return {"type": "text", "text": text}
 
 
 def _unsupported_item(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} is of type {kind!r}.",
-        "Send texts, function_call and function_call_output.",
+        "Send texts, images by image_url, input_audio, function_call and function_call_output.",
         param="input",
         code="unsupported_item",
     )
