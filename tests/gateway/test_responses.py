@@ -99,8 +99,6 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"previous_response_id": "hw-1"}, "keeps no conversations"),
-        ({"conversation": "c"}, "conversations"),
         ({"prompt": {"id": "p"}}, "templates"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
@@ -123,11 +121,10 @@ def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], wor
     assert words in answer.json()["error"]["message"]
 
 
-def test_what_was_not_in_the_background_is_not_kept(gateway: Gateway) -> None:
+def test_what_is_not_in_the_background_cannot_be_cancelled(gateway: Gateway) -> None:
     id = gateway.post(body(), PATH).json()["id"]
-    told = gateway.get(f"{PATH}/{id}")
-    assert told.status_code == 404
-    assert "background" in told.json()["error"]["message"]
+    assert gateway.get(f"{PATH}/{id}").json()["id"] == id
+    assert gateway.post(None, f"{PATH}/{id}/cancel").status_code == 409
 
 
 def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:

@@ -135,13 +135,13 @@ class AppState(Access):
         if not self.is_operator(request):
             self.key(request)
 
-    async def read(self, request: Request, held: Held) -> bytes:
-        """Read the body; 413 as soon as it is too long, whatever its declared length.
+    async def read(self, request: Request, held: Held, limit: int | None = None) -> bytes:
+        """Read the body; 413 as soon as it is too long, whatever its declared length. limit: bytes, if not JSON's.
 
         415 when it is compressed, 429 when the bodies of all requests together are too long.
         """
         refuse_compressed(request)
-        limit = self.config.server.max_body_kib * 1024
+        limit = self.config.server.max_body_kib * 1024 if limit is None else limit
         declared = request.headers.get("content-length", "0")
         if declared.isdigit():
             if len(declared) > 18 or int(declared) > limit:
@@ -159,7 +159,7 @@ class AppState(Access):
     def _too_long(self, limit: int) -> RequestError:
         return RequestError(
             f"The body is larger than {limit} bytes.",
-            "Send less, or raise server.max_body_kib.",
+            "Send less, or raise server.max_body_kib (server.max_audio_mib for speech).",
             status=413,
             code="body_too_large",
             headers={"connection": "close"},
@@ -191,13 +191,18 @@ class AppState(Access):
             held.tenant = key.tenant
             self.gateway.path.check_rate(key)
             self.gateway.path.check_room(key)
-        data, headers = await self.read(request, held), _headers(request)
-        tenant = "default" if key is None else key.tenant
+        data, headers = await self.read(request, held, api.most(self.config.server)), _headers(request)
+        tenant, broker = tenant_of(key), self.gateway.broker if self.config.broker.keeps else None
+        earlier: dict[str, Any] | None = None
+        if api.recalls:
+            raw = await self._work(data, partial(api.decode, data, headers))
+            earlier = await api.recalled(raw, broker, tenant, self.config.server.max_body_kib * 1024)
 
         def parse() -> ParsedRequest:
-            raw = read_json(data)
+            raw = api.decode(data, headers) if earlier is None else earlier
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
-            return with_key(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
+            parsed = api.completed(parsed, raw, keeps=broker is not None)
+            return with_key(parsed, headers, request.scope["path"], data)
 
         parsed = await self._work(data, parse)
         if (more := len(parsed.upstream.content) - len(data)) > 0:

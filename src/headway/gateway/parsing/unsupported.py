@@ -14,7 +14,7 @@ from headway.errors import RequestError
 Fields = Mapping[str, str]  # by name, what to do instead
 _TEXT = "Answers are texts: leave it out."
 _MODERATE = "Leave it out, and moderate texts in your program."
-_CONVERSATION = "Headway keeps no conversations; send the earlier items in input."
+_CONVERSATION = "A line of a batch goes on from no other response; send the earlier items in input."
 
 CHAT: Fields = {
     "functions": "Send tools instead.",

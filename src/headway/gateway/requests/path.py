@@ -16,6 +16,7 @@ from typing import TypeVar
 from headway import clock
 from headway.config import Key, Server
 from headway.engines.vllm.fatal_fields import check_fields
+from headway.engines.vllm.process.answers import Shape
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
@@ -28,10 +29,11 @@ from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
 from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack
 from headway.gateway.offload import offload
+from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
-from headway.gateway.parsing.requests import PATHS, ParsedRequest
+from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.requests.overflow import Declined, answered, reserve, settle
@@ -40,7 +42,7 @@ from headway.gateway.watch.ends import Ended, Observer, Refused
 from headway.gateway.watch.tracing import RequestTracing
 from headway.gateway.watch.usage import Usage
 from headway.policy.core.shares import Group
-from headway.store.queue.port import Broker, queue_unavailable
+from headway.store.queue.port import Broker, Job, queue_unavailable
 from headway.types import Reject
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between two questions to a broker that is out
@@ -69,6 +71,8 @@ class RequestPath:
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(limits.max_answer_mib * 2**20)
+        # Called with the id of a request whose answer is stored and belongs to a conversation.
+        self.answered: Callable[[str], Awaitable[None]] | None = None
         self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in
@@ -156,10 +160,11 @@ class RequestPath:
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps the memory that its body holds."""
         in_flight = InFlightRequest(
-            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys
-        )
+            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys,
+            conversation=None if parsed.kept is None else parsed.kept.conversation,
+        )  # fmt: skip
         single = parsed.request.places == 1 and parsed.request.prompt_tokens <= _LONGEST_PROMPT
-        if parsed.stream and single and self.limits.max_resumes:
+        if parsed.stream and single and self.limits.max_resumes and parsed.kind not in AUDIO:
             in_flight.transcript = Transcript(shows_ids=parsed.wants_ids)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
@@ -169,7 +174,7 @@ class RequestPath:
         self.usage.count(parsed.request.tenant, now, tokens=tokens)
         try:
             await self._lengths.read(in_flight.request, parsed.text)  # before it must end
-            await self._put(in_flight, parsed.digest)
+            await self._put(in_flight, in_flight.to_job(parsed.digest, parsed.kept))
         except BaseException:
             self.usage.count(parsed.request.tenant, now, tokens=-tokens)
             self.observers.ended(Ended(in_flight, clock.now(), "not_stored"))
@@ -179,9 +184,9 @@ class RequestPath:
         in_flight.held = held.keep()
         return in_flight
 
-    async def _put(self, in_flight: InFlightRequest, digest: str | None) -> None:
+    async def _put(self, in_flight: InFlightRequest, job: Job) -> None:
         try:
-            await self.broker.put(in_flight.to_job(digest))
+            await self.broker.put(job)
         except asyncio.CancelledError:  # stored or not: calls of the broker take effect in their order
             reason = "client_gone: disconnected while it was stored"
             await self.closings.fail(in_flight.id, reason, clock.now())
@@ -287,12 +292,12 @@ class RequestPath:
         return response
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
-        streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        streams, shape = in_flight.streams, _shape(in_flight.kind)
         upstream = await self._upstream(engine, in_flight)
         if engine.config.overflow:
             await reserve(self.broker, engine, in_flight)
         request = engine.open(PATHS[in_flight.kind], *upstream)
-        opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
+        opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, shape=shape)
         if engine.config.overflow:
             return await answered(engine.id, opening)
         try:
@@ -317,7 +322,7 @@ class RequestPath:
         in_flight.forecast = forecast.mean * in_flight.request.places
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
         if engine.fatal:  # it may have said so after the request was accepted
-            raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
+            raw = await offload(len(upstream.content), upstream.fields)
             check_fields(raw, engine.fatal)
         said = () if in_flight.transcript is None else in_flight.transcript.ids
         if said and not engine.instance.continues:
@@ -332,7 +337,7 @@ class RequestPath:
             in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft,
             said=said, first=in_flight.first_token,
         )  # fmt: skip
-        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
+        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id) | upstream.headers
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)
         return upstream.parts(metadata, ids=in_flight.transcript is not None and engine.instance.continues), headers
@@ -379,6 +384,8 @@ class RequestPath:
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, ended.at)
+        if done and in_flight.conversation is not None and self.answered is not None:
+            await self.answered(request.id)
         self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)
@@ -414,6 +421,11 @@ class RequestPath:
         for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
             await self.fail(in_flight, "gateway_stopped")
         await self.closings.retry()
+
+
+def _shape(kind: Kind) -> Shape:
+    """Return what an answer has that is not streamed."""
+    return "data" if kind in POOLING else "text" if kind in AUDIO else "choices"
 
 
 def _reason_taken_back(engine: EngineView, in_flight: InFlightRequest) -> ReturnReason:

@@ -123,6 +123,14 @@ class MemoryBroker:
             del leases[owner]
         return len(old)
 
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, if it has this number of attempts."""
+        job = self._jobs.get(id)
+        if job is None or job.state != "done" or job.attempts != attempts:
+            return False
+        self._jobs[id] = replace(job, result=result, finished=now, attempts=attempts + 1)
+        return True
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
         if id not in self._jobs or self._jobs[id].state == "open":

@@ -38,6 +38,8 @@ TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
     WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
 CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
     WHERE id = $3 AND state = 'open' RETURNING true"""
+AMEND = """UPDATE {s}.jobs SET result = $1, finished = $2, attempts = attempts + 1
+    WHERE id = $3 AND state = 'done' AND attempts = $4 RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
 EXPIRE_SPENT = "DELETE FROM {s}.spent WHERE account = $1 AND at <= $2"
@@ -140,6 +142,10 @@ class PostgresBroker(Session):
             total += deleted
         return total
 
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, if it has this number of attempts."""
+        return bool(await self._write("amend", id=id, instant=now, count=attempts, body=result))
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
@@ -196,6 +202,10 @@ class PostgresBroker(Session):
         """Apply the group in one transaction."""
         if group[0].verb == "cancel":
             return [await self._cancel(group[0], connection)]
+        if group[0].verb == "amend":
+            call = group[0]
+            values = call.body, call.instant, stored(call.id), call.count
+            return [bool(await connection.fetchval(self.sql(AMEND), *values))]
         if group[0].verb == "spend":
             return [await self._spend(group[0], connection)]
         if group[0].verb == "refund":

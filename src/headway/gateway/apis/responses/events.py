@@ -87,8 +87,15 @@ class ResponseEvents(ChatStream):
         self._end: dict[str, Any] = end_of("stop")
         self._usage: Mapping[str, Any] = {}
 
+    def answer(self) -> bytes | None:
+        complete = self._response["status"] in ("completed", "incomplete")
+        return json.dumps(self._response).encode() if complete else None
+
     def whole(self, status: int, data: bytes) -> bytes:
-        return data if status != 200 else json.dumps(response_of(self._response, json.loads(data))).encode()
+        if status != 200:
+            return data
+        self._response = response_of(self._response, json.loads(data))
+        return json.dumps(self._response).encode()
 
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
