@@ -55,6 +55,7 @@ class _Ask:
 
     tokens, delay: `fake_tokens` and `fake_delay` (seconds per token), which override the engine's
     prompt: `fake_prompt`, the prompt tokens reported in usage
+    stops: its end is that of a model, not that of its limit, as in the answer to a chat with tools
     call: a tool call, that the last message asks for if it is a user's: `FAKE CALL name {"argument": 1} END`
     hold: `fake_hold`, a name; nothing is sent until that name is released
     cuts: `fake_cuts`; the connection breaks after so many tokens, at the first of these numbers that is above
@@ -91,6 +92,7 @@ class _Ask:
     split: bool
     pooled: dict[str, Any] | None
     call: dict[str, Any] | None
+    stops: bool
 
     @property
     def shown(self) -> int:
@@ -280,6 +282,7 @@ class FakeEngine:
             model=body.get("model", ""),
             pooled=pooled_answer(path, body),
             call=_call(body),
+            stops=bool(body.get("tools")),
         )
 
     async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
@@ -357,7 +360,7 @@ def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
 
 def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
     """Return three events: the role, one token per choice, and the finish reason."""
-    reason = "abort" if ask.end == "abort" else "length"
+    reason = "abort" if ask.end == "abort" else "stop" if ask.stops else "length"
     role = _of_choices(ask, {"role": "assistant", "content": ""}, None)
     chunk = _of_choices(ask, {"content": WORD}, None, token_ids=[-1])
     return role, chunk, _of_choices(ask, {}, reason, token_ids=[])
@@ -383,7 +386,7 @@ def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
 def _whole(ask: _Ask) -> dict[str, Any]:
     text = WORD * ask.shown
     content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
-    one = {**content, "logprobs": None, "finish_reason": "length"}
+    one = {**content, "logprobs": None, "finish_reason": "stop" if ask.stops else "length"}
     if ask.call is not None:
         message = {"role": "assistant", "content": None, "tool_calls": [ask.call]}
         one = {"message": message, "logprobs": None, "finish_reason": "tool_calls"}

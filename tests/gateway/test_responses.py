@@ -182,10 +182,11 @@ def test_tools_of_agents_are_functions_or_left_out(gateway: Gateway, fake: Fake)
     ]
     asked = body(tools=tools, input=earlier, tool_choice={"type": "custom", "name": "patch"})
     answer = gateway.post(asked, PATH)
-    assert answer.headers["x-headway-ignored-tools"] == "web_search,namespace,web_search_preview_2025_03_11"
+    assert answer.headers["x-headway-ignored-tools"] == "web_search,web_search_preview_2025_03_11"
     assert answer.json()["tools"] == tools
     chat = fake.last()["body"]
-    (tool,) = chat["tools"]
+    tool, inner = chat["tools"]
+    assert inner["function"]["name"] == "mcp__inner"
     assert (tool["function"]["name"], tool["function"]["description"]) == ("patch", "Edit.")
     assert "start: WORD" in tool["function"]["parameters"]["properties"]["input"]["description"]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
@@ -194,7 +195,7 @@ def test_tools_of_agents_are_functions_or_left_out(gateway: Gateway, fake: Fake)
         {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "c1", "content": "done"},
     ]
-    alone = gateway.post(body(tools=tools[1:]), PATH)
+    alone = gateway.post(body(tools=tools[1::2]), PATH)
     assert alone.status_code == 200
     assert "tools" not in fake.last()["body"]
     assert gateway.post(body(), PATH).headers.get("x-headway-ignored-tools") is None
@@ -219,6 +220,26 @@ def test_a_custom_tool_is_called_with_a_text(arguments: str, input: str) -> None
         "output_item.done",
     ]
     assert seen[3]["delta"] == seen[4]["input"] == input
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
+    tools = [{"type": "namespace", "name": "f0", "tools": [{"type": "function", "name": "say"}]}]
+    earlier = {"type": "function_call", "namespace": "f0", "name": "say", "call_id": "c", "arguments": "{}"}
+    asked = body(tools=tools, input=[earlier], tool_choice={"type": "function", "namespace": "f0", "name": "say"})
+    chat = chat_of(asked)
+    assert chat["tools"][0]["function"]["name"] == "f0__say"
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "f0__say"
+    assert chat["tool_choice"]["function"]["name"] == "f0__say"
+    call = {"id": "c", "function": {"name": "f0__say", "arguments": "{}"}}
+    base = base_of(asked, "hw-1", 10)
+    (item,) = response_of(base, {"choices": [{"message": {"tool_calls": [call]}}]})["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "f0", "say")
+    delta = {"tool_calls": [{"index": 0, **call}]}
+    out = ResponseEvents(base).feed(
+        b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\ndata: [DONE]\n\n"
+    )
+    seen = [json.loads(event.split(b"data: ", 1)[1]) for event in out.split(b"\n\n") if event]
+    assert seen[-1]["response"]["output"] == [item]
 
 
 def test_log_probabilities_are_those_of_the_text(gateway: Gateway, fake: Fake) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
-from headway.gateway.apis.responses.tools import custom_names, input_of
+from headway.gateway.apis.responses.tools import calls_of, input_of
 from headway.gateway.apis.responses.translate import (
     call_item,
     end_of,
@@ -33,13 +33,14 @@ class _OutputItem:
     """An item of the output, with the parts of its text that have come.
 
     at: its place in the output. call: id and name, of a tool call. place: which part of the response it is.
-    logprobs: of a message's tokens.
+    of: as in `calls_of`. logprobs: of a message's tokens.
     """
 
     kind: str
     id: str
     at: int
     call: tuple[Any, Any]
+    of: Mapping[str, Any] | None = None
     parts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
@@ -64,7 +65,7 @@ class _OutputItem:
             return message_item(self.id, self.text, status, logprobs=self.logprobs)
         if self.kind == "reasoning":
             return reasoning_item(self.id, self.text, status)
-        return call_item(self.id, *self.call, self.text, status, custom=self.kind == "custom_tool_call")
+        return call_item(self.id, *self.call, self.text, status, of=self.of)
 
 
 class ResponseEvents(ChatStream):
@@ -79,7 +80,7 @@ class ResponseEvents(ChatStream):
         super().__init__()
         self.headers = [(IGNORED.encode(), ignored.encode())] if ignored else []
         self._response = dict(base)
-        self._custom = custom_names(base["tools"])
+        self._known = calls_of(base["tools"])
         self._begun = False
         self._number = 0
         self._items: list[_OutputItem] = []
@@ -149,10 +150,10 @@ class ResponseEvents(ChatStream):
         alike = sum(item.calls if calls else item.kind == kind for item in self._items)
         if calls:
             id = f"{id}_{alike}"
-            kind = "custom_tool_call" if call[1] in self._custom else kind
+            kind = self._known.get(call[1], {"type": kind})["type"]
         elif alike:  # ids differ
             id = f"{id}_{at}"
-        self._items.append(_OutputItem(kind, id, at, call))
+        self._items.append(_OutputItem(kind, id, at, call, self._known.get(call[1])))
         return self._items[-1]
 
     def _open(self, item: _OutputItem) -> Iterator[bytes]:
@@ -179,7 +180,7 @@ class ResponseEvents(ChatStream):
                 yield self._sse("response.custom_tool_call_input.delta", item.place | {"delta": input_of(text)})
                 yield self._sse("response.custom_tool_call_input.done", item.place | {"input": input_of(text)})
             else:
-                call = {"arguments": text, "name": item.call[1]}
+                call = {"arguments": text, "name": item.to_dict("")["name"]}
                 yield self._sse("response.function_call_arguments.done", item.place | call)
             done = {"output_index": item.at, "item": item.to_dict("completed")}
             yield self._sse("response.output_item.done", done)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headway.errors import RequestError
 from headway.gateway.parsing.fields import list_in, object_in
 
 # Built-in tools that agents offer beside their own: a model that is not told of them does without.
-_IGNORED = ("web_search", "namespace", "image_generation", "tool_search")
+_IGNORED = ("web_search", "image_generation", "tool_search")
 _INPUT = "input"  # the one argument of a custom tool, as a function
 
 
@@ -26,15 +26,40 @@ def ignored_in(tools: Any) -> str:
     return ",".join(dict.fromkeys(one for one in found if one.isascii() and one.isprintable()))[:256]
 
 
-def custom_names(tools: Any) -> frozenset[str]:
-    """Return the names of the custom tools."""
-    return frozenset(str(tool.get("name")) for tool in tools or () if tool.get("type") == "custom")
+def calls_of(tools: Any) -> dict[str, dict[str, Any]]:
+    """Return what the item of a call says of its tool, by the tool's name in a chat, where that is not a function's."""
+    found = dict[str, dict[str, Any]]()
+    for tool, inside in _flat(tools or ()):
+        kind = "custom_tool_call" if tool.get("type") == "custom" else "function_call"
+        if inside or kind == "custom_tool_call":
+            found[_name(tool.get("name"), inside)] = {"type": kind, "name": tool.get("name"), **inside}
+    return found
+
+
+def name_of(item: Mapping[str, Any]) -> Any:
+    """Return the name in a chat of the tool that an item calls."""
+    inside = {"namespace": item["namespace"]} if item.get("namespace") else {}
+    return _name(item.get("name"), inside)
+
+
+def _name(name: Any, inside: Mapping[str, Any]) -> Any:
+    return f"{inside['namespace']}__{name}" if inside else name
+
+
+def _flat(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Yield tools, those in a namespace each by itself, with the field that an item of its call has."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            inside = {"namespace": str(tool.get("name"))}
+            yield from ((object_in(one, "tools"), inside) for one in list_in(tool.get("tools"), "tools"))
+        else:
+            yield tool, {}
 
 
 def chat_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat for `tools` and `tool_choice`; RequestError for tools that nothing here can run."""
     offered = [object_in(tool, "tools") for tool in list_in(raw.get("tools") or [], "tools")]
-    tools = [_tool(tool) for tool in offered if not is_ignored(tool)]
+    tools = [_tool(tool, inside) for tool, inside in _flat(offered) if not is_ignored(tool)]
     return {"tools": tools, "tool_choice": _choice(raw.get("tool_choice"))} if tools else {}
 
 
@@ -52,7 +77,7 @@ def input_of(arguments: str) -> str:
     return value if isinstance(value, str) else arguments
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any], inside: Mapping[str, Any]) -> dict[str, Any]:
     match tool.get("type"):
         case "function":
             names = ("name", "description", "parameters", "strict")
@@ -66,7 +91,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
                 param="tools",
                 code="unsupported_tool",
             )
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function | {"name": _name(tool.get("name"), inside)}}
 
 
 def _custom(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,5 +111,5 @@ def _choice(choice: Any) -> Any:
             raise RequestError(
                 "tool_choice names no function.", "Use auto, none, required or a function.", param="tool_choice"
             )
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": "function", "function": {"name": name_of(choice)}}
     return choice or "auto"

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.errors import RequestError
 from headway.gateway.apis.chat_stream import thought_of
-from headway.gateway.apis.responses.tools import arguments_of, chat_tools, custom_names, input_of
+from headway.gateway.apis.responses.tools import arguments_of, calls_of, chat_tools, input_of, name_of
 from headway.gateway.parsing.fields import list_in, object_in
 from headway.gateway.parsing.unsupported import RESPONSES, refuse
 
@@ -120,10 +120,10 @@ def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
     calls = message.get("tool_calls") or ()
     if (text := message.get("content") or "") or not calls:
         output.append(message_item(id, text, logprobs=_of_text(logprobs_of(choice), text)))
-    custom = custom_names(base["tools"])
+    known = calls_of(base["tools"])
     for number, call in enumerate(calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        output.append(call_item(f"{id}_{number}", call["id"], name, arguments, custom=name in custom))
+        output.append(call_item(f"{id}_{number}", call["id"], name, arguments, of=known.get(name)))
     end = end_of(choice.get("finish_reason"))
     return {
         **base,
@@ -198,13 +198,13 @@ def reasoning_item(id: str, text: str, status: str = "completed") -> dict[str, A
 
 
 def call_item(
-    id: str, call_id: Any, name: Any, arguments: str, status: str = "completed", *, custom: bool = False
+    id: str, call_id: Any, name: Any, arguments: str, status: str = "completed", *, of: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the item of a tool call. custom: of a custom tool, whose input is one text."""
-    item = {"status": status, "call_id": call_id, "name": name}
-    if custom:
-        return {"id": f"ctc_{id}", "type": "custom_tool_call", **item, "input": input_of(arguments)}
-    return {"id": f"fc_{id}", "type": "function_call", **item, "arguments": arguments}
+    """Return the item of a tool call. of: as in `calls_of`; the input of a custom tool is one text."""
+    item = {"type": "function_call", "status": status, "call_id": call_id, "name": name, **(of or {})}
+    if item["type"] == "custom_tool_call":
+        return {"id": f"ctc_{id}", **item, "input": input_of(arguments)}
+    return {"id": f"fc_{id}", **item, "arguments": arguments}
 
 
 # ---- requests
@@ -249,7 +249,7 @@ def _items(input: Any) -> Iterator[dict[str, Any]]:
         if kind in ("function_call", "custom_tool_call"):
             custom = kind == "custom_tool_call"
             arguments = arguments_of(item.get("input")) if custom else str(item.get("arguments") or "{}")
-            function = {"name": item.get("name"), "arguments": arguments}
+            function = {"name": name_of(item), "arguments": arguments}
             calls.append({"id": str(item.get("call_id")), "type": "function", "function": function})
             continue
         if calls:
