@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[2]
 NODE = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "node"
 BIN = NODE / "node_modules" / ".bin"
 AGENTS = {
-    "Codex": {"answer", "a command that it runs", "a tool of an MCP server"},
+    "Codex": {"answer", "a command that it runs", "a tool of an MCP server", "a patch by its custom tool"},
     "Claude Code": {"answer", "a command that it runs"},
     "openai for Node": {"chat", "stream", "responses", "responses stream", "models"},
 }
 NO_NODE = "node is not installed" if shutil.which("node") is None else "make clients has not installed them (no npm?)"
 pytestmark = pytest.mark.skipif(not BIN.exists() or shutil.which("node") is None, reason=NO_NODE)
+ROOM: dict[str, Any] = {"engine": {"max_model_len": 131_072}, "aliases": {"gpt-*": "smollm2"}}
 ANSWER = "fake fake fake"
 
 
@@ -36,7 +37,7 @@ ANSWER = "fake fake fake"
 def large(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway whose model has room for an agent's prompts."""
     folder = tmp_path_factory.mktemp("agents")
-    with serving(configuration(folder, fake.url, engine={"max_model_len": 131_072})) as running:
+    with serving(configuration(folder, fake.url, **ROOM)) as running:
         yield running
 
 
@@ -57,12 +58,12 @@ def tool_results(fake: Fake) -> list[str]:
     return [str(one["content"]) for one in fake.last()["body"]["messages"] if one["role"] == "tool"]
 
 
-def codex(gateway: Gateway, home: Path, prompt: str) -> str:
+def codex(gateway: Gateway, home: Path, prompt: str, model: str = "smollm2") -> str:
     """Run `codex exec` with an MCP server and web search; return what it printed."""
     (home / ".codex").mkdir(parents=True)
     server = Path(__file__).parent / "mcp_server.py"
     settings = f"""
-        model = "smollm2"
+        model = "{model}"
         model_provider = "headway"
         web_search = "live"
         check_for_update_on_startup = false
@@ -100,6 +101,19 @@ def test_codex_answers_and_runs_a_command(large: Gateway, fake: Fake, tmp_path: 
 def test_codex_calls_a_tool_of_an_mcp_server(large: Gateway, fake: Fake, tmp_path: Path) -> None:
     assert ANSWER in codex(large, tmp_path, 'FAKE CALL mcp__tests__say {"text": "aloud"} END')
     assert "said aloud" in tool_results(fake)[-1]
+
+
+def test_codex_patches_a_file_by_its_custom_tool(large: Gateway, fake: Fake, tmp_path: Path) -> None:
+    """It offers that tool to models that it knows."""
+    patch = json.dumps({"input": "*** Begin Patch\n*** Add File: new.txt\n+hello\n*** End Patch"})
+    assert ANSWER in codex(large, tmp_path, f"FAKE CALL apply_patch {patch} END", "gpt-5.5")
+    assert (tmp_path / "new.txt").read_text() == "hello\n"
+    assert "Success" in tool_results(fake)[-1]
+
+
+def test_codex_offers_tools_in_its_input(large: Gateway, fake: Fake, tmp_path: Path) -> None:
+    assert ANSWER in codex(large, tmp_path, "Say hello.", "gpt-6.2-sol")
+    assert "functions__exec" in {tool["function"]["name"] for tool in fake.last()["body"]["tools"]}
 
 
 def test_claude_code_answers_and_runs_a_command(large: Gateway, fake: Fake, tmp_path: Path) -> None:

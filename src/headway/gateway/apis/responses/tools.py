@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from headway.errors import RequestError
@@ -11,6 +12,7 @@ from headway.gateway.parsing.fields import list_in, object_in
 
 # Built-in tools that agents offer beside their own: a model that is not told of them does without.
 _IGNORED = ("web_search", "image_generation", "tool_search")
+MORE_TOOLS = "additional_tools"  # an item of the input
 _INPUT = "input"  # the one argument of a custom tool, as a function
 
 
@@ -18,6 +20,14 @@ def is_ignored(tool: Mapping[str, Any]) -> bool:
     """Tell whether a tool is left out; `web_search_preview_2025_03_11` is a web search, too."""
     kind = tool.get("type")
     return isinstance(kind, str) and kind.startswith(_IGNORED)
+
+
+def tools_of(raw: Mapping[str, Any]) -> list[Any]:
+    """Return the tools of a body, and those in items of its input; RequestError for what is none."""
+    tools, items = list_in(raw.get("tools") or [], "tools"), raw.get("input")
+    more = [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+    added = (list_in(one.get("tools"), "tools") for one in more if one.get("type") == MORE_TOOLS)
+    return [object_in(tool, "tools") for tool in chain(tools, *added)]
 
 
 def ignored_in(tools: Any) -> str:
@@ -58,8 +68,7 @@ def _flat(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any
 
 def chat_tools(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat for `tools` and `tool_choice`; RequestError for tools that nothing here can run."""
-    offered = [object_in(tool, "tools") for tool in list_in(raw.get("tools") or [], "tools")]
-    tools = [_tool(tool, inside) for tool, inside in _flat(offered) if not is_ignored(tool)]
+    tools = [_tool(tool, inside) for tool, inside in _flat(tools_of(raw)) if not is_ignored(tool)]
     return {"tools": tools, "tool_choice": _choice(raw.get("tool_choice"))} if tools else {}
 
 

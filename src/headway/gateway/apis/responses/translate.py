@@ -8,7 +8,15 @@ from typing import Any
 
 from headway.errors import RequestError
 from headway.gateway.apis.chat_stream import thought_of
-from headway.gateway.apis.responses.tools import arguments_of, calls_of, chat_tools, input_of, name_of
+from headway.gateway.apis.responses.tools import (
+    MORE_TOOLS,
+    arguments_of,
+    calls_of,
+    chat_tools,
+    input_of,
+    name_of,
+    tools_of,
+)
 from headway.gateway.parsing.fields import list_in, object_in
 from headway.gateway.parsing.unsupported import RESPONSES, refuse
 
@@ -106,6 +114,7 @@ def base_of(raw: Mapping[str, Any], id: str, created: int) -> dict[str, Any]:
         "previous_response_id": None,
         "service_tier": raw.get("service_tier") or "auto",
         **echo,
+        "tools": tools_of(raw),
     }
 
 
@@ -260,7 +269,7 @@ def _items(input: Any) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
         elif kind == "message":
             yield _message(item, where)
-        elif kind != "reasoning":  # templates leave out earlier thoughts, too
+        elif kind not in ("reasoning", MORE_TOOLS):  # templates leave out earlier thoughts, too
             raise _unsupported_item(kind, where)
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
