@@ -29,18 +29,21 @@ CLIENTS = {
         "structured output",
         "responses",
         "responses stream",
+        "previous response",
+        "log probabilities",
         "background",
         "files and batches",
         "tools",
     },
     "anthropic": {"messages", "stream", "count tokens"},
     "langchain": {"invoke", "stream"},
+    "llamaindex": {"chat", "stream"},
     "litellm": {"completion", "stream"},
     "guidellm": {"requests"},
     "vllm bench serve": {"completed"},
 }
 POOLING = {"openai, pooling model": {"embeddings", "scores"}}
-TEXTS = {"chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
+TEXTS = {"log probabilities", "chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
 needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="make clients has not installed them")
 
 
