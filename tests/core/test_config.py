@@ -134,6 +134,7 @@ hourly_budget = 10
 kind = "memory"
 keep_hours = 0.5
 keep_responses = false
+tenant_kept_mib = 512
 lease_seconds = 9
 
 [broker.sqlite]
@@ -344,7 +345,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ),
     )
     assert config.broker == Broker(
-        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0), False
+        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0), False, 512
     )
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)

@@ -192,6 +192,22 @@ async def test_a_result_is_amended_unless_it_has_changed_meanwhile(two: list[Bro
     assert await first.forget(7.5) == 1
 
 
+async def test_the_oldest_answers_of_a_tenant_are_trimmed(two: list[Broker]) -> None:
+    broker, other = two
+    for number in range(4):
+        for tenant in ("alpha", "beta"):
+            await broker.put(replace(job(f"{tenant}{number}"), tenant=tenant, request="{}"))
+            await broker.done(f"{tenant}{number}", b"x" * 98 if tenant == "alpha" else b"x", 10.0 - number)
+    await broker.put(job("polled", background=True))
+    await broker.done("polled", b"x" * 1000, 1.0)
+    await broker.put(job("open"))
+    assert await broker.trim(250) == 2
+    assert [await other.get(f"alpha{number}") is not None for number in range(4)] == [True, True, False, False]
+    left = [f"beta{number}" for number in range(4)] + ["polled", "open"]
+    assert all([await other.get(id) for id in left])
+    assert await broker.trim(250) == 0
+
+
 async def test_odd_text_survives(broker: Broker) -> None:
     odd = replace(job("quote'\x00\U0001f600"), tenant="", path="/ü", body=b"", arrival=1e300)
     await broker.put(odd)

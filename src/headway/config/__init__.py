@@ -128,7 +128,8 @@ class Broker:
         machines. "memory" survives nothing and has no settings. With "postgres", files that other tables keep
         beside the queue are in the user's state directory.
     keep_hours: time for which a finished request can be fetched. keep_responses: keep the input and the answer of
-        each request to /v1/responses for that time, unless it has "store": false.
+        each request to /v1/responses for that time, unless it has "store": false. tenant_kept_mib: limit of these
+        and of conversations of a tenant, of which the oldest go first; checked every minute.
     lease_seconds: time after a gateway's death until others take over its work.
     """
 
@@ -138,6 +139,7 @@ class Broker:
     sqlite: Sqlite = field(default_factory=Sqlite)
     postgres: Postgres = field(default_factory=Postgres)
     keep_responses: bool = True
+    tenant_kept_mib: Count = 1024
 
     @property
     def keeps(self) -> bool:

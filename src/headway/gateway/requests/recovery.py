@@ -22,7 +22,7 @@ from headway.store.queue.port import Broker, Job
 _PAGE = 32  # jobs taken at once: a body may be megabytes
 _IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
 _LOOK_S = 1.0  # between two looks for jobs that are free
-_SWEEP = 600.0  # seconds between deletions of old jobs
+_SWEEP, _TRIM = 600.0, 60.0  # seconds between deletions of old jobs, and of answers that are too many
 log = logging.getLogger("headway.gateway")
 
 
@@ -125,11 +125,15 @@ class Recovery:
         await self._closings.fail(job.id, reason, clock.now())
 
 
-async def forget_old_jobs(broker: Broker, keep_seconds: float) -> None:
-    """Delete jobs that ended longer ago than this, until cancelled."""
+async def forget_old_jobs(broker: Broker, keep_seconds: float, most: int) -> None:
+    """Delete jobs that ended longer ago than this, and answers of a tenant beyond `most` bytes, until cancelled."""
+    forget_at = clock.now()
     while True:
         try:
-            await broker.forget(clock.now() - keep_seconds)
+            if clock.now() >= forget_at:
+                forget_at = clock.now() + _SWEEP
+                await broker.forget(clock.now() - keep_seconds)
+            await broker.trim(most)
         except HeadwayError as error:
             log.error("old jobs are not deleted: %s", error)
-        await asyncio.sleep(_SWEEP)
+        await asyncio.sleep(_TRIM)

@@ -138,6 +138,12 @@ class Broker(Protocol):
         False when no such job is done, or it has another number of attempts: it was changed in the meantime.
         """
 
+    async def trim(self, most: int) -> int:
+        """Delete answers that no client polls for, the oldest of each tenant that has more than `most` bytes of them.
+
+        What is kept with an answer counts, too. Returns how many jobs are gone.
+        """
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended. False when it is open, unknown or forgotten."""
 

@@ -42,6 +42,10 @@ AMEND = """UPDATE {s}.jobs SET result = $1, finished = $2, attempts = attempts +
     WHERE id = $3 AND state = 'done' AND attempts = $4 RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
+TRIM = """DELETE FROM {s}.jobs WHERE seq IN (SELECT seq FROM (
+    SELECT seq, sum(octet_length(request) + octet_length(result)) OVER (
+        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
+    FROM {s}.jobs WHERE result IS NOT NULL AND NOT background) AS kept WHERE total > $1 LIMIT $2) RETURNING seq"""
 EXPIRE_SPENT = "DELETE FROM {s}.spent WHERE account = $1 AND at <= $2"
 SPEND = """INSERT INTO {s}.spent AS one (account, id, at, units) SELECT $1, $2, $3, $4::float8
     WHERE (SELECT coalesce(sum(units), 0) FROM {s}.spent WHERE account = $1) + $4 <= $5::float8
@@ -146,6 +150,14 @@ class PostgresBroker(Session):
         """Replace the result of a job that is done, if it has this number of attempts."""
         return bool(await self._write("amend", id=id, instant=now, count=attempts, body=result))
 
+    async def trim(self, most: int) -> int:
+        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write("trim", count=most)
+            total += deleted
+        return total
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
@@ -206,6 +218,8 @@ class PostgresBroker(Session):
             call = group[0]
             values = call.body, call.instant, stored(call.id), call.count
             return [bool(await connection.fetchval(self.sql(AMEND), *values))]
+        if group[0].verb == "trim":
+            return [len(await connection.fetch(self.sql(TRIM), group[0].count, SWEEP))]
         if group[0].verb == "spend":
             return [await self._spend(group[0], connection)]
         if group[0].verb == "refund":

@@ -74,6 +74,10 @@ AMEND = """UPDATE jobs SET result = ?, result_sum = ?, finished = ?, attempts = 
     WHERE id = ? AND state = 'done' AND attempts = ?"""
 FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
+TRIM = """DELETE FROM jobs WHERE seq IN (SELECT seq FROM (
+    SELECT seq, SUM(LENGTH(CAST(request AS BLOB)) + LENGTH(result)) OVER (
+        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
+    FROM jobs WHERE result IS NOT NULL AND NOT background) WHERE total > ? LIMIT ?)"""
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
@@ -221,6 +225,14 @@ class SqliteBroker:
     async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
         """Replace the result of a job that is done, if it has this number of attempts."""
         return await self._write(partial(_changes, AMEND, [result, checksum(result, id), now, id, attempts])) == 1
+
+    async def trim(self, most: int) -> int:
+        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write(partial(_changes, TRIM, [most, SWEEP]))
+            total += deleted
+        return total
 
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
