@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -18,7 +18,7 @@ from headway.gateway.errors import error_response
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import HEADERS, Kind, ParsedRequest, read_json
 from headway.gateway.requests.streaming import DeferredResponse, ResponseStream
-from headway.store.queue.port import Broker
+from headway.store.queue.port import Broker, Job
 
 log = logging.getLogger("headway.gateway")
 
@@ -27,10 +27,8 @@ log = logging.getLogger("headway.gateway")
 class Api:
     """OpenAI's API, which engines serve, too; subclasses translate APIs that they do not.
 
-    kind: the engines' endpoint that answers. docs: of its route. recalls: bodies may name earlier answers.
+    kind: the engines' endpoint that answers. docs: of its route.
     """
-
-    recalls: ClassVar[bool] = False
 
     kind: Kind
     docs: Mapping[str, Any] = field(default_factory=dict)
@@ -47,11 +45,23 @@ class Api:
         """Return the body for the engines' endpoint; RequestError for what has no place there."""
         return raw
 
-    async def recalled(self, raw: dict[str, Any], broker: Broker | None, tenant: str, most: int) -> dict[str, Any]:
-        """Return a body with the earlier input and answers that it names.
+    def goes_on(self, data: bytes) -> bool:
+        """Tell whether a body may name earlier answers, without reading it."""
+        return False
 
-        RequestError: 404 for those of other tenants, 413 beyond `most` bytes. broker: None = nothing is kept.
+    def names(self, raw: dict[str, Any]) -> Mapping[str, str]:
+        """Return the ids of what a body goes on from, by field; RequestError."""
+        return {}
+
+    async def earlier(self, names: Mapping[str, str], broker: Broker | None, tenant: str, most: int) -> Job | None:
+        """Return what a body goes on from, None = it names nothing.
+
+        RequestError: 404 for what is another tenant's, 413 beyond `most` bytes. broker: None = nothing is kept.
         """
+        return None
+
+    def recalled(self, raw: dict[str, Any], job: Job) -> dict[str, Any]:
+        """Return a body with the earlier input and answers that it names."""
         return raw
 
     def completed(self, parsed: ParsedRequest, raw: dict[str, Any], *, keeps: bool) -> ParsedRequest:

@@ -26,6 +26,7 @@ from headway.gateway.parsing.models import ServedModels
 from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
+from headway.store.queue.port import Job
 
 _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
@@ -177,12 +178,12 @@ class AppState(Access):
         with self.gateway.bodies.hold() as held:
             held.tenant = request.scope.get(TENANT, "")
             data = await self.read(request, held)
-            return await self._work(data, partial(work, data))
+            return await self._work(len(data), partial(work, data))
 
-    async def _work(self, data: bytes, work: Callable[[], T]) -> T:
-        """Return what is made of a body; few large ones at a time."""
-        async with self._large if len(data) > INLINE else nullcontext():
-            return await offload(len(data), work)
+    async def _work(self, size: int, work: Callable[[], T]) -> T:
+        """Return what is made of a body of so many bytes; few large ones at a time."""
+        async with self._large if size > INLINE else nullcontext():
+            return await offload(size, work)
 
     async def receive(self, api: Api, request: Request, held: Held) -> ParsedRequest:
         """Read, parse and admit an HTTP request, or refuse it before anything is stored."""
@@ -193,18 +194,20 @@ class AppState(Access):
             self.gateway.path.check_room(key)
         data, headers = await self.read(request, held, api.most(self.config.server)), _headers(request)
         tenant, broker = tenant_of(key), self.gateway.broker if self.config.broker.keeps else None
-        earlier: dict[str, Any] | None = None
-        if api.recalls:
-            raw = await self._work(data, partial(api.decode, data, headers))
-            earlier = await api.recalled(raw, broker, tenant, self.config.server.max_body_kib * 1024)
+        earlier: Job | None = None
+        if api.goes_on(data):
+            names = await self._work(len(data), lambda: api.names(api.decode(data, headers)))
+            earlier = await api.earlier(names, broker, tenant, self.config.server.max_body_kib * 1024)
+        size = len(data) + (0 if earlier is None else len(earlier.request) + len(earlier.result or b""))
 
         def parse() -> ParsedRequest:
-            raw = api.decode(data, headers) if earlier is None else earlier
+            raw = api.decode(data, headers)
+            raw = raw if earlier is None else api.recalled(raw, earlier)
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
             parsed = api.completed(parsed, raw, keeps=broker is not None)
             return with_key(parsed, headers, request.scope["path"], data)
 
-        parsed = await self._work(data, parse)
+        parsed = await self._work(size, parse)
         if (more := len(parsed.upstream.content) - len(data)) > 0:
             held.add(more)
         parsed = await self.gateway.path.admit(parsed, key)

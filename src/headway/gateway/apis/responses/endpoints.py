@@ -16,7 +16,7 @@ from headway.errors import RequestError
 from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
 from headway.gateway.apis.responses.conversations import items_response
 from headway.gateway.apis.responses.events import IGNORED, ResponseEvents
-from headway.gateway.apis.responses.kept import echo_of, kept_of, recalled
+from headway.gateway.apis.responses.kept import earlier, echo_of, kept_of, names_in, recalled
 from headway.gateway.apis.responses.tools import ignored_in
 from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
 from headway.gateway.apis.state import AppState
@@ -27,6 +27,7 @@ from headway.store.queue.port import Broker, Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 _BACKGROUND_FIELDS = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
+_PAST = (b'"previous_response_id"', b'"conversation"')
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -54,13 +55,20 @@ DOCS = api_docs("create", _SCHEMA, SCHEDULED, "Answer a response: a chat, schedu
 class ResponsesApi(Api):
     """OpenAI's Responses API."""
 
-    recalls = True
-
     def read(self, raw: dict[str, Any]) -> dict[str, Any]:
         return chat_of(raw)
 
-    async def recalled(self, raw: dict[str, Any], broker: Broker | None, tenant: str, most: int) -> dict[str, Any]:
-        return await recalled(raw, broker, tenant, most)
+    def goes_on(self, data: bytes) -> bool:
+        return any(name in data for name in _PAST)  # one that is written with escapes is refused by `chat_of`
+
+    def names(self, raw: dict[str, Any]) -> Mapping[str, str]:
+        return names_in(raw)
+
+    async def earlier(self, names: Mapping[str, str], broker: Broker | None, tenant: str, most: int) -> Job | None:
+        return await earlier(names, broker, tenant, most)
+
+    def recalled(self, raw: dict[str, Any], job: Job) -> dict[str, Any]:
+        return recalled(raw, job)
 
     def completed(self, parsed: ParsedRequest, raw: dict[str, Any], *, keeps: bool) -> ParsedRequest:
         kept = kept_of(raw, background=parsed.background) if keeps else None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.responses.translate import base_of, response_of
 from headway.gateway.in_flight import is_kept, kept_in
-from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import list_in
 from headway.gateway.parsing.requests import Kept
 from headway.gateway.parsing.unsupported import refusal
@@ -42,22 +40,31 @@ def input_items(raw: Mapping[str, Any]) -> list[Any]:
     return list_in(input, "input")
 
 
-async def recalled(raw: dict[str, Any], broker: Broker | None, tenant: str, most: int) -> dict[str, Any]:
-    """Return a body with the earlier items that it names before its own; as `Api.recalled`."""
+def names_in(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the field by which a body names what it goes on from, with its id; RequestError for two."""
     names = {name: _id(name, raw[name]) for name in _NAMES if raw.get(name) is not None}
-    if not names:
-        return raw
     if len(names) > 1:
         raise RequestError("A response has one past.", "Send previous_response_id or conversation.", param=_NAMES[0])
-    ((name, id),) = names.items()
-    if broker is None:
-        raise refusal(name, _OFF)
-    job = await find(broker, id, tenant, name)
-    if (size := len(job.request) + len(job.result or b"")) > most:
-        raise _too_long(size, most)
-    earlier = await offload(size, partial(items_in, job))
-    own = input_items(raw)
-    body = Recalled({name: value for name, value in raw.items() if name not in _NAMES} | {"input": [*earlier, *own]})
+    return names
+
+
+async def earlier(names: Mapping[str, str], broker: Broker | None, tenant: str, most: int) -> Job | None:
+    """Return the response or conversation that a body names; as `Api.earlier`."""
+    for name, id in names.items():
+        if broker is None:
+            raise refusal(name, _OFF)
+        job = await find(broker, id, tenant, name)
+        if (size := len(job.request) + len(job.result or b"")) > most:
+            raise _too_long(size, most)
+        return job
+    return None
+
+
+def recalled(raw: dict[str, Any], job: Job) -> Recalled:
+    """Return a body with the items of what it names before its own."""
+    own, names = input_items(raw), names_in(raw)
+    rest = {name: value for name, value in raw.items() if name not in _NAMES}
+    body = Recalled(rest | {"input": [*items_in(job), *own]})
     body.previous, body.conversation, body.own = names.get(_NAMES[0]), names.get(_NAMES[1]), len(own)
     return body
 
