@@ -119,8 +119,7 @@ async def serving(
         path = RequestPath(config.server, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, dispatcher.in_flight, counters, config)
-        keep_s, kept = config.broker.keep_hours * 3600, config.broker.tenant_kept_mib * 2**20
-        forget = partial(forget_old_jobs, broker, keep_s, kept)
+        forget = partial(forget_old_jobs, broker, config.broker)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
         loops += _autoscalers(config, wired, fleet, metrics)
         try:

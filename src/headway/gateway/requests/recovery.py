@@ -12,6 +12,7 @@ import logging
 from collections.abc import Container
 
 from headway import clock
+from headway.config import Broker as BrokerConfig
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.gateway.in_flight import InFlightRequest
@@ -125,15 +126,15 @@ class Recovery:
         await self._closings.fail(job.id, reason, clock.now())
 
 
-async def forget_old_jobs(broker: Broker, keep_seconds: float, most: int) -> None:
-    """Delete jobs that ended longer ago than this, and answers of a tenant beyond `most` bytes, until cancelled."""
+async def forget_old_jobs(broker: Broker, limits: BrokerConfig) -> None:
+    """Delete jobs that ended too long ago, and what is kept of a tenant beyond its limit, until cancelled."""
     forget_at = clock.now()
     while True:
         try:
             if clock.now() >= forget_at:
                 forget_at = clock.now() + _SWEEP
-                await broker.forget(clock.now() - keep_seconds)
-            await broker.trim(most)
+                await broker.forget(clock.now() - limits.keep_hours * 3600)
+            await broker.trim(limits.tenant_kept_mib * 2**20)
         except HeadwayError as error:
             log.error("old jobs are not deleted: %s", error)
         await asyncio.sleep(_TRIM)
