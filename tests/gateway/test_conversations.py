@@ -11,6 +11,10 @@ import openai
 import pytest
 
 from headway.config import Broker, Key, Sqlite
+from headway.gateway.in_flight import InFlightRequest, is_kept, kept_in
+from headway.gateway.parsing.engine_body import EngineBody
+from headway.gateway.parsing.requests import Kept
+from headway.types import Request, Slo
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import WEB, Fake, Gateway, until
 from tests.gateway.test_responses import PATH, body
@@ -116,6 +120,18 @@ def test_answers_of_the_same_time_are_all_added(gateway: Gateway) -> None:
     items = gateway.get(f"{CONVERSATIONS}/{id}/items").json()["data"]
     assert {one["content"] for one in items if one["role"] == "user"} == {f"n{i}" for i in range(8)}
     assert len(items) == 16
+
+
+async def test_a_recovered_response_knows_its_conversation() -> None:
+    request = Request("hw-1", "m", 1, 1, 0.0, Slo(), task='"kept":1')
+    begun = InFlightRequest(request, "chat", EngineBody(b"{}", b"{}"), background=True)
+    assert not is_kept(begun.to_job())
+    assert kept_in(begun.to_job()) is None
+    kept = Kept('{"input": [], "own": 0, "conversation": "conv_1"}', "conv_1")
+    job = begun.to_job("digest", kept)
+    assert is_kept(job)
+    assert InFlightRequest.from_job(job).conversation == "conv_1"
+    assert InFlightRequest.from_job(job).request == request
 
 
 def test_a_tenant_has_its_own(serve: Serve) -> None:
