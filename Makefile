@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= .venv-clients
+NODE := tests/e2e/clients/node
 PEERS ?= .venv-peers
 AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
@@ -62,12 +63,16 @@ servers:
 	  || echo "$$one cannot be installed here, so what needs it is not tested."; done
 
 # Client libraries want other versions of what Headway uses, so they have an environment of their own.
-clients: requirements-clients.lock
+clients: requirements-clients.lock $(NODE)/package-lock.json
 	@test -e $(CLIENTS)/.installed -a ! requirements-clients.lock -nt $(CLIENTS)/.installed \
 	  || { $(PYTHON) -m venv $(CLIENTS) \
 	       && $(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.lock \
 	       && touch $(CLIENTS)/.installed; } \
 	  || { rm -rf $(CLIENTS); echo "Client libraries cannot be installed here, so they are not tested."; }
+	@test -e $(CLIENTS)/node/.installed -a ! $(NODE)/package-lock.json -nt $(CLIENTS)/node/.installed \
+	  || { mkdir -p $(CLIENTS)/node && cp $(NODE)/package.json $(NODE)/package-lock.json $(CLIENTS)/node/ \
+	       && npm ci --silent --no-audit --no-fund --prefix $(CLIENTS)/node && touch $(CLIENTS)/node/.installed; } \
+	  || { rm -rf $(CLIENTS)/node; echo "Clients from npm cannot be installed here, so they are not tested."; }
 
 # Renders the chart in tests.
 helm: install

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -34,6 +35,7 @@ NAME = "FAKE instant engine"
 WORD = "fake "  # the content of every chunk after the first; clients count tokens by it
 _BLOCKS, _BLOCK = 100_000, 16
 FIRST_ID, _ID = 1000, b"[-1]"  # the id of an answer's first token; what stands for a token's id
+_CALL = re.compile(r"FAKE CALL (\w+) (\{.*\}) END")
 _COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
 # TYPE vllm:num_preemptions_total counter
@@ -53,6 +55,8 @@ class _Ask:
 
     tokens, delay: `fake_tokens` and `fake_delay` (seconds per token), which override the engine's
     prompt: `fake_prompt`, the prompt tokens reported in usage
+    stops: its end is that of a model, not that of its limit, as in the answer to a chat with tools
+    call: a tool call, that the last message asks for if it is a user's: `FAKE CALL name {"argument": 1} END`
     hold: `fake_hold`, a name; nothing is sent until that name is released
     cuts: `fake_cuts`; the connection breaks after so many tokens, at the first of these numbers that is above
         those said before
@@ -87,6 +91,8 @@ class _Ask:
     chunk_tokens: int
     split: bool
     pooled: dict[str, Any] | None
+    call: dict[str, Any] | None
+    stops: bool
 
     @property
     def shown(self) -> int:
@@ -149,6 +155,8 @@ class FakeEngine:
         match scope["path"].strip("/").split("/"):
             case [*_, "completions" | "embeddings" | "score" | "rerank" | "pooling" | "classify"]:
                 await self._generate(scope, receive, send)
+            case [*_, "transcriptions" | "translations"]:
+                await self._write_down(scope, receive, send)
             case ["health"]:
                 await _say(send, 200, b"")
             case ["metrics"]:
@@ -236,6 +244,21 @@ class FakeEngine:
             self.aborted += gone.done()
             gone.cancel()
 
+    async def _write_down(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a form with speech; `last` has it as a text."""
+        form, headers = await _body(receive), {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.last = {"path": scope["path"], "body": form.decode("latin-1"), "headers": headers}
+        self.asked += 1
+        ask = self._ask("chat/completions", {"stream": b'name="stream"\r\n\r\ntrue' in form})
+        gone = asyncio.ensure_future(receive())
+        try:
+            if ask.stream:
+                await _stream(ask, gone, send)
+            else:
+                await _json(send, 200, {"text": WORD * ask.shown, "usage": {"type": "duration", "seconds": 1}})
+        finally:
+            gone.cancel()
+
     def _ask(self, path: str, body: dict[str, Any]) -> _Ask:
         extra = body.get("vllm_xargs") or {}
         tokens = int(extra.get("fake_tokens", self.tokens))
@@ -258,6 +281,8 @@ class FakeEngine:
             split=self.split,
             model=body.get("model", ""),
             pooled=pooled_answer(path, body),
+            call=_call(body),
+            stops=bool(body.get("tools")),
         )
 
     async def _answer(self, ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
@@ -285,6 +310,14 @@ async def _stream(ask: _Ask, gone: asyncio.Future[Any], send: Send) -> None:
     await _start(send, 200, b"text/event-stream; charset=utf-8")
     first, chunk, last = _chunks(ask)
     await _ping(ask, gone, send)
+    if ask.call is not None:
+        for delta, reason in (({"role": "assistant"}, None), ({"tool_calls": [ask.call]}, None), ({}, "tool_calls")):
+            await _part(send, _of_choices(ask, delta, reason), ask.split)
+        usage = [_event(ask, [], usage=_usage(ask))] if ask.usage else []
+        for event in (*usage, b"data: [DONE]\n\n"):
+            await _part(send, event, ask.split)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return
     if ask.chat:
         await _part(send, first, ask.split)
     for token in range(len(ask.said), ask.shown):
@@ -327,13 +360,13 @@ def _ending(ask: _Ask, last: bytes) -> Iterator[bytes]:
 
 def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
     """Return three events: the role, one token per choice, and the finish reason."""
-    reason = "abort" if ask.end == "abort" else "length"
+    reason = "abort" if ask.end == "abort" else "stop" if ask.stops else "length"
     role = _of_choices(ask, {"role": "assistant", "content": ""}, None)
     chunk = _of_choices(ask, {"content": WORD}, None, token_ids=[-1])
     return role, chunk, _of_choices(ask, {}, reason, token_ids=[])
 
 
-def _of_choices(ask: _Ask, delta: dict[str, str], reason: str | None, **more: Any) -> bytes:
+def _of_choices(ask: _Ask, delta: dict[str, Any], reason: str | None, **more: Any) -> bytes:
     content: dict[str, Any] = {"delta": delta} if ask.chat else {"text": delta.get("content", "")}
     one = {**content, "logprobs": None, "finish_reason": reason, **(more if ask.ids else {})}
     return b"".join(_event(ask, [{"index": index, **one}]) for index in range(ask.choices))
@@ -353,7 +386,10 @@ def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
 def _whole(ask: _Ask) -> dict[str, Any]:
     text = WORD * ask.shown
     content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
-    one = {**content, "logprobs": None, "finish_reason": "length"}
+    one = {**content, "logprobs": None, "finish_reason": "stop" if ask.stops else "length"}
+    if ask.call is not None:
+        message = {"role": "assistant", "content": None, "tool_calls": [ask.call]}
+        one = {"message": message, "logprobs": None, "finish_reason": "tool_calls"}
     choices = [{"index": index, **one} for index in range(ask.choices)]
     kind = "chat.completion" if ask.chat else "text_completion"
     return {**_frame(ask, kind), "choices": choices, "usage": _usage(ask)}
@@ -380,6 +416,15 @@ def _prompt(body: dict[str, Any]) -> str:
     if "messages" in body:
         return str(body["messages"][0].get("content"))
     return str(body.get("prompt", ""))
+
+
+def _call(body: dict[str, Any]) -> dict[str, Any] | None:
+    message = (body.get("messages") or [{}])[-1]
+    found = _CALL.search(str(message.get("content"))) if message.get("role") == "user" else None
+    if found is None:
+        return None
+    function = {"name": found[1], "arguments": found[2]}
+    return {"index": 0, "id": "call_fake", "type": "function", "function": function}
 
 
 async def _rest(seconds: float, gone: asyncio.Future[Any]) -> None:

@@ -61,9 +61,11 @@ tenant_share = 0.4
 class_share = 0.6
 operator_key = "{SECRET}"
 operator_only = true
+max_audio_mib = 40
 hosts = ["llm.example", ".b.example"]
 stored_keys = true
 tls = {{ cert = "cert.pem", key = "key.pem" }}
+cors_origins = ["https://app.example", "http://localhost:3000"]
 max_attempts = 5
 max_resumes = 2
 head_timeout_s = 3
@@ -141,6 +143,8 @@ hourly_budget = 10
 [broker]
 kind = "memory"
 keep_hours = 0.5
+keep_responses = false
+tenant_kept_mib = 512
 lease_seconds = 9
 
 [broker.sqlite]
@@ -325,6 +329,8 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ("llm.example", ".b.example"),
         True,
         Tls("cert.pem", "key.pem"),
+        ("https://app.example", "http://localhost:3000"),
+        40,
     )
     assert config.engines == (
         Engine(
@@ -381,7 +387,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         ),
     )
     assert config.broker == Broker(
-        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0)
+        "memory", 0.5, 9.0, Sqlite("/tmp/q.sqlite", "normal", 128), Postgres(SECRET, "queue_2", 2.0), False, 512
     )
     assert config.predictor == Predictor("none", 0.9, 512, "lengths.npz")
     assert config.apps == Apps("graphs", 30.0)

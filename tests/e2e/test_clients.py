@@ -15,6 +15,7 @@ import pytest
 
 from headway.models.resolve import resolve
 from tests.e2e.server import ANSWER_S, Headway
+from tests.gateway.test_agents import AGENTS
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
@@ -28,18 +29,21 @@ CLIENTS = {
         "structured output",
         "responses",
         "responses stream",
+        "previous response",
+        "log probabilities",
         "background",
         "files and batches",
         "tools",
     },
     "anthropic": {"messages", "stream", "count tokens"},
     "langchain": {"invoke", "stream"},
+    "llamaindex": {"chat", "stream"},
     "litellm": {"completion", "stream"},
     "guidellm": {"requests"},
     "vllm bench serve": {"completed"},
 }
 POOLING = {"openai, pooling model": {"embeddings", "scores"}}
-TEXTS = {"chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
+TEXTS = {"log probabilities", "chat", "stream", "invoke", "completion", "responses", "responses stream", "messages"}
 needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="make clients has not installed them")
 
 
@@ -71,7 +75,7 @@ def _called(name: str, server: Headway) -> dict[str, Any]:
 def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
     lines = (ROOT / "docs" / "clients.md").read_text().splitlines()
     begin = lines.index("| client | what the test does |") + 2
-    expected = CLIENTS | POOLING
+    expected = CLIENTS | POOLING | AGENTS
     table = dict(line.strip("| ").split(" | ") for line in lines[begin : begin + len(expected)])
     names = {name.strip("` "): set(what.split(", ")) for name, what in table.items()}
     assert names == expected

@@ -322,6 +322,22 @@ async def test_lists_of_files(store: BatchStore) -> None:
     assert await store.files("alpha", "other", 9) == [], "it is another tenant's"
 
 
+async def test_expired_files_are_named_unless_a_batch_reads_them(store: BatchStore) -> None:
+    made = [replace(FILE, id=f"file-{i}", expires=expires) for i, expires in enumerate((None, 5.0, 6.0, 20.0))]
+    for file in made:
+        await add(store, file)
+    assert await store.file("alpha", "file-1") == made[1]
+    await store.add_batch(replace(BATCH, input_file="file-2", output_expires_s=60.0), 1)
+    assert await store.expired(10.0, 9) == [made[1]]
+    batch = await store.batch("alpha", BATCH.id)
+    assert batch is not None
+    assert batch.output_expires_s == 60.0
+    assert await store.hold()
+    await store.end(BATCH.id, "completed", 9.0)
+    assert len(await store.expired(10.0, 9)) == 2
+    assert len(await store.expired(10.0, 1)) == 1
+
+
 # ---- the gateway that runs batches
 
 

@@ -215,7 +215,8 @@ def test_claims_beyond_the_key_of_the_batch(serve: Serve) -> None:
         ({"endpoint": "/v1/rerank"}, 400),
         ({"input_file_id": "file-none"}, 404),
         ({"metadata": {"x": 3}}, 400),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 400),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, 400),
+        ({"output_expires_after": {"anchor": "ended_at", "seconds": 3600}}, 400),
     ],
 )
 def test_a_batch_that_is_refused(gateway: Gateway, fields: dict[str, Any], status: int) -> None:
@@ -395,3 +396,15 @@ def test_of_two_gateways_one_runs_it_and_both_tell(fake: Fake, tmp_path: Path) -
             assert cancel(second, held_id).status_code == 200
             assert ended(second, held_id)["status"] == "cancelled"
         assert ended(first, begin(first, [line("x", messages=SAY)]))["status"] == "completed"
+
+
+def test_its_files_may_expire(gateway: Gateway) -> None:
+    after = {"anchor": "created_at", "seconds": 7200}
+    done = ended(gateway, begin(gateway, lines(2), output_expires_after=after))
+    file = gateway.get(f"/v1/files/{done['output_file_id']}").json()
+    assert file["expires_at"] - file["created_at"] in (7199, 7200, 7201)
+    again = {"input_file_id": done["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+    key = {"headers": {"idempotency-key": "expires"}}
+    assert gateway.post({**again, "output_expires_after": after}, "/v1/batches", **key).status_code == 200
+    assert gateway.post({**again, "output_expires_after": after}, "/v1/batches", **key).status_code == 200
+    assert gateway.post(again, "/v1/batches", **key).status_code == 422

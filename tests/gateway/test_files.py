@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from headway.gateway.apis.batches.files import Upload
 from headway.gateway.apis.batches.lines import numbered
 from tests.gateway.batches import lines, text, upload
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import Fake, Gateway, configuration, serving
+from tests.gateway.gateway import Fake, Gateway, configuration, serving, until
 
 SMALL = Batches(max_file_mib=1, max_lines=4, tenant_mib=2)
 LINE = b'{"x": 1}\n'
@@ -137,11 +139,42 @@ def test_a_boundary_that_is_none(gateway: Gateway, boundary: str) -> None:
     assert left(gateway) == before
 
 
-def test_fields_that_mean_nothing_here_are_refused(gateway: Gateway) -> None:
-    more = {"purpose": "batch", "expires_after[seconds]": "3600"}
-    answer = gateway.post(None, "/v1/files", files={"file": ("x", LINE)}, data=more)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"expires": "3600"}, "expires"),
+        ({"expires_after[seconds]": "3600"}, "anchor"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}, "seconds"),
+        ({"expires_after[anchor]": "last_active_at", "expires_after[seconds]": "3600"}, "anchor"),
+    ],
+)
+def test_fields_that_mean_nothing_here_are_refused(gateway: Gateway, fields: dict[str, str], words: str) -> None:
+    answer = gateway.post(None, "/v1/files", files={"file": ("x", LINE)}, data={"purpose": "batch", **fields})
     assert answer.status_code == 400
-    assert "expires_after" in answer.json()["error"]["message"]
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_file_may_expire(gateway: Gateway) -> None:
+    with gateway.client() as asks:
+        file = asks.files.create(
+            file=("x.jsonl", LINE), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
+        )
+    assert file.expires_at is not None
+    assert file.expires_at - file.created_at in (7199, 7200, 7201)
+
+
+def test_a_file_that_has_expired_is_gone(serve: Serve) -> None:
+    with serve() as gateway:
+        (kept, expired), queue = [upload(gateway, LINE).json()["id"] for _ in range(2)], gateway.config.broker
+        assert gateway.config.batches_dir is not None
+        database = gateway.config.batches_dir / "batches.sqlite"
+    with closing(sqlite3.connect(database)) as db, db:
+        db.execute("UPDATE files SET expires = 1 WHERE id = ?", [expired])
+    with serve(broker=queue) as gateway:
+        assert gateway.get(f"/v1/files/{expired}").status_code == 404
+        assert gateway.get(f"/v1/files/{kept}").status_code == 200
+        until(lambda: left(gateway) == {kept})
+        assert [file["id"] for file in gateway.get("/v1/files").json()["data"]] == [kept]
 
 
 def test_files_of_another_tenant_are_not_there(serve: Serve) -> None:

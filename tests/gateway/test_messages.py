@@ -68,14 +68,14 @@ def test_errors_are_in_anthropic_s_shape(gateway: Gateway) -> None:
     with client(gateway) as asks:
         with pytest.raises(anthropic.NotFoundError) as missing:
             asks.messages.create(**body(model="nothing"))
-        with pytest.raises(anthropic.BadRequestError, match="image"):
+        with pytest.raises(anthropic.BadRequestError, match="document"):
             asks.messages.create(
                 **body(
                     messages=[
                         {
                             "role": "user",
                             "content": [
-                                {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}
+                                {"type": "document", "source": {"type": "url", "url": "https://example.com/cat.pdf"}}
                             ],
                         }
                     ]

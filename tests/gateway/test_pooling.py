@@ -120,11 +120,11 @@ def test_a_model_is_refused_what_it_cannot_do(gateway: Gateway, pooling: Gateway
 
 
 def test_answers_are_told_apart() -> None:
-    assert read_answer(b'{"data": [{}]}', pooled=True).output_tokens == 1
-    assert read_answer(b'{"error": {}}', pooled=True).failed
-    for body, pooled in ((b'{"choices": []}', True), (b'{"data": []}', False)):
+    assert read_answer(b'{"data": [{}]}', "data").output_tokens == 1
+    assert read_answer(b'{"error": {}}', "data").failed
+    for body, shape in ((b'{"choices": []}', "data"), (b'{"data": []}', "choices")):
         with pytest.raises(ValueError, match="no list"):
-            read_answer(body, pooled=pooled)
+            read_answer(body, shape)  # type: ignore[arg-type]
 
 
 def test_a_batch_of_embeddings(pooling: Gateway) -> None:

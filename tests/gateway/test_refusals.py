@@ -366,6 +366,29 @@ def test_tools_that_are_read_or_are_not_known_of_pass(engine: Engine, choice: st
     _check_tools(engine, choice)
 
 
+def test_pages_of_configured_origins_may_use_the_api(serve: Serve) -> None:
+    page = "https://app.example"
+    with serve(server={"cors_origins": (page,)}) as gateway:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-slo-ttft-ms"}
+        for origin, status in ((page, 200), ("https://other.example", 400)):
+            preflight = WEB.options(gateway.url + CHAT, headers={"origin": origin, **asked})
+            assert preflight.status_code == status
+            assert preflight.headers.get("access-control-allow-origin") == (page if status == 200 else None)
+        assert (
+            "x-slo-ttft-ms"
+            in WEB.options(gateway.url + CHAT, headers={"origin": page, **asked}).headers[
+                "access-control-allow-headers"
+            ]
+        )
+        for body in (gateway.chat(), gateway.chat(stream=True), gateway.chat(max_tokens=0)):
+            answer = gateway.post(body, headers={"origin": page})
+            assert answer.headers["access-control-allow-origin"] == page
+            assert answer.headers["access-control-expose-headers"] == "*"
+        assert error(gateway.post(gateway.chat(), headers={"origin": "https://other.example"}), 403)
+    with serve() as gateway:
+        assert WEB.options(gateway.url + CHAT, headers={"origin": page, **asked}).status_code == 405
+
+
 def test_without_keys_web_pages_of_other_sites_are_refused(serve: Serve) -> None:
     """A form or a fetch of text/plain reaches any server that its user's browser can reach."""
     text, data = {"content-type": "text/plain"}, {"content-type": "application/json"}

@@ -99,12 +99,11 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"previous_response_id": "hw-1"}, "keeps no conversations"),
-        ({"conversation": "c"}, "conversations"),
         ({"prompt": {"id": "p"}}, "templates"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "file_search"}]}, "file_search"),
+        ({"tools": [{"type": "custom", "name": "f"}], "tool_choice": {"type": "hosted"}}, "tool_choice"),
         ({"input": [{"type": "item_reference"}]}, "item_ref"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
@@ -112,7 +111,6 @@ def test_answers_of_before_there_were_keys_are_the_operator_s_to_fetch(serve: Se
         ({"text": {"format": {"type": "x"}}}, "format"),
         ({"instructions": [1]}, "instructions"),
         ({"max_output_tokens": 0}, "max_tokens"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"n": 2, "stream": True}, "n cannot"),
         ({"n": 2}, "n cannot"),
     ],
@@ -123,11 +121,10 @@ def test_what_cannot_be_is_refused(gateway: Gateway, fields: dict[str, Any], wor
     assert words in answer.json()["error"]["message"]
 
 
-def test_what_was_not_in_the_background_is_not_kept(gateway: Gateway) -> None:
+def test_what_is_not_in_the_background_cannot_be_cancelled(gateway: Gateway) -> None:
     id = gateway.post(body(), PATH).json()["id"]
-    told = gateway.get(f"{PATH}/{id}")
-    assert told.status_code == 404
-    assert "background" in told.json()["error"]["message"]
+    assert gateway.get(f"{PATH}/{id}").json()["id"] == id
+    assert gateway.post(None, f"{PATH}/{id}/cancel").status_code == 409
 
 
 def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
@@ -168,6 +165,110 @@ def test_the_engine_gets_the_chat(gateway: Gateway, fake: Fake) -> None:
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert chat["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}}
     assert (chat["max_tokens"], chat["reasoning_effort"]) == (8, "low")
+
+
+def test_tools_of_agents_are_functions_or_left_out(gateway: Gateway, fake: Fake) -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
+    tools: list[dict[str, Any]] = [
+        {"type": "custom", "name": "patch", "description": "Edit.", "format": grammar},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "inner"}]},
+        {"type": "web_search_preview_2025_03_11"},
+    ]
+    earlier = [
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"role": "user", "content": "Again."},
+    ]
+    asked = body(tools=tools, input=earlier, tool_choice={"type": "custom", "name": "patch"})
+    answer = gateway.post(asked, PATH)
+    assert answer.headers["x-headway-ignored-tools"] == "web_search,web_search_preview_2025_03_11"
+    assert answer.json()["tools"] == tools
+    chat = fake.last()["body"]
+    tool, inner = chat["tools"]
+    assert inner["function"]["name"] == "mcp__inner"
+    assert (tool["function"]["name"], tool["function"]["description"]) == ("patch", "Edit.")
+    assert "start: WORD" in tool["function"]["parameters"]["properties"]["input"]["description"]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
+    call = {"name": "patch", "arguments": '{"input": "a \\"b\\""}'}
+    assert chat["messages"][:2] == [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+    alone = gateway.post(body(tools=tools[1::2]), PATH)
+    assert alone.status_code == 200
+    assert "tools" not in fake.last()["body"]
+    assert gateway.post(body(), PATH).headers.get("x-headway-ignored-tools") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "input"), [('{"input": "a\\nb"}', "a\nb"), ("a", "a"), ('{"x": 1}', '{"x": 1}'), ("[1]", "[1]")]
+)
+def test_a_custom_tool_is_called_with_a_text(arguments: str, input: str) -> None:
+    base = base_of(body(tools=[{"type": "custom", "name": "f"}]), "hw-1", 10)
+    told = chunks([], [], [[arguments[:2], arguments[2:]]], "tool_calls")
+    events = ResponseEvents(base)
+    data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in told) + b"data: [DONE]\n\n"
+    seen = [json.loads(event.split(b"data: ", 1)[1]) for event in events.feed(data).split(b"\n\n") if event]
+    item = seen[-1]["response"]["output"][0]
+    assert (item["type"], item["name"], item["call_id"], item["input"]) == ("custom_tool_call", "f", "c0", input)
+    kinds = [one["type"].removeprefix("response.") for one in seen]
+    assert kinds[2:-1] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+    ]
+    assert seen[3]["delta"] == seen[4]["input"] == input
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
+    tools = [{"type": "namespace", "name": "f0", "tools": [{"type": "function", "name": "say"}]}]
+    earlier = {"type": "function_call", "namespace": "f0", "name": "say", "call_id": "c", "arguments": "{}"}
+    asked = body(tools=tools, input=[earlier], tool_choice={"type": "function", "namespace": "f0", "name": "say"})
+    chat = chat_of(asked)
+    assert chat["tools"][0]["function"]["name"] == "f0__say"
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "f0__say"
+    assert chat["tool_choice"]["function"]["name"] == "f0__say"
+    call = {"id": "c", "function": {"name": "f0__say", "arguments": "{}"}}
+    base = base_of(asked, "hw-1", 10)
+    (item,) = response_of(base, {"choices": [{"message": {"tool_calls": [call]}}]})["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "f0", "say")
+    delta = {"tool_calls": [{"index": 0, **call}]}
+    out = ResponseEvents(base).feed(
+        b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\ndata: [DONE]\n\n"
+    )
+    seen = [json.loads(event.split(b"data: ", 1)[1]) for event in out.split(b"\n\n") if event]
+    assert seen[-1]["response"]["output"] == [item]
+
+
+def test_log_probabilities_are_those_of_the_text(gateway: Gateway, fake: Fake) -> None:
+    def of(token: str) -> dict[str, Any]:
+        top = {"token": token, "logprob": -0.5, "bytes": [1]}
+        return top | {"top_logprobs": [top]}
+
+    base = base_of(body(top_logprobs=1), "hw-1", 10)
+    message = {"content": "Paris.", "reasoning_content": "Hm."}
+    logprobs = {"content": [of(token) for token in ("Hm", ".", "Par", "is", ".", "")]}
+    answer = {"choices": [{"message": message, "finish_reason": "stop", "logprobs": logprobs}]}
+    (part,) = response_of(base, answer)["output"][1]["content"]
+    assert "".join(one["token"] for one in part["logprobs"]) == "Paris."
+    assert part["logprobs"][0] == of("Par")
+    told = [{"choices": [{"delta": {"content": word}, "logprobs": {"content": [of(word)]}}]} for word in ("Par", "is.")]
+    data = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in told) + b"data: [DONE]\n\n"
+    out = ResponseEvents(base).feed(data).split(b"\n\n")
+    seen = [json.loads(event.split(b"data: ", 1)[1]) for event in out if event]
+    deltas = [one["logprobs"] for one in seen if one["type"] == "response.output_text.delta"]
+    assert deltas == [[of("Par")], [of("is.")]]
+    assert seen[-1]["response"]["output"][0]["content"][0]["logprobs"] == [of("Par"), of("is.")]
+    gateway.post(body(top_logprobs=3, include=["message.output_text.logprobs"]), PATH)
+    asked = fake.last()["body"]
+    assert (asked["logprobs"], asked["top_logprobs"]) == (True, 3)
+
+
+def test_the_first_system_messages_are_one() -> None:
+    asked = body(instructions="A.", input=[{"role": "developer", "content": "B."}, {"role": "user", "content": "C."}])
+    assert chat_of(asked)["messages"][0] == {"role": "system", "content": "A.\n\nB."}
 
 
 # ---- the stream

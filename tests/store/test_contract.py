@@ -181,6 +181,38 @@ async def test_a_job_that_has_ended_may_be_deleted(broker: Broker) -> None:
     assert not await broker.delete("done")
 
 
+async def test_a_result_is_amended_unless_it_has_changed_meanwhile(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job())
+    assert not await first.amend("a", b"early", 1.0, 0)
+    await first.done("a", b"r", 1.0)
+    assert await second.amend("a", b"r2", 5.0, 0)
+    assert not await first.amend("a", b"lost", 6.0, 0)
+    assert await first.amend("a", b"r3", 7.0, 1)
+    assert not await first.amend("z", b"r", 7.0, 0)
+    got = await second.get("a")
+    assert got is not None
+    assert (got.result, got.finished, got.attempts, got.state) == (b"r3", 7.0, 2, "done")
+    assert await first.forget(7.0) == 0
+    assert await first.forget(7.5) == 1
+
+
+async def test_the_oldest_answers_of_a_tenant_are_trimmed(two: list[Broker]) -> None:
+    broker, other = two
+    for number in range(4):
+        for tenant in ("alpha", "beta"):
+            await broker.put(replace(job(f"{tenant}{number}"), tenant=tenant, request="{}"))
+            await broker.done(f"{tenant}{number}", b"x" * 98 if tenant == "alpha" else b"x", 10.0 - number)
+    await broker.put(job("polled", background=True))
+    await broker.done("polled", b"x" * 1000, 1.0)
+    await broker.put(job("open"))
+    assert await broker.trim(250) == 2
+    assert [await other.get(f"alpha{number}") is not None for number in range(4)] == [True, True, False, False]
+    left = [f"beta{number}" for number in range(4)] + ["polled", "open"]
+    assert all([await other.get(id) for id in left])
+    assert await broker.trim(250) == 0
+
+
 async def test_odd_text_survives(broker: Broker) -> None:
     odd = replace(job("quote'\x00\U0001f600"), tenant="", path="/ü", body=b"", arrival=1e300)
     await broker.put(odd)

@@ -25,12 +25,14 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.apis.anthropic.endpoints import DOCS as MESSAGES
 from headway.gateway.apis.anthropic.endpoints import MessagesApi, add_message_endpoints
 from headway.gateway.apis.api import SCHEDULED, Api, TranslatedResponse, api_docs, error_docs
+from headway.gateway.apis.audio import audio_apis
 from headway.gateway.apis.backends import add_backend_endpoints
 from headway.gateway.apis.batches.endpoints import add_batch_endpoints
 from headway.gateway.apis.dashboard.endpoints import add_dashboard_endpoints
 from headway.gateway.apis.engines import add_engine_endpoints
 from headway.gateway.apis.keys import add_key_endpoints
 from headway.gateway.apis.oidc import TokenCheck
+from headway.gateway.apis.responses.conversations import add_conversation_endpoints
 from headway.gateway.apis.responses.endpoints import DOCS as RESPONSES
 from headway.gateway.apis.responses.endpoints import (
     ResponsesApi,
@@ -82,6 +84,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _status(app, state)
     _documentation(app, state)
     add_response_endpoints(app, state)
+    add_conversation_endpoints(app, state)
     add_run_endpoints(app, state)
     add_backend_endpoints(app, state)
     add_batch_endpoints(app, state)
@@ -164,6 +167,7 @@ _APIS: dict[str, Api] = {
     "/v1/chat/completions": Api("chat", _docs("chat", ChatBody)),
     "/v1/completions": Api("completions", _docs("completions", CompletionBody)),
     **{path: Api(kind, _docs(kind, PoolingBody)) for path, kind in ENDPOINTS.items()},
+    **audio_apis(),
     "/v1/responses": ResponsesApi("chat", RESPONSES),
     "/v1/messages": MessagesApi("chat", MESSAGES),
 }
@@ -188,7 +192,7 @@ def _apis(app: FastAPI, state: AppState) -> None:
                 in_flight = await gateway.path.accept(parsed, held)
             stream = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
             writer = api.writer(parsed)
-            return stream if writer is None else TranslatedResponse(stream, writer)
+            return stream if writer is None else TranslatedResponse(stream, writer, keeps=parsed.kept is not None)
 
         return handle
 

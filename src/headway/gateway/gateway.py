@@ -122,7 +122,7 @@ async def serving(
         path = RequestPath(config, dispatcher, broker, lengths, watch.usage, watch.tracing, observers)
         background = BackgroundWork(path, dispatcher)
         recovery = Recovery(broker, path.closings, background, dispatcher.in_flight, counters, config)
-        forget = partial(forget_old_jobs, broker, config.broker.keep_hours * 3600)
+        forget = partial(forget_old_jobs, broker, config.broker)
         loops: list[tasks.Loop] = [recovery.run, forget, path.closings.run, metrics.history.run, watch.journal.run]
         loops += _autoscalers(config, wired, fleet, metrics)
         try:

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -21,9 +22,10 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.bill import Bill, Used, bill_of, with_bill
 from headway.gateway.budget import ByteBudget, Held
+from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
-from headway.gateway.parsing.requests import PATHS, Kind
+from headway.gateway.parsing.requests import PATHS, Kept, Kind
 from headway.gateway.transcript import Diverged, Transcript
 from headway.store.queue.port import Job
 from headway.types import Overflowed, Request
@@ -61,6 +63,7 @@ Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "no
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
 KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
+_KEPT = "kept"  # in a job's request, beside the core's view
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -78,6 +81,17 @@ def reason_of(error: HeadwayError) -> tuple[str, Outcome]:
     """Return what the broker keeps of the error that ended a request, and its outcome in the metrics."""
     kind, outcome = _REASONS.get(type(error), ("internal", "failed"))
     return f"{kind}: {error.message}", outcome
+
+
+def is_kept(job: Job) -> bool:
+    """Tell whether something is kept of a job's request, without reading it."""
+    return f'"{_KEPT}":' in job.request  # in a text, its second quote would be escaped
+
+
+def kept_in(job: Job) -> dict[str, Any] | None:
+    """Return what is kept of a job's request so that others can go on from it, None = nothing."""
+    kept: dict[str, Any] | None = json.loads(job.request).get(_KEPT) if is_kept(job) else None
+    return kept
 
 
 def _new_future() -> asyncio.Future[EngineView]:
@@ -114,6 +128,7 @@ class InFlightRequest:
     transcript: what its client has of a stream that may go on at another engine, None = this one may not.
     resumes: how often it has gone on at another one.
     bill: who pays for it.
+    conversation: that its input and answer are added to, None = to none.
     """
 
     request: Request
@@ -145,6 +160,7 @@ class InFlightRequest:
     transcript: Transcript | None = None
     resumes: int = 0
     bill: Bill = field(default_factory=Bill)
+    conversation: str | None = None
 
     @property
     def id(self) -> str:
@@ -158,13 +174,18 @@ class InFlightRequest:
     def from_job(cls, job: Job) -> InFlightRequest:
         """Return the background request of a stored job; its SLO counts from its first arrival."""
         kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
-        return cls(_REQUEST.validate_json(job.request), kind, None, background=True, bill=bill_of(job))
+        conversation = (kept_in(job) or {}).get("conversation")
+        request = _REQUEST.validate_json(job.request)
+        return cls(request, kind, None, background=True, bill=bill_of(job), conversation=conversation)
 
-    def to_job(self, digest: str | None = None) -> Job:
-        """Return the job that the broker stores. digest: as in `ParsedRequest`."""
+    def to_job(self, digest: str | None = None, kept: Kept | None = None) -> Job:
+        """Return the job that the broker stores. digest, kept: as in `ParsedRequest`."""
         assert self.upstream is not None, "it is stored once, before its body is dropped"
-        request, body = self.request, self.upstream.joined({})
+        # Speech is large, and only background requests run again from what is stored.
+        request, body = self.request, b"" if self.kind in AUDIO else self.upstream.joined({})
         stored = with_bill(with_digest(_REQUEST.dump_json(request).decode(), digest), self.bill)
+        if kept is not None:
+            stored = f'{stored[:-1]},"{_KEPT}":{kept.content}}}'
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def spent(self, outcome: Outcome, output_tokens: int) -> float | None:

@@ -20,6 +20,9 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway.cluster.wire.port import WireLink
 from headway.config import Config
@@ -136,7 +139,7 @@ class GatewayServer(uvicorn.Server):
         self, config: Config, log_dir: Path | None = None, file: Path | None = None, link: OpenLink | None = None
     ) -> None:
         self._app, self._file = new_app(), file
-        app = DeferredMiddleware(self._app)
+        app = cross_origin(DeferredMiddleware(self._app), config.server.cors_origins)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(ConnectionLimits.of(config.server, files))
         super().__init__(
@@ -271,6 +274,23 @@ class GatewayServer(uvicorn.Server):
     def _give_up(self, console: Console, failure: HeadwayError) -> None:
         _say(console, f"[red]cannot start[/]: {escape(str(failure))}", logging.ERROR, highlight=False)
         self.failed = self.should_exit = True
+
+
+class _CrossOrigin(CORSMiddleware):
+    """Starlette's, for requests whose headers are forgotten before their answer begins."""
+
+    async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
+        kept = Headers({name: request_headers[name] for name in ("origin", "cookie") if name in request_headers})
+        await super().simple_response(scope, receive, send, request_headers=kept)
+
+
+def cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the app as scripts of these origins may use it; keys travel in headers, so no cookies are allowed."""
+    if not origins:
+        return app
+    return _CrossOrigin(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
+    )
 
 
 def _say(console: Console, markup: str, level: int = logging.INFO, *, highlight: bool = True) -> None:

@@ -75,8 +75,13 @@ def _responses(client: Any) -> dict[str, Any]:
     while (seen := client.responses.retrieve(later.id)).status in ("queued", "in_progress"):
         time.sleep(0.2)
     client.responses.delete(later.id)
+    first = client.responses.create(**ask, top_logprobs=2)
+    told = client.responses.create(**ask | {"input": "Which city?"}, previous_response_id=first.id)
+    parts = first.output[0].content[0].logprobs
     return {
-        "responses": client.responses.create(**ask).output_text,
+        "responses": first.output_text,
+        "previous response": told.usage.input_tokens > first.usage.total_tokens and told.output_text,
+        "log probabilities": "".join(one.token for one in parts if len(one.top_logprobs) == 2),
         "responses stream": streamed.output_text,
         "background": seen.output_text,
     }
@@ -132,6 +137,27 @@ def langchain(url: str, _: str) -> dict[str, Any]:
     return {
         "invoke": model.invoke(QUESTION).content,
         "stream": "".join(str(chunk.content) for chunk in model.stream(QUESTION)),
+    }
+
+
+def llamaindex(url: str, _: str) -> dict[str, Any]:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model="smollm2",
+        api_base=f"{url}/v1",
+        api_key="none",
+        is_chat_model=True,
+        temperature=0,
+        max_tokens=12,
+        max_retries=0,
+        timeout=600,
+    )
+    ask = [ChatMessage(role="user", content=QUESTION)]
+    return {
+        "chat": str(model.chat(ask).message.content),
+        "stream": "".join(str(part.delta) for part in model.stream_chat(ask)),
     }
 
 

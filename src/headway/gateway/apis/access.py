@@ -124,4 +124,5 @@ class Access:
         return True
 
     def _refuse_foreign_pages(self, request: Request) -> None:
-        refuse_foreign_pages(request, (*self.config.server.hosts, self.config.server.host))
+        server = self.config.server
+        refuse_foreign_pages(request, (*server.hosts, server.host), server.cors_origins)

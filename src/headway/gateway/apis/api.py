@@ -11,12 +11,14 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headway.config import Server
 from headway.errors import EngineError, HeadwayError
 from headway.gateway.apis.chat_stream import ChatStream
 from headway.gateway.errors import error_response
 from headway.gateway.offload import offload
-from headway.gateway.parsing.requests import HEADERS, Kind, ParsedRequest
+from headway.gateway.parsing.requests import HEADERS, Kind, ParsedRequest, read_json
 from headway.gateway.requests.streaming import DeferredResponse, ResponseStream
+from headway.store.queue.port import Broker, Job
 
 log = logging.getLogger("headway.gateway")
 
@@ -31,13 +33,40 @@ class Api:
     kind: Kind
     docs: Mapping[str, Any] = field(default_factory=dict)
 
+    def most(self, server: Server) -> int:
+        """Return the limit of a body's bytes."""
+        return server.max_body_kib * 1024
+
+    def decode(self, data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return a body as it was sent; RequestError."""
+        return read_json(data)
+
     def read(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the body for the engines' endpoint; RequestError for what has no place there."""
         return raw
 
-    def echo(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what the answer repeats of a body."""
+    def goes_on(self, data: bytes) -> bool:
+        """Tell whether a body may name earlier answers, without reading it."""
+        return False
+
+    def names(self, raw: dict[str, Any]) -> Mapping[str, str]:
+        """Return the ids of what a body goes on from, by field; RequestError."""
         return {}
+
+    async def earlier(self, names: Mapping[str, str], broker: Broker | None, tenant: str, most: int) -> Job | None:
+        """Return what a body goes on from, None = it names nothing.
+
+        RequestError: 404 for what is another tenant's, 413 beyond `most` bytes. broker: None = nothing is kept.
+        """
+        return None
+
+    def recalled(self, raw: dict[str, Any], job: Job) -> dict[str, Any]:
+        """Return a body with the earlier input and answers that it names."""
+        return raw
+
+    def completed(self, parsed: ParsedRequest, raw: dict[str, Any], *, keeps: bool) -> ParsedRequest:
+        """Return a request with what its answer repeats of the body, and what is kept if the queue `keeps` any."""
+        return parsed
 
     def writer(self, parsed: ParsedRequest) -> ChatStream | None:
         """Return what writes the answer, None = the engine's is passed on."""
@@ -55,12 +84,12 @@ class Api:
 class TranslatedResponse(DeferredResponse):
     """An ASGI response that translates what a chat's response sends.
 
-    An answer or an error is collected first; a stream is passed on as it comes.
+    An answer or an error is collected first; a stream is passed on as it comes. keeps: the answer is kept.
     """
 
-    def __init__(self, inner: ResponseStream, writer: ChatStream) -> None:
+    def __init__(self, inner: ResponseStream, writer: ChatStream, *, keeps: bool = False) -> None:
         super().__init__()
-        self._inner, self._writer = inner, writer
+        self._inner, self._writer, self._keeps = inner, writer, keeps
         self._start: Message | None = None
         self._streams = False
         self._whole = bytearray()
@@ -72,13 +101,21 @@ class TranslatedResponse(DeferredResponse):
             if message["type"] == "http.response.start":
                 await self._begin(message, send)
             elif self._streams:
-                await send({**message, "body": self._writer.feed(message.get("body", b""))})
+                body = self._writer.feed(message.get("body", b""))
+                if not message.get("more_body"):
+                    await self._keep()
+                await send({**message, "body": body})
             else:
                 self._whole += message.get("body", b"")
                 if not message.get("more_body"):
                     await self._end(send)
 
         await self._inner.serve(scope, receive, send_translated)
+
+    async def _keep(self) -> None:
+        """Store the answer before its client has it whole, and may go on from it at another gateway."""
+        if self._keeps and (answer := self._writer.answer()) is not None:
+            await self._inner.finish(answer)
 
     async def _begin(self, start: Message, send: Send) -> None:
         headers = [*start["headers"], *self._writer.headers]
@@ -100,6 +137,7 @@ class TranslatedResponse(DeferredResponse):
             fault = EngineError(what, "Its log may say more.", code="invalid_answer")
             body = self._writer.whole(fault.status, json.dumps(fault.body()).encode())
             start = {**start, "status": fault.status}
+        await self._keep()
         headers = [*start["headers"], (b"content-length", b"%d" % len(body))]
         await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

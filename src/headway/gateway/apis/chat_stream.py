@@ -44,6 +44,10 @@ class ChatStream(ABC):
         else:
             yield from self._chunk(chunk)
 
+    def answer(self) -> bytes | None:
+        """Return the whole answer, once it is complete, for those who go on from it; None = there is none."""
+        return None
+
     @abstractmethod
     def whole(self, status: int, data: bytes) -> bytes:
         """Return the body for that of an answer that is not streamed, or of an error."""

@@ -31,6 +31,7 @@ from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
 from headway.gateway.watch.audit import ACTOR
+from headway.store.queue.port import Job
 
 _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
@@ -190,13 +191,13 @@ class AppState(Access):
         if not self.is_operator(request):
             self.key(request)
 
-    async def read(self, request: Request, held: Held) -> bytes:
-        """Read the body; 413 as soon as it is too long, whatever its declared length.
+    async def read(self, request: Request, held: Held, limit: int | None = None) -> bytes:
+        """Read the body; 413 as soon as it is too long, whatever its declared length. limit: bytes, if not JSON's.
 
         415 when it is compressed, 429 when the bodies of all requests together are too long.
         """
         refuse_compressed(request)
-        limit = self.config.server.max_body_kib * 1024
+        limit = self.config.server.max_body_kib * 1024 if limit is None else limit
         declared = request.headers.get("content-length", "0")
         if declared.isdigit():
             if len(declared) > 18 or int(declared) > limit:
@@ -214,7 +215,7 @@ class AppState(Access):
     def _too_long(self, limit: int) -> RequestError:
         return RequestError(
             f"The body is larger than {limit} bytes.",
-            "Send less, or raise server.max_body_kib.",
+            "Send less, or raise server.max_body_kib (server.max_audio_mib for speech).",
             status=413,
             code="body_too_large",
             headers={"connection": "close"},
@@ -232,12 +233,12 @@ class AppState(Access):
         with self.gateway.bodies.hold() as held:
             held.tenant = request.scope.get(TENANT, "")
             data = await self.read(request, held)
-            return await self._work(data, partial(work, data))
+            return await self._work(len(data), partial(work, data))
 
-    async def _work(self, data: bytes, work: Callable[[], T]) -> T:
-        """Return what is made of a body; few large ones at a time."""
-        async with self._large if len(data) > INLINE else nullcontext():
-            return await offload(len(data), work)
+    async def _work(self, size: int, work: Callable[[], T]) -> T:
+        """Return what is made of a body of so many bytes; few large ones at a time."""
+        async with self._large if size > INLINE else nullcontext():
+            return await offload(size, work)
 
     async def receive(self, api: Api, request: Request, held: Held) -> ParsedRequest:
         """Read, parse and admit an HTTP request, or refuse it before anything is stored."""
@@ -246,15 +247,22 @@ class AppState(Access):
             held.tenant = key.tenant
             self.gateway.path.check_rate(key)
             self.gateway.path.check_room(key)
-        data, headers = await self.read(request, held), _headers(request)
-        tenant = "default" if key is None else key.tenant
+        data, headers = await self.read(request, held, api.most(self.config.server)), _headers(request)
+        tenant, broker = tenant_of(key), self.gateway.broker if self.config.broker.keeps else None
+        earlier: Job | None = None
+        if api.goes_on(data):
+            names = await self._work(len(data), lambda: api.names(api.decode(data, headers)))
+            earlier = await api.earlier(names, broker, tenant, self.config.server.max_body_kib * 1024)
+        size = len(data) + (0 if earlier is None else len(earlier.request) + len(earlier.result or b""))
 
         def parse() -> ParsedRequest:
-            raw = read_json(data)
+            raw = api.decode(data, headers)
+            raw = raw if earlier is None else api.recalled(raw, earlier)
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
-            return with_key(replace(parsed, echo=api.echo(raw)), headers, request.scope["path"], data)
+            parsed = api.completed(parsed, raw, keeps=broker is not None)
+            return with_key(parsed, headers, request.scope["path"], data)
 
-        parsed = await self._work(data, parse)
+        parsed = await self._work(size, parse)
         if (more := len(parsed.upstream.content) - len(data)) > 0:
             held.add(more)
         parsed = await self.gateway.path.admit(parsed, key)

@@ -19,11 +19,11 @@ _LOCAL = (".localhost", ".local", ".internal", ".svc")
 _FORMS = ("text/plain", "application/x-www-form-urlencoded")  # which a page may send without being asked
 
 
-def refuse_foreign_pages(request: Request, hosts: Collection[str]) -> None:
+def refuse_foreign_pages(request: Request, hosts: Collection[str], origins: Collection[str] = ()) -> None:
     """Raise RequestError for a Host that is not this server's, for another Origin, and for the content of forms.
 
     hosts: names by which the server is called, besides addresses and local names; one that begins with a dot stands
-        for all that end so.
+        for all that end so. origins: of pages that may use this server.
     """
     host = request.headers.get("host", "")
     before, _, port = host.rpartition(":")
@@ -36,7 +36,7 @@ def refuse_foreign_pages(request: Request, hosts: Collection[str]) -> None:
             code="foreign_host",
         )
     origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != host:
+    if origin is not None and origin not in origins and origin.partition("://")[2] != host:
         raise RequestError(
             f"A web page ({origin[:64]!r}) may not use a server without API keys.",
             "Configure keys ([[keys]]), or open the page by the server's address.",

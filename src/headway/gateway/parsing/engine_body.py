@@ -37,6 +37,16 @@ class EngineBody:
         rest = {name: value for name, value in fields.items() if name != "vllm_xargs"}
         return cls(_json(rest), _json(xargs) if xargs else b"{}")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that it needs beside those of JSON."""
+        return {}
+
+    def fields(self) -> dict[str, Any]:
+        """Return its fields, to look for those that crash an engine."""
+        fields: dict[str, Any] = json.loads(self.content)
+        return fields
+
     def parts(self, metadata: Mapping[str, object], *, ids: bool = False) -> tuple[memoryview | bytes, ...]:
         """Return the whole body in parts, with metadata for the scheduler beside the client's `vllm_xargs`.
 

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.config import Config, Key, Tier
 from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
+from headway.gateway.parsing.audio import PATHS as AUDIO
+from headway.gateway.parsing.audio import AudioKind
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.fields import Ms, milliseconds, parse_as
 from headway.gateway.parsing.openai_fields import needs_vllm
@@ -29,9 +31,9 @@ from headway.gateway.parsing.unsupported import refuse_in
 from headway.store.queue.port import Job
 from headway.types import Request, Slo
 
-Kind = Literal["chat", "completions"] | PoolingKind
+Kind = Literal["chat", "completions"] | PoolingKind | AudioKind
 _GENERATING: dict[Kind, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-PATHS = _GENERATING | dict[Kind, str](POOLING.items())
+PATHS = _GENERATING | dict[Kind, str](POOLING.items()) | dict[Kind, str](AUDIO.items())
 _Count = Annotated[int, Field(ge=1)]
 _Choices = Annotated[int, Field(ge=1, le=128)]
 
@@ -141,6 +143,17 @@ class PoolingBody(CompletionBody):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What the queue keeps of a request so that others can go on from it.
+
+    content: a JSON object. conversation: which its input and answer are added to.
+    """
+
+    content: str
+    conversation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A parsed HTTP request.
 
@@ -157,6 +170,7 @@ class ParsedRequest:
     digest: of path and body, where its id is that of an idempotency key (`idempotency.py`).
     earlier: the job that was accepted under that key.
     payer: the API key whose budgets it counts in, None = without keys.
+    kept: what others may go on from, None = nothing.
     """
 
     request: Request
@@ -174,6 +188,7 @@ class ParsedRequest:
     digest: str | None = None
     earlier: Job | None = None
     payer: Key | None = None
+    kept: Kept | None = None
 
 
 def _refuse_constant(name: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, RequestError
+from headway.gateway.parsing.media import MediaCounter, media_tokens
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, too_long
 from headway.gateway.parsing.text import texts_in
 from headway.models.resolve import resolve
@@ -80,17 +81,18 @@ class Prompt:
 
 
 class TokenCounter:
-    """Counts with one model's tokenizer."""
+    """Counts with one model's tokenizer. media: counts its images, None = it has none, or they cannot be counted."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, media: MediaCounter | None = None) -> None:
+        self._tokenizer, self._media = tokenizer, media
         self._encode: Encode = _encode(tokenizer)
         self._bytes = _Bytes.of(tokenizer)
 
     @classmethod
     async def load(cls, model: str) -> TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
-        return cls(await asyncio.to_thread(load_tokenizer, model))
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        return cls(tokenizer, await asyncio.to_thread(MediaCounter.of, resolve(model)))
 
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.
@@ -141,7 +143,14 @@ class TokenCounter:
         except Exception:  # a template may raise anything; the engine's own error reaches the client
             text, exact = "\n".join(message["content"] for message in messages), False
         encoding = self._encode_text(body, text, False, most)  # the template has added the special tokens
-        return encoding if exact else _count(encoding)
+        return encoding if exact else self._with_media(body, _count(encoding), most)
+
+    def _with_media(self, body: ChatBody, tokens: int, most: int) -> int:
+        """Return the tokens of a prompt with its images; what is only a bound leaves room for an answer."""
+        known, unknown = media_tokens(self._media, (message.content for message in body.messages))
+        tokens += known
+        answer = body.max_completion_tokens or body.max_tokens or 1
+        return tokens + min(unknown, max(most - answer - tokens, 0))
 
     def _encode_text(self, body: ChatBody | CompletionBody, text: str, special: bool, most: int) -> Sized | int:
         """Return a text's tokens, with or without the special ones around it, or `_lower_bound`."""
@@ -203,7 +212,7 @@ def _encode(tokenizer: Any) -> Encode:
 
 
 def _text(content: Content) -> str:
-    """Return a message's text, as vLLM joins its parts; other parts (images) count as nothing."""
+    """Return a message's text, as vLLM joins its parts, without others (images)."""
     return "\n".join(texts_in(content))
 
 

@@ -14,7 +14,7 @@ from headway.errors import RequestError
 Fields = Mapping[str, str]  # by name, what to do instead
 _TEXT = "Answers are texts: leave it out."
 _MODERATE = "Leave it out, and moderate texts in your program."
-_CONVERSATION = "Headway keeps no conversations; send the earlier items in input."
+_CONVERSATION = "A line of a batch goes on from no other response; send the earlier items in input."
 
 CHAT: Fields = {
     "functions": "Send tools instead.",
@@ -27,7 +27,6 @@ RESPONSES: Fields = {
     "previous_response_id": _CONVERSATION,
     "conversation": _CONVERSATION,
     "prompt": "Headway keeps no prompt templates; send instructions and input.",
-    "top_logprobs": "Ask /v1/chat/completions, whose answers have log probabilities.",
     "max_tool_calls": "Leave it out: tools are called by your program, which can count their calls.",
     "moderation": _MODERATE,
     "previous_input_messages": "Send the earlier messages in input.",

@@ -11,7 +11,7 @@ from functools import partial
 
 import aiohttp
 
-from headway.engines.vllm.process.answers import begins_answer, client_error, read_answer
+from headway.engines.vllm.process.answers import Shape, begins_answer, client_error, read_answer
 from headway.engines.vllm.process.connection import BROKEN, EngineGone, MalformedAnswer, OpenRequest, engine_error
 from headway.gateway.budget import AnswerBudget, AnswerMemory
 from headway.gateway.offload import offload
@@ -34,7 +34,7 @@ class EngineResponse:
     memory: what is held of the answer.
     silence: the longest wait for more of a stream that has begun, in seconds, without the time in which its
         client did not read.
-    pooled: it is of a pooling model: data or results, and no choices.
+    shape: what it has as a whole, as in `read_answer`.
     """
 
     status: int
@@ -47,7 +47,7 @@ class EngineResponse:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    pooled: bool = False
+    shape: Shape = "choices"
     silence: float = 0.0
     _reading: bool = False
     _silent_since: float | None = None  # from when nothing but comments has come
@@ -56,7 +56,7 @@ class EngineResponse:
 
     @classmethod
     async def open(
-        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, pooled: bool = False
+        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, shape: Shape = "choices"
     ) -> EngineResponse:
         """Post a request and return the response with its head.
 
@@ -66,7 +66,7 @@ class EngineResponse:
         """
         http = await request.__aenter__()
         streams, memory = stream and http.status == 200, budget.of(engine)
-        response = cls(http.status, streams, engine, memory, http, request, pooled=pooled)
+        response = cls(http.status, streams, engine, memory, http, request, shape=shape)
         try:
             response._watch_end()
             await response._begin()
@@ -108,7 +108,7 @@ class EngineResponse:
     async def _check(self) -> None:
         """Raise MalformedAnswer unless the body is an answer, or an error that belongs to its status."""
         try:
-            answer = await offload(len(self.head), lambda: read_answer(self.head, pooled=self.pooled))
+            answer = await offload(len(self.head), lambda: read_answer(self.head, self.shape))
         except ValueError as error:
             raise MalformedAnswer(self.engine, f"{error}, with status {self.status}") from error
         if answer.failed != (self.status != 200):

@@ -17,6 +17,7 @@ from typing import TypeVar
 from headway import clock
 from headway.config import Config, Key
 from headway.engines.vllm.fatal_fields import check_fields
+from headway.engines.vllm.process.answers import Shape
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer, Part
 from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
@@ -30,10 +31,11 @@ from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
 from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack
 from headway.gateway.offload import offload
+from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
-from headway.gateway.parsing.requests import PATHS, ParsedRequest
+from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.requests.overflow import Declined, answered, reserve, settle
@@ -71,6 +73,8 @@ class RequestPath:
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(self.limits.max_answer_mib * 2**20)
+        # Called with the id of a request whose answer is stored and belongs to a conversation.
+        self.answered: Callable[[str], Awaitable[None]] | None = None
         self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in
@@ -158,10 +162,11 @@ class RequestPath:
     async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
         """Store a request durably; it keeps the memory that its body holds."""
         in_flight = InFlightRequest(
-            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys
-        )
+            parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys,
+            conversation=None if parsed.kept is None else parsed.kept.conversation,
+        )  # fmt: skip
         single = parsed.request.places == 1 and parsed.request.prompt_tokens <= _LONGEST_PROMPT
-        if parsed.stream and single and self.limits.max_resumes:
+        if parsed.stream and single and self.limits.max_resumes and parsed.kind not in AUDIO:
             in_flight.transcript = Transcript(shows_ids=parsed.wants_ids)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
@@ -194,7 +199,7 @@ class RequestPath:
         while True:
             try:
                 charges = [one.charge for one in accounts.values()]
-                await self.broker.put(in_flight.to_job(parsed.digest), charges)
+                await self.broker.put(in_flight.to_job(parsed.digest, parsed.kept), charges)
                 return
             except AccountSpent as spent:
                 account = accounts[spent.account]
@@ -309,12 +314,12 @@ class RequestPath:
         return response
 
     async def _open_on(self, engine: EngineView, in_flight: InFlightRequest) -> EngineResponse:
-        streams, pooled = in_flight.streams, in_flight.kind in POOLING
+        streams, shape = in_flight.streams, _shape(in_flight.kind)
         upstream = await self._upstream(engine, in_flight)
         if engine.config.overflow:
             await reserve(self.broker, engine, in_flight)
         request = engine.open(PATHS[in_flight.kind], *upstream)
-        opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, pooled=pooled)
+        opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, shape=shape)
         if engine.config.overflow:
             return await answered(engine.id, opening)
         try:
@@ -339,7 +344,7 @@ class RequestPath:
         in_flight.forecast = forecast.mean * in_flight.request.places
         upstream = in_flight.upstream or await self._stored_body(in_flight.id)
         if engine.fatal:  # it may have said so after the request was accepted
-            raw = await offload(len(upstream.content), lambda: json.loads(upstream.content))
+            raw = await offload(len(upstream.content), upstream.fields)
             check_fields(raw, engine.fatal)
         said = () if in_flight.transcript is None else in_flight.transcript.ids
         if said and not engine.instance.continues:
@@ -354,7 +359,7 @@ class RequestPath:
             in_flight.request, forecast, in_flight.rank, engine.ahead, in_flight.soft,
             said=said, first=in_flight.first_token,
         )  # fmt: skip
-        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id)
+        headers = {"x-request-id": in_flight.id} | self._tracing.headers(in_flight.id) | upstream.headers
         if in_flight.kind in POOLING:
             return [upstream.content], headers | as_header(metadata)
         return upstream.parts(metadata, ids=in_flight.transcript is not None and engine.instance.continues), headers
@@ -401,6 +406,8 @@ class RequestPath:
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, ended.at, in_flight.unused("finished", output_tokens))
+        if done and in_flight.conversation is not None and self.answered is not None:
+            await self.answered(request.id)
         self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)
@@ -436,6 +443,11 @@ class RequestPath:
         for in_flight in [one for one in self._dispatcher.in_flight.values() if not one.background]:
             await self.fail(in_flight, "gateway_stopped")
         await self.closings.retry()
+
+
+def _shape(kind: Kind) -> Shape:
+    """Return what an answer has that is not streamed."""
+    return "data" if kind in POOLING else "text" if kind in AUDIO else "choices"
 
 
 def _reason_taken_back(engine: EngineView, in_flight: InFlightRequest) -> ReturnReason:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Container
 
 from headway import clock
+from headway.config import Broker as BrokerConfig
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.gateway.bill import Used, bill_of
@@ -23,7 +24,7 @@ from headway.store.queue.port import NO_CHARGES, Broker, Job, Unused
 _PAGE = 32  # jobs taken at once: a body may be megabytes
 _IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
 _LOOK_S = 1.0  # between two looks for jobs that are free
-_SWEEP = 600.0  # seconds between deletions of old jobs
+_SWEEP, _TRIM = 600.0, 60.0  # seconds between deletions of old jobs, and of answers that are too many
 log = logging.getLogger("headway.gateway")
 
 
@@ -138,11 +139,15 @@ def _unused(job: Job) -> Unused:
     return bill.unused(Used(0, 0)) if job.background else bill.all_used
 
 
-async def forget_old_jobs(broker: Broker, keep_seconds: float) -> None:
-    """Delete jobs that ended longer ago than this, until cancelled."""
+async def forget_old_jobs(broker: Broker, limits: BrokerConfig) -> None:
+    """Delete jobs that ended too long ago, and what is kept of a tenant beyond its limit, until cancelled."""
+    forget_at = clock.now()
     while True:
         try:
-            await broker.forget(clock.now() - keep_seconds)
+            if clock.now() >= forget_at:
+                forget_at = clock.now() + _SWEEP
+                await broker.forget(clock.now() - limits.keep_hours * 3600)
+            await broker.trim(limits.tenant_kept_mib * 2**20)
         except HeadwayError as error:
             log.error("old jobs are not deleted: %s", error)
-        await asyncio.sleep(_SWEEP)
+        await asyncio.sleep(_TRIM)

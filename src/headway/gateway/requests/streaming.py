@@ -91,6 +91,7 @@ class ResponseStream(DeferredResponse):
         self._reader = EventReader(wants_usage, in_flight.transcript, in_flight.bill)
         self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
         self._started = self._complete = False
+        self._output_tokens: int | None = None  # of an answer that is not streamed
         self._client_gone = False  # the client has disconnected before the end
         self._sent = math.inf  # instant (the loop's) of the latest bytes for the client, inf = no more will come
         self._task: asyncio.Task[object] | None = None
@@ -112,6 +113,11 @@ class ResponseStream(DeferredResponse):
             else:
                 await self._fail("gateway_stopped")
                 await self._send_error(stopped(), scope, receive, send)
+
+    async def finish(self, answer: bytes) -> None:
+        """End the request as answered, before the end of its response is sent, and keep the answer."""
+        tokens = self._reader.tokens if self._output_tokens is None else self._output_tokens
+        await self._path.finish(self._in_flight, tokens, answer)
 
     async def _fail(self, reason: str, outcome: Outcome = "failed") -> None:
         await self._path.fail(self._in_flight, reason, outcome, self._reader.tokens)
@@ -235,6 +241,7 @@ class ResponseStream(DeferredResponse):
         if self._started:  # with comments, so this is an engine's error
             await self._end(_last(json.loads(response.head)), send)
         else:
+            self._output_tokens = response.output_tokens
             await self._start(response, scope, send)
             await self._end(response.head, send)
         if response.status == 200:

@@ -116,6 +116,13 @@ class DirectoryStore(SqliteFile):
         return [StoredFile(*row) for row in rows]
 
     @in_thread
+    def expired(self, now: float, limit: int) -> list[StoredFile]:
+        """Return up to `limit` files that expired before `now`, but for those that a batch reads."""
+        sql = f"""SELECT {_FILE} FROM files WHERE expires < ? AND id NOT IN
+            (SELECT input_file FROM batches WHERE ended IS NULL) LIMIT ?"""
+        return [StoredFile(*row) for row in self.rows(sql, now, limit)]
+
+    @in_thread
     def delete_file(self, tenant: str, id: str) -> bool:
         """Delete a file; False when there is none. RequestError (409) while a batch reads it."""
         with self.transaction() as db:

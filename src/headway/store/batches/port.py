@@ -77,6 +77,9 @@ class BatchStore(Protocol):
     async def read(self, id: str, start: int, size: int) -> bytes:
         """Return a part of a file. RequestError (404) when its content is gone."""
 
+    async def expired(self, now: float, limit: int) -> list[StoredFile]:
+        """Return up to `limit` files that expired before `now`, of all tenants, but for those that a batch reads."""
+
     async def delete_file(self, tenant: str, id: str) -> bool:
         """Delete a file; False when there is none. RequestError (409) while a batch reads it."""
 

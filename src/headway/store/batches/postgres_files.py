@@ -25,7 +25,7 @@ _SIZES = f"coalesce(sum(greatest(size, {LEAST_BYTES})), 0)::bigint"
 _USED = f"""SELECT {_SIZES} FROM {{s}}.files
     WHERE tenant = $1 AND (state = 'stored' OR state = 'upload' AND writer <> $2)"""
 _BEGIN = f"""INSERT INTO {{s}}.files ({_FILE}, state, writer, grown)
-    VALUES ($1, $2, $3, $4, 0, $5, 'upload', $6, clock_timestamp())"""
+    VALUES ($1, $2, $3, $4, 0, $5, NULL, 'upload', $6, clock_timestamp())"""
 # These commits do not wait for the disk: the commit of the complete file waits for all of them.
 _APPEND = """WITH quick AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)),
     grown AS (UPDATE {s}.files SET size = $2 + $4, grown = clock_timestamp()
@@ -36,13 +36,15 @@ _PURGE = """DELETE FROM {s}.chunks WHERE file = $1 AND start IN
     (SELECT start FROM {s}.chunks WHERE file = $1 ORDER BY start LIMIT $2) RETURNING true"""
 _PURGED = "DELETE FROM {s}.files WHERE id = $1 AND state = 'gone'"
 _SUM = f"SELECT {_SIZES} FROM {{s}}.files WHERE tenant = $1 AND state = 'stored'"
-_LIST = """UPDATE {s}.files SET state = 'stored', name = $3, created = $4
+_LIST = """UPDATE {s}.files SET state = 'stored', name = $3, created = $4, expires = $5
     WHERE id = $1 AND state = 'upload' AND size = $2 RETURNING true"""
 _GET = f"SELECT {_FILE} FROM {{s}}.files WHERE id = $1 AND tenant = $2 AND state = 'stored'"
 _SOME = f"""SELECT {_FILE} FROM {{s}}.files
     WHERE tenant = $1 AND state = 'stored' AND ($4::text IS NULL OR purpose = $4)
         AND ($3::text IS NULL OR seq %s (SELECT seq FROM {{s}}.files WHERE id = $3 AND tenant = $1))
     ORDER BY seq %s LIMIT $2"""
+_EXPIRED = f"""SELECT {_FILE} FROM {{s}}.files WHERE state = 'stored' AND expires < $1
+    AND id NOT IN (SELECT input_file FROM {{s}}.batches WHERE ended IS NULL) LIMIT $2"""
 _READ = """SELECT substring(content FROM (greatest($2 - start, 0) + 1)::integer
         FOR ($2 + $3 - greatest(start, $2))::integer)
     FROM {s}.chunks WHERE file = $1 AND start < $2 + $3 AND start >=
@@ -99,7 +101,7 @@ class PostgresFiles(BatchSession):
 
     async def list_file(self, connection: Connection, file: StoredFile) -> None:
         """Turn an upload into a file. HeadwayError (503) unless it is complete."""
-        row = stored(file.id), file.size, stored(file.name), file.created
+        row = stored(file.id), file.size, stored(file.name), file.created, file.expires
         if not await connection.fetchval(self.sql(_LIST), *row):
             raise self.down("the upload is not complete")
 
@@ -114,6 +116,10 @@ class PostgresFiles(BatchSession):
         """Return up to `limit` files of a tenant that come after one of them."""
         sql = _SOME % (("<", "DESC") if newest else (">", "ASC"))
         return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose))
+
+    async def expired(self, now: float, limit: int) -> list[StoredFile]:
+        """Return up to `limit` files that expired before `now`, but for those that a batch reads."""
+        return await self.records(StoredFile, _EXPIRED, now, limit)
 
     def path(self, id: str) -> Path | None:
         """Return None: no file is on this machine."""

@@ -146,8 +146,13 @@ ALTER TABLE {s}.chunks ALTER content SET STORAGE EXTERNAL;
 ALTER TABLE {s}.lines ALTER content SET STORAGE EXTERNAL;
 INSERT INTO {s}.batch_runner (term, until) VALUES (0, '-infinity');
 """
+# Version 1 had no files that expire.
+_TO_2 = """
+ALTER TABLE {s}.files ADD COLUMN expires double precision;
+ALTER TABLE {s}.batches ADD COLUMN output_expires_s double precision;
+"""
 BATCHES = Tables(
     "batches_meta",
     ("batch_runner", "files", "chunks", "batches", "lines"),
-    Versions(param=PARAM, made=1, script=_SCHEMA, steps={}),
+    Versions(param=PARAM, made=1, script=_SCHEMA, steps={1: _TO_2}),
 )

@@ -16,7 +16,10 @@ GOOD, BAD, EXPIRED, CANCELLED = range(1, 5)  # ends of a line; 0 = it has none
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a tenant. purpose: "batch" or "batch_output". size: bytes. created: instant."""
+    """A file of a tenant.
+
+    purpose: "batch" or "batch_output". size: bytes. created: instant. expires: instant from which it is gone.
+    """
 
     id: str
     tenant: str
@@ -24,6 +27,7 @@ class StoredFile:
     purpose: str
     size: int
     created: float
+    expires: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Batch:
         began, finalizing, cancelling, ended: instants at which the state changed
         errors: problems of its lines, as JSON
         total, completed, failed: numbers of lines
+        output_expires_s: seconds after which its files expire, None = never
     """
 
     id: str
@@ -62,6 +67,7 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    output_expires_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

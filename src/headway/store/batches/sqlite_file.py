@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
@@ -53,12 +53,16 @@ CREATE TABLE lines (
 CREATE TABLE answers (batch TEXT NOT NULL, number INTEGER NOT NULL, checksum INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX answer_of ON answers (batch, number);
 """
-# Version 1 had no checksums.
+# Version 1 had no checksums, version 2 no files that expire.
 _TO_2 = """
 ALTER TABLE lines ADD COLUMN checksum INTEGER;
 ALTER TABLE answers ADD COLUMN checksum INTEGER;
 """
-VERSIONS = Versions(param="batches.dir", made=2, script=_VERSION_2, steps={1: _TO_2})
+_TO_3 = """
+ALTER TABLE files ADD COLUMN expires REAL;
+ALTER TABLE batches ADD COLUMN output_expires_s REAL;
+"""
+VERSIONS = Versions(param="batches.dir", made=2, script=_VERSION_2, steps={1: _TO_2, 2: _TO_3})
 COLUMNS = {kind: ", ".join(field.name for field in fields(kind)) for kind in (StoredFile, Batch)}
 # Its lines are not recovered: they are in its input file, and their answers in the queue.
 _CHECK_AGAIN = """UPDATE batches SET began = NULL, finalizing = NULL, total = 0, completed = 0, failed = 0,
@@ -195,10 +199,19 @@ def add(db: sqlite3.Connection, table: str, row: StoredFile | Batch, conflict: s
 
 def _merge(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     """Copy files and batches; batches that have not ended begin again with the check of their lines."""
-    files = merge_rows(source, target, "files", COLUMNS[StoredFile], "DO NOTHING")
-    batches = merge_rows(source, target, "batches", COLUMNS[Batch], "DO NOTHING")
+    files = merge_rows(source, target, "files", _columns(source, "files", StoredFile), "DO NOTHING")
+    batches = merge_rows(source, target, "batches", _columns(source, "batches", Batch), "DO NOTHING")
     target.execute(_CHECK_AGAIN)
     return files + batches
+
+
+def _columns(source: sqlite3.Connection, table: str, kind: type[StoredFile | Batch]) -> str:
+    """Return the columns of a table of files or batches; an older file has fewer."""
+    names = [field.name for field in fields(kind)]
+    with suppress(sqlite3.DatabaseError):
+        there = {name for _, name, *_ in source.execute(f"PRAGMA table_info({table})")}
+        names = [name for name in names if name in there]
+    return ", ".join(names)
 
 
 def _prepare(path: str, db: sqlite3.Connection) -> None:

@@ -5,6 +5,7 @@ Calls never wait. A crash or a restart loses every job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -140,6 +141,26 @@ class MemoryBroker:
         for owner in [owner for owner in leases if leases[owner].until < before and owner not in used]:
             del leases[owner]
         return len(old)
+
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, if it has this number of attempts."""
+        job = self._jobs.get(id)
+        if job is None or job.state != "done" or job.attempts != attempts:
+            return False
+        self._jobs[id] = replace(job, result=result, finished=now, attempts=attempts + 1)
+        return True
+
+    async def trim(self, most: int) -> int:
+        """Delete the oldest answers of each tenant beyond `most` bytes."""
+        total, gone = Counter[str](), list[str]()
+        kept = [job for job in self._jobs.values() if job.result is not None and not job.background]
+        for job in sorted(kept, key=lambda job: job.finished or 0.0, reverse=True):
+            total[job.tenant] += len(job.request.encode()) + len(job.result or b"")
+            if total[job.tenant] > most:
+                gone.append(job.id)
+        for id in gone:
+            del self._jobs[id]
+        return len(gone)
 
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""

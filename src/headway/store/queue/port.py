@@ -165,6 +165,18 @@ class Broker(KeyStore, Protocol):
         Leases that ended before it are deleted too, if they protect no open job.
         """
 
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, as if it ended now, and count one more attempt.
+
+        False when no such job is done, or it has another number of attempts: it was changed in the meantime.
+        """
+
+    async def trim(self, most: int) -> int:
+        """Delete answers that no client polls for, the oldest of each tenant that has more than `most` bytes of them.
+
+        What is kept with an answer counts, too. Returns how many jobs are gone.
+        """
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended. False when it is open, unknown or forgotten."""
 

@@ -50,8 +50,14 @@ TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
     WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
 CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
     WHERE id = $3 AND state = 'open' RETURNING true"""
+AMEND = """UPDATE {s}.jobs SET result = $1, finished = $2, attempts = attempts + 1
+    WHERE id = $3 AND state = 'done' AND attempts = $4 RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
+TRIM = """DELETE FROM {s}.jobs WHERE seq IN (SELECT seq FROM (
+    SELECT seq, sum(octet_length(request) + octet_length(result)) OVER (
+        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
+    FROM {s}.jobs WHERE result IS NOT NULL AND NOT background) AS kept WHERE total > $1 LIMIT $2) RETURNING seq"""
 GET_KEYS = "SELECT * FROM {s}.keys WHERE changed > $1 ORDER BY changed"
 PUT_KEY = """INSERT INTO {s}.keys AS one SELECT $1, $2, $3, $4, $5, $6, coalesce(max(changed), 0) + 1 FROM {s}.keys
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
@@ -150,6 +156,18 @@ class PostgresBroker(Session):
             total += deleted
         return total
 
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, if it has this number of attempts."""
+        return bool(await self._write("amend", id=id, instant=now, count=attempts, body=result))
+
+    async def trim(self, most: int) -> int:
+        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write("trim", count=most)
+            total += deleted
+        return total
+
     async def delete(self, id: str) -> bool:
         """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
@@ -221,6 +239,12 @@ class PostgresBroker(Session):
         """Apply the group in one transaction."""
         if group[0].verb == "cancel":
             return [await self._cancel(group[0], connection)]
+        if group[0].verb == "amend":
+            call = group[0]
+            values = call.body, call.instant, stored(call.id), call.count
+            return [bool(await connection.fetchval(self.sql(AMEND), *values))]
+        if group[0].verb == "trim":
+            return [len(await connection.fetch(self.sql(TRIM), group[0].count, SWEEP))]
         if group[0].verb == "refund":
             account, id, units = stored(group[0].text), stored(group[0].id), group[0].units
             return [await connection.execute(self.sql(REFUND), account, id, units)]

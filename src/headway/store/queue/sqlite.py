@@ -40,7 +40,7 @@ from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, Write
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
-from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, damage
+from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, checksum, damage
 from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
@@ -72,8 +72,14 @@ CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x
 GONE = """SELECT id, state <> 'open' FROM jobs
     WHERE id IN (SELECT value FROM json_each(?)) AND (state <> 'open' OR owner IS NOT ?)"""
 ATTEMPT = "UPDATE jobs SET attempts = attempts + 1 WHERE id = ? RETURNING attempts"
+AMEND = """UPDATE jobs SET result = ?, result_sum = ?, finished = ?, attempts = attempts + 1
+    WHERE id = ? AND state = 'done' AND attempts = ?"""
 FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
+TRIM = """DELETE FROM jobs WHERE seq IN (SELECT seq FROM (
+    SELECT seq, SUM(LENGTH(CAST(request AS BLOB)) + LENGTH(result)) OVER (
+        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
+    FROM jobs WHERE result IS NOT NULL AND NOT background) WHERE total > ? LIMIT ?)"""
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
@@ -214,6 +220,18 @@ class SqliteBroker:
         total, deleted = 0, SWEEP
         while deleted == SWEEP:
             deleted = await self._write(partial(_forget, before))
+            total += deleted
+        return total
+
+    async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
+        """Replace the result of a job that is done, if it has this number of attempts."""
+        return await self._write(partial(_changes, AMEND, [result, checksum(result, id), now, id, attempts])) == 1
+
+    async def trim(self, most: int) -> int:
+        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
+        total, deleted = 0, SWEEP
+        while deleted == SWEEP:
+            deleted = await self._write(partial(_changes, TRIM, [most, SWEEP]))
             total += deleted
         return total
 

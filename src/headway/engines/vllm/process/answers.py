@@ -11,7 +11,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import DecodeError, Meta, Raw, Struct
 from msgspec.json import Decoder
@@ -19,6 +19,7 @@ from msgspec.json import Decoder
 from headway.engines.vllm.parsers import no_tool_parser
 from headway.errors import RequestError, shortened
 
+Shape = Literal["choices", "data", "text"]
 _PIECE = 2**16  # bytes that are looked at in one go; another thread may have its turn in between
 # Most JSON objects in an answer: this base, and one per so many bytes. Log probabilities have one in 30.
 _OBJECTS, _BYTES_PER_OBJECT = 2**16, 24
@@ -83,6 +84,7 @@ class _Shape(Struct, gc=False):
     data: list[_Object] | None = None
     results: list[_Object] | None = None
     usage: _Usage | None = None
+    text: str | None = None
     error: _Object | None = None
 
 
@@ -101,33 +103,40 @@ _BEGIN, _NOTHING = Decoder(_Begin), frozenset((b"", b"null", b'""', b"[]", b"{}"
 _SHAPE, _NO_USAGE = Decoder(_Shape), _Usage()
 
 
-def read_answer(data: bytes, *, pooled: bool = False) -> Answer:
-    """Read an answer or an event; ValueError says what is wrong with it. pooled: of a pooling model."""
+def read_answer(data: bytes, shape: Shape = "choices") -> Answer:
+    """Read an answer or an event; ValueError says what is wrong with it.
+
+    shape: what it must have: choices, data or results of a pooling model, or the text of speech.
+    """
     if data.count(b"{") > _OBJECTS + len(data) // _BYTES_PER_OBJECT:
         raise ValueError("it has too many objects")
     try:
-        shape = _SHAPE.decode(data)
+        found = _SHAPE.decode(data)
     except DecodeError as error:
         raise ValueError(f"it is not as in OpenAI's API: {error}") from None
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     _check_text(data)
     _check_numbers(data)
-    if shape.error is not None:
+    if found.error is not None:
         return Answer(failed=True)
-    usage = shape.usage or _NO_USAGE
-    if pooled:
-        if shape.data is None and shape.results is None:
+    usage = found.usage or _NO_USAGE
+    if shape == "data":
+        if found.data is None and found.results is None:
             raise ValueError("it has no list of data or results")
         return Answer(1, prompt_tokens=usage.prompt_tokens or 0)
-    if shape.choices is None:
+    if shape == "text":
+        if found.text is None:
+            raise ValueError("it has no text")
+        return Answer(usage.completion_tokens, prompt_tokens=usage.prompt_tokens or 0)
+    if found.choices is None:
         raise ValueError("it has no list of choices")
-    if shape.usage is None:
+    if found.usage is None:
         return _PLAIN
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
     return Answer(
         usage.completion_tokens,
-        usage_only=not shape.choices,
+        usage_only=not found.choices,
         prompt_tokens=usage.prompt_tokens or 0,
         cached_tokens=cached,
     )

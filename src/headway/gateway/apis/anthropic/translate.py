@@ -191,19 +191,42 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 def _user(blocks: list[Any], where: str) -> Iterable[dict[str, Any]]:
     """Yield the results of tools, each a message of its own, then what the user says."""
-    texts: list[str] = []
+    said: list[str | dict[str, Any]] = []
     for block in blocks:
-        kind = object_in(block, where).get("type")
-        if kind == "tool_result":
-            result = _text(block.get("content") or "", where)
-            result = f"Error: {result}" if block.get("is_error") else result
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
-        elif kind == "text":
-            texts.append(_string(block, "text", where))
+        if object_in(block, where).get("type") == "tool_result":
+            content = block.get("content") or ""
+            results = [{"type": "text", "text": content}] if isinstance(content, str) else list_in(content, where)
+            told = [_part(one, where) for one in results]
+            if block.get("is_error"):
+                told = [f"Error: {told[0]}", *told[1:]] if told and isinstance(told[0], str) else ["Error:", *told]
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": _joined(told)}
         else:
+            said.append(_part(block, where))
+    if said:
+        yield {"role": "user", "content": _joined(said)}
+
+
+def _part(block: Any, where: str) -> str | dict[str, Any]:
+    """Return a block of text as a string, an image as a part of a chat's message."""
+    kind = object_in(block, where).get("type")
+    if kind == "text":
+        return _string(block, "text", where)
+    source = block.get("source") if kind == "image" else None
+    match source:
+        case {"type": "base64", "media_type": str(media), "data": str(data)}:
+            url = f"data:{media};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
             raise _unsupported_block(kind, where)
-    if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _joined(parts: list[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the content of a chat's message: one text unless there are images."""
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(map(str, parts))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
@@ -224,7 +247,7 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
 def _unsupported_block(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} has a block of type {kind!r}.",
-        "Send text, tool_use and tool_result blocks.",
+        "Send text, image (base64 or url), tool_use and tool_result blocks.",
         param="messages",
         code="unsupported_block",
     )

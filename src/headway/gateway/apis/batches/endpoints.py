@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway import clock
 from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs, header_docs
-from headway.gateway.apis.batches.files import ROOM, Quota, Upload, new_id, too_large
+from headway.gateway.apis.batches.files import ROOM, ExpiresAfter, Quota, Upload, new_id, too_large
 from headway.gateway.apis.state import AppState, refuse_compressed, tenant_of
 from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import parse_as
@@ -46,6 +46,12 @@ class BatchBody(BaseModel):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Annotated[str, Field(pattern=r"^[0-9]{1,9}[smhdw]$")]
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], _Text], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+    @property
+    def output_expires_s(self) -> float | None:
+        """Seconds after which its output and error files expire, None = never."""
+        return None if self.output_expires_after is None else float(self.output_expires_after.seconds)
 
 
 def add_batch_endpoints(app: FastAPI, state: AppState) -> None:
@@ -94,7 +100,9 @@ def _uploads(app: FastAPI, state: AppState) -> None:
             await store.begin_file(file)
             await _receive(request, form, store, file.id, quota, tenant, used)
             form.complete()
-            file = replace(file, name=form.name, size=form.size, created=clock.now())
+            now = clock.now()
+            expires = None if form.expires_s is None else now + form.expires_s
+            file = replace(file, name=form.name, size=form.size, created=now, expires=expires)
             await store.add_file(file, quota.most)
         except BaseException:
             await store.discard(file.id)
@@ -128,10 +136,15 @@ async def _receive(
 async def _find_file(state: AppState, request: Request, id: str) -> tuple[BatchStore, StoredFile]:
     """Return a file of the request's tenant."""
     tenant, store = state.tenant(request), _store(state)
+    return store, await _known(store, tenant, id)
+
+
+async def _known(store: BatchStore, tenant: str, id: str) -> StoredFile:
+    """Return a file of a tenant that has not expired; RequestError (404)."""
     file = await store.file(tenant, id)
-    if file is None:
+    if file is None or (file.expires is not None and file.expires < clock.now()):
         raise no_file(id)
-    return store, file
+    return file
 
 
 def _files(app: FastAPI, state: AppState) -> None:
@@ -203,7 +216,7 @@ def _file_object(file: StoredFile) -> dict[str, Any]:
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",
-        "expires_at": None,
+        "expires_at": None if file.expires is None else int(clock.shown(file.expires)),
         "status_details": None,
     }
 
@@ -281,8 +294,8 @@ def _one_batch(app: FastAPI, state: AppState) -> None:
 def _repeat_response(earlier: Batch, body: BatchBody) -> Response:
     """Answer a batch that was sent again under its idempotency key; 422 when the key was another batch's."""
     metadata = None if earlier.metadata is None else json.loads(earlier.metadata)
-    parameters = body.endpoint, body.input_file_id, body.completion_window, body.metadata
-    if parameters != (earlier.endpoint, earlier.input_file, earlier.window, metadata):
+    parameters = body.endpoint, body.input_file_id, body.completion_window, body.metadata, body.output_expires_s
+    if parameters != (earlier.endpoint, earlier.input_file, earlier.window, metadata, earlier.output_expires_s):
         raise reused()
     return JSONResponse(_batch_object(earlier))
 
@@ -297,9 +310,7 @@ async def _new_batch(body: BatchBody, store: BatchStore, tenant: str, id: str | 
             param="completion_window",
             code="invalid_completion_window",
         )
-    file = await store.file(tenant, body.input_file_id)
-    if file is None:
-        raise no_file(body.input_file_id)
+    file = await _known(store, tenant, body.input_file_id)
     if file.purpose != "batch":
         raise RequestError(
             f"The file {file.id} has the purpose {file.purpose!r}.",
@@ -310,8 +321,9 @@ async def _new_batch(body: BatchBody, store: BatchStore, tenant: str, id: str | 
     now = clock.now()
     metadata = None if body.metadata is None else json.dumps(body.metadata)
     return Batch(
-        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds, metadata
-    )
+        id or new_id("batch"), tenant, body.endpoint, file.id, body.completion_window, now, now + seconds, metadata,
+        output_expires_s=body.output_expires_s,
+    )  # fmt: skip
 
 
 def _batch_object(batch: Batch) -> dict[str, Any]:
@@ -385,7 +397,12 @@ _FORM: dict[str, Any] = {
                     "type": "object",
                     "required": ["purpose", "file"],
                     "additionalProperties": False,
-                    "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
+                    "properties": {
+                        "purpose": {"enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                        "expires_after[anchor]": {"enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+                    },
                 }
             }
         },

@@ -8,21 +8,32 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from headway.config import Batches
 from headway.errors import RequestError
+from headway.gateway.parsing.fields import parse_as
 from headway.store.batches.records import no_room
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 ROOM = 2**16  # bytes of a body that are not the file's
-_FIELDS = {"purpose", "file"}
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = {"purpose", "file", _ANCHOR, _SECONDS}
 _LONGEST = 255  # bytes of a file's name, and characters of a field
+
+
+class ExpiresAfter(BaseModel):
+    """When a file expires: an hour to 30 days after it was created."""
+
+    model_config = ConfigDict(extra="forbid")
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
 @dataclass(slots=True)
@@ -79,6 +90,7 @@ class Upload:
         self._whole = False
         self._tail = False  # the file does not end with a line's end
         self.name = ""
+        self.expires_s: int | None = None  # seconds after which the file expires
         self.size = self.lines = 0
         self.pending = bytearray()
 
@@ -116,6 +128,9 @@ class Upload:
             )
         if "file" not in self._texts:
             raise RequestError("The form has no file.", "Send the field file.", param="file")
+        if _ANCHOR in self._texts or _SECONDS in self._texts:
+            anchor, seconds = (self._texts.get(name, b"").decode(errors="replace") for name in (_ANCHOR, _SECONDS))
+            self.expires_s = parse_as(ExpiresAfter, {"anchor": anchor, "seconds": seconds}).seconds
 
     # ---- the parser's callbacks
 
@@ -139,7 +154,7 @@ class Upload:
         if name not in _FIELDS:
             raise RequestError(
                 f"The form has a field {name[:64]!r}.",
-                "Send purpose and file alone: files are kept until they are deleted.",
+                "Send purpose, file and, to have it deleted later, expires_after.",
                 param=name[:64],
             )
         if name in self._texts:

@@ -82,7 +82,9 @@ async def _write(store: BatchStore, batch: Batch, *, good: bool) -> StoredFile |
     """Write one of the two files; None when it would be empty."""
     kind = "output" if good else "error"
     name = f"{batch.id}_{kind}.jsonl"
-    file = StoredFile(new_id("file"), batch.tenant, name, "batch_output", 0, clock.now())
+    now, kept_s = clock.now(), batch.output_expires_s
+    expires = None if kept_s is None else now + kept_s
+    file = StoredFile(new_id("file"), batch.tenant, name, "batch_output", 0, now, expires)
     await store.begin_file(file)
     try:
         size = await _write_lines(store, file.id, batch, good)

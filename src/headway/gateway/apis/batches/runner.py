@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from headway import clock
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RequestError
 from headway.gateway import tasks
 from headway.gateway.apis.batches.execution import Execution, Slots
 from headway.gateway.apis.state import AppState
@@ -17,6 +17,7 @@ from headway.store.batches.port import BatchStore
 from headway.store.batches.records import Batch
 
 _LOOK_S = 1.0  # between two looks at what other gateways have changed, and at the time
+_EXPIRED = 100  # files that are looked up at a time
 _SWEEP_S = 600.0  # between two looks for what killed gateways left behind
 log = logging.getLogger("headway.gateway")
 
@@ -73,11 +74,17 @@ class BatchRunner:
             self._state.gateway.metrics.batches([])
 
     async def _sweep(self) -> None:
-        """Delete what killed gateways left, which may take longer than this gateway may be silent."""
+        """Delete expired files and what killed gateways left; it may take longer than this gateway may be silent."""
         try:
+            while files := await self._store.expired(clock.now(), _EXPIRED):
+                for file in files:
+                    with suppress(RequestError):  # a batch has begun to read it
+                        await self._store.delete_file(file.tenant, file.id)
+                if len(files) < _EXPIRED:
+                    break
             await self._store.sweep()
         except HeadwayError as error:
-            log.warning("files that killed gateways left are not deleted yet: %s", error)
+            log.warning("files that have expired, or that killed gateways left, are not deleted yet: %s", error)
 
     async def _look(self, threads: ThreadPoolExecutor) -> None:
         """Begin new batches, and stop those that were cancelled or whose time is over."""

@@ -1,9 +1,10 @@
-"""`/v1/responses`: create, retrieve, cancel and delete. Only background responses are kept."""
+"""`/v1/responses`: create, retrieve, cancel and delete."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,20 @@ from fastapi.responses import JSONResponse, Response
 from headway import clock
 from headway.errors import RequestError
 from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
-from headway.gateway.apis.responses.events import ResponseEvents
+from headway.gateway.apis.responses.conversations import items_response
+from headway.gateway.apis.responses.events import IGNORED, ResponseEvents
+from headway.gateway.apis.responses.kept import earlier, echo_of, kept_of, names_in, recalled
+from headway.gateway.apis.responses.tools import ignored_in
 from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
 from headway.gateway.apis.state import AppState
+from headway.gateway.in_flight import is_kept, kept_in
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
-from headway.store.queue.port import Job
+from headway.store.queue.port import Broker, Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
 _BACKGROUND_FIELDS = ("id", "created_at", "status", "error", "waiting_for")  # of a response in the background
+_PAST = (b'"previous_response_id"', b'"conversation"')
 _TEXT = {"type": "string"}
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -52,15 +58,32 @@ class ResponsesApi(Api):
     def read(self, raw: dict[str, Any]) -> dict[str, Any]:
         return chat_of(raw)
 
-    def echo(self, raw: dict[str, Any]) -> dict[str, Any]:
-        return base_of(raw, "", 0)
+    def goes_on(self, data: bytes) -> bool:
+        return any(name in data for name in _PAST)  # one that is written with escapes is refused by `chat_of`
+
+    def names(self, raw: dict[str, Any]) -> Mapping[str, str]:
+        return names_in(raw)
+
+    async def earlier(self, names: Mapping[str, str], broker: Broker | None, tenant: str, most: int) -> Job | None:
+        return await earlier(names, broker, tenant, most)
+
+    def recalled(self, raw: dict[str, Any], job: Job) -> dict[str, Any]:
+        return recalled(raw, job)
+
+    def completed(self, parsed: ParsedRequest, raw: dict[str, Any], *, keeps: bool) -> ParsedRequest:
+        kept = kept_of(raw, background=parsed.background) if keeps else None
+        echo = echo_of(raw) | {"store": parsed.background or kept is not None}
+        return replace(parsed, echo=echo, kept=kept)
 
     def writer(self, parsed: ParsedRequest) -> ResponseEvents:
         request = parsed.request
-        return ResponseEvents(_echo(parsed) | {"id": request.id, "created_at": int(clock.shown(request.arrival))})
+        base = _echo(parsed) | {"id": request.id, "created_at": int(clock.shown(request.arrival))}
+        return ResponseEvents(base, ignored=ignored_in(parsed.echo["tools"]))
 
     def queued(self, parsed: ParsedRequest, body: Mapping[str, Any]) -> Response:
-        return JSONResponse(_echo(parsed) | {name: body[name] for name in _BACKGROUND_FIELDS if name in body})
+        answer = _echo(parsed) | {name: body[name] for name in _BACKGROUND_FIELDS if name in body}
+        ignored = ignored_in(parsed.echo["tools"])
+        return JSONResponse(answer, headers={IGNORED: ignored} if ignored else None)
 
 
 def _echo(parsed: ParsedRequest) -> dict[str, Any]:
@@ -71,13 +94,15 @@ def _echo(parsed: ParsedRequest) -> dict[str, Any]:
 
 
 async def _find(state: AppState, request: Request, id: str) -> Job:
-    """Return a response of the request's tenant; the operator's key finds those of all."""
+    """Return a kept response of the request's tenant; the operator's key finds those of all."""
     tenant = None if state.is_operator(request) else state.tenant(request)
     job = await state.gateway.broker.get(id)
-    if job is None or (tenant is not None and job.tenant != tenant) or not job.background:
+    kept = job is not None and (job.background or is_kept(job))
+    if job is None or not kept or (tenant is not None and job.tenant != tenant):
         raise RequestError(
-            f"There is no background response {id[:64]!r}.",
-            'Only those with "background": true are kept, for some time (broker.keep_hours).',
+            f"No response {id[:64]!r} is kept.",
+            'Those with "background": true, and others of /v1/responses without "store": false, are kept for some'
+            " time (broker.keep_hours, broker.keep_responses).",
             status=404,
             code="not_found",
         )
@@ -85,33 +110,41 @@ async def _find(state: AppState, request: Request, id: str) -> Job:
 
 
 def add_response_endpoints(app: FastAPI, state: AppState) -> None:
-    """Add the endpoints of background responses."""
+    """Add the endpoints of kept responses."""
     broker = state.gateway.broker
 
     @app.get("/v1/responses/{id}", responses=error_docs(401, 404))
     async def retrieve(id: str, request: Request) -> Response:
-        """Return a background response: its status, and the answer once it is complete."""
+        """Return a response: its status, and the answer once it is complete."""
         job = await _find(state, request, id)
-        body = response_to(job)
-        if job.state == "open":
-            body |= waiting_for(state.gateway.dispatcher.state(job.id))
-        result = job.result
-        return await offload(len(result or b""), partial(_with_result, body, job.path, result))
+        if job.result is not None and not job.background:
+            return Response(job.result, media_type="application/json")
+        waits = waiting_for(state.gateway.dispatcher.state(job.id)) if job.state == "open" else {}
+        return await offload(len(job.request) + len(job.result or b""), partial(_retrieved, job, waits))
+
+    @app.get("/v1/responses/{id}/input_items", responses=error_docs(401, 404))
+    async def input_items(id: str, request: Request) -> Response:
+        """Return the input of a response, with all that it went on from."""
+        job = await _find(state, request, id)
+        kept = await offload(len(job.request), partial(kept_in, job))
+        return items_response([] if kept is None else kept["input"])
 
     @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:
         """Cancel a background response that is not complete yet, whichever gateway runs it."""
         job = await _find(state, request, id)
-        if not await state.gateway.background.cancel(job.id):
+        if not job.background or not await state.gateway.background.cancel(job.id):
             job = await _find(state, request, id)  # it may have ended in between
             raise RequestError(
-                f"{id} is {_STATUS[job.state]} already.", "Only unfinished ones can be cancelled.", status=409
+                f"{id} is {_STATUS[job.state]} already, or not in the background.",
+                "Only unfinished background responses can be cancelled.",
+                status=409,
             )
         return JSONResponse(background_response(job.id, "cancelled", job.arrival))
 
     @app.delete("/v1/responses/{id}", responses=error_docs(401, 404, 409))
     async def delete(id: str, request: Request) -> Response:
-        """Delete a background response that has ended."""
+        """Delete a response that has ended, with its input."""
         job = await _find(state, request, id)
         if not await broker.delete(job.id) and await broker.get(job.id) is not None:
             raise RequestError(f"{id} has not ended yet.", "Cancel it first.", status=409)
@@ -130,11 +163,14 @@ def background_response(id: str, status: str, arrival: float, reason: str | None
 
 def response_to(job: Job) -> dict[str, Any]:
     """Return what a job's response is, without its answer."""
-    return background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
+    told = background_response(job.id, _STATUS[job.state], job.arrival, job.reason)
+    base: dict[str, Any] = (kept_in(job) or {}).get("base", {} if job.background else {"background": False})
+    return told | base | {name: told[name] for name in _BACKGROUND_FIELDS if name in told and name != "waiting_for"}
 
 
-def _with_result(body: dict[str, Any], path: str, result: bytes | None) -> Response:
-    """Return a background response with its answer, as it was stored; that of a chat in `output`, too."""
+def _retrieved(job: Job, waits: dict[str, str]) -> Response:
+    """Return a response with its engine's answer, as it was stored; that of a chat in `output`, too."""
+    body, path, result = response_to(job) | waits, job.path, job.result
     if result is None:
         return JSONResponse(body)
     if path == PATHS["chat"]:

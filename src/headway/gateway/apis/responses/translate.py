@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from headway.errors import RequestError
 from headway.gateway.apis.chat_stream import thought_of
+from headway.gateway.apis.responses.tools import (
+    MORE_TOOLS,
+    arguments_of,
+    calls_of,
+    chat_tools,
+    input_of,
+    name_of,
+    tools_of,
+)
 from headway.gateway.parsing.fields import list_in, object_in
-from headway.gateway.parsing.unsupported import RESPONSES, refusal, refuse
+from headway.gateway.parsing.unsupported import RESPONSES, refuse
 
 _SAME = (
     "model",
@@ -36,6 +46,8 @@ _TRANSLATED = {
     "prompt_cache_key",
     "safety_identifier",
     "stream_options",
+    "top_logprobs",
+    "client_metadata",
     *RESPONSES,
 }
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
@@ -51,6 +63,7 @@ _ECHO: dict[str, Any] = {
     "parallel_tool_calls": True,
     "text": {"format": {"type": "text"}},
     "reasoning": {"effort": None, "summary": None},
+    "top_logprobs": 0,
     "truncation": "disabled",
     "metadata": {},
     "user": None,
@@ -63,18 +76,14 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     RequestError for what the engine has no place for.
     """
     refuse(raw, RESPONSES)
-    if _LOGPROBS in list_in(raw.get("include") or [], "include"):
-        raise refusal("include", RESPONSES["top_logprobs"])
     if raw.get("n") not in (None, 1):
         raise RequestError("A response has one answer, so n cannot be used here.", "Leave it out.", param="n")
     chat = {name: raw[name] for name in _SAME if raw.get(name) is not None}
     chat |= {name: value for name, value in raw.items() if name not in _TRANSLATED}
-    chat["messages"] = [*_instructions(raw.get("instructions")), *_items(raw.get("input"))]
+    chat["messages"] = _joined([*_instructions(raw.get("instructions")), *_items(raw.get("input"))])
     if raw.get("max_output_tokens") is not None:
         chat["max_tokens"] = raw["max_output_tokens"]
-    if raw.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in list_in(raw["tools"], "tools")]
-        chat["tool_choice"] = _choice(raw.get("tool_choice"))
+    chat |= chat_tools(raw) | _logprobs(raw)
     if (shape := _format(object_in(raw.get("text") or {}, "text").get("format"))) is not None:
         chat["response_format"] = shape
     effort = object_in(raw.get("reasoning") or {}, "reasoning").get("effort")
@@ -105,6 +114,7 @@ def base_of(raw: Mapping[str, Any], id: str, created: int) -> dict[str, Any]:
         "previous_response_id": None,
         "service_tier": raw.get("service_tier") or "auto",
         **echo,
+        "tools": tools_of(raw),
     }
 
 
@@ -117,11 +127,12 @@ def response_of(base: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
     if thought:
         output.append(reasoning_item(id, thought))
     calls = message.get("tool_calls") or ()
-    if message.get("content") or not calls:
-        output.append(message_item(id, message.get("content") or ""))
+    if (text := message.get("content") or "") or not calls:
+        output.append(message_item(id, text, logprobs=_of_text(logprobs_of(choice), text)))
+    known = calls_of(base["tools"])
     for number, call in enumerate(calls):
-        function = call["function"]
-        output.append(call_item(f"{id}_{number}", call["id"], function["name"], function["arguments"]))
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        output.append(call_item(f"{id}_{number}", call["id"], name, arguments, of=known.get(name)))
     end = end_of(choice.get("finish_reason"))
     return {
         **base,
@@ -155,14 +166,38 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def message_item(id: str, text: str, status: str = "completed") -> dict[str, Any]:
+def logprobs_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the log probabilities of a choice, or of a part of its stream, as a response has them."""
+    return [
+        _logprob(one) | {"top_logprobs": [_logprob(top) for top in one.get("top_logprobs") or ()]}
+        for one in (choice.get("logprobs") or {}).get("content") or ()
+    ]
+
+
+def _logprob(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": one["token"], "logprob": one["logprob"], "bytes": one.get("bytes") or []}
+
+
+def _of_text(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return those of the tokens of a text: an engine's are of all that it wrote, thoughts included."""
+    whole = "".join(one["token"] for one in logprobs)
+    begin = whole.rfind(text)
+    end = len(whole) if begin < 0 else begin + len(text)
+    ends = accumulate(len(one["token"]) for one in logprobs)
+    return [one for one, at in zip(logprobs, ends, strict=True) if begin < at <= end]
+
+
+def message_item(
+    id: str, text: str, status: str = "completed", *, logprobs: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the item of a text."""
-    return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": [text_part(text)]}
+    content = [text_part(text, logprobs)]
+    return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": content}
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return the part of an item that is a text."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def reasoning_item(id: str, text: str, status: str = "completed") -> dict[str, Any]:
@@ -171,19 +206,36 @@ def reasoning_item(id: str, text: str, status: str = "completed") -> dict[str, A
     return {"id": f"rs_{id}", "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
-def call_item(id: str, call_id: Any, name: Any, arguments: str, status: str = "completed") -> dict[str, Any]:
-    """Return the item of a tool call."""
-    return {
-        "id": f"fc_{id}",
-        "type": "function_call",
-        "status": status,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-    }
+def call_item(
+    id: str, call_id: Any, name: Any, arguments: str, status: str = "completed", *, of: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the item of a tool call. of: as in `calls_of`; the input of a custom tool is one text."""
+    item = {"type": "function_call", "status": status, "call_id": call_id, "name": name, **(of or {})}
+    if item["type"] == "custom_tool_call":
+        return {"id": f"ctc_{id}", **item, "input": input_of(arguments)}
+    return {"id": f"fc_{id}", **item, "arguments": arguments}
 
 
 # ---- requests
+
+
+def _logprobs(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat for `top_logprobs` and its entry in `include`."""
+    most = raw.get("top_logprobs")
+    if _LOGPROBS not in list_in(raw.get("include") or [], "include") and most is None:
+        return {}
+    return {"logprobs": True, "top_logprobs": most or 0}
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose first system messages are one: many templates have a place for one alone."""
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if first < 2:
+        return messages
+    texts = [one["content"] for one in messages[:first]]
+    if not all(isinstance(text, str) for text in texts):
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[first:]]
 
 
 def _instructions(text: Any) -> list[dict[str, Any]]:
@@ -203,19 +255,21 @@ def _items(input: Any) -> Iterator[dict[str, Any]]:
     for number, item in enumerate(list_in(input or None, "input")):
         where = f"input.{number}"
         kind = object_in(item, where).get("type", "message")
-        if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": str(item.get("arguments") or "{}")}
+        if kind in ("function_call", "custom_tool_call"):
+            custom = kind == "custom_tool_call"
+            arguments = arguments_of(item.get("input")) if custom else str(item.get("arguments") or "{}")
+            function = {"name": name_of(item), "arguments": arguments}
             calls.append({"id": str(item.get("call_id")), "type": "function", "function": function})
             continue
         if calls:
             yield {"role": "assistant", "content": None, "tool_calls": calls}
             calls = []
-        if kind == "function_call_output":
-            output = _text(item.get("output") or "", where)
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            output = _content(item.get("output") or "", where)
             yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
         elif kind == "message":
             yield _message(item, where)
-        elif kind != "reasoning":  # templates leave out earlier thoughts, too
+        elif kind not in ("reasoning", MORE_TOOLS):  # templates leave out earlier thoughts, too
             raise _unsupported_item(kind, where)
     if calls:
         yield {"role": "assistant", "content": None, "tool_calls": calls}
@@ -225,55 +279,41 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where} has the role {role!r}.", f"Use one of {', '.join(_ROLES)}.", param="input")
-    return {"role": _ROLES[role], "content": _text(item.get("content"), where)}
+    return {"role": _ROLES[role], "content": _content(item.get("content"), where)}
 
 
-def _text(content: Any, where: str) -> str:
-    """Return the text of a string, or of parts that are text."""
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a string, or parts of a chat's message as one where all are text."""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in list_in(content, where):
-        kind = object_in(part, where).get("type")
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise _unsupported_item(kind, where)
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
-        texts.append(text)
-    return "\n".join(texts)
+    parts = [_part(object_in(part, where), where) for part in list_in(content, where)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
+        detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+        return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+    if kind == "input_audio":
+        return {"type": kind, "input_audio": object_in(part.get("input_audio"), where)}
+    if kind not in ("input_text", "output_text", "text", "refusal"):
+        raise _unsupported_item(kind, where)
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where} has a part without text.", "Send it as a string.", param="input")
+    return {"type": "text", "text": text}
 
 
 def _unsupported_item(kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where} is of type {kind!r}.",
-        "Send texts, function_call and function_call_output.",
+        "Send texts, images by image_url, input_audio, function_call and function_call_output.",
         param="input",
         code="unsupported_item",
     )
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-    kind = object_in(tool, "tools").get("type")
-    if kind != "function":
-        raise RequestError(
-            f"Tools of type {kind!r} are OpenAI's own.",
-            "Send tools of type function.",
-            param="tools",
-            code="unsupported_tool",
-        )
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
-
-
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict):
-        if choice.get("type") != "function":
-            raise RequestError(
-                "tool_choice names no function.", "Use auto, none, required or a function.", param="tool_choice"
-            )
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice or "auto"
 
 
 def _format(shape: Any) -> dict[str, Any] | None:

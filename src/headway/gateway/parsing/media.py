@@ -1,0 +1,113 @@
+"""Tokens of images and audio in a prompt, before an engine has read them.
+
+Images are counted by the model's own processor in transformers, as vLLM's backend for transformers does. Of one whose
+size is not known here (it is behind a URL), and of audio, there is an upper bound.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import wave
+from base64 import b64decode
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("headway.gateway")
+_HEAD = 2**18  # bytes of a file in which its size is looked for
+# Height and width of images that have as many tokens as any: processors shrink larger ones.
+_LARGE = ((8192, 8192), (16384, 4096), (4096, 16384))
+_AUDIO_RATE = 50  # tokens per second at most: positions of Whisper's encoder, which audio models pool further
+
+
+@dataclass(frozen=True, slots=True)
+class MediaCounter:
+    """Counts the images of one model's prompts. most: tokens of an image at most."""
+
+    _processor: Any
+    most: int
+
+    @classmethod
+    def of(cls, path: str) -> MediaCounter | None:
+        """Return that of a model directory; None where the model reads no images, or transformers cannot count them."""
+        config = Path(path, "config.json")
+        if not config.is_file() or "vision_config" not in json.loads(config.read_text()):
+            return None
+        try:
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(path)
+            return cls(processor, max(_tokens(processor, size) for size in _LARGE))
+        except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+            log.warning("images for %s are not counted before its engine has: %s", path, str(error)[:300])
+            return None
+
+    def image(self, url: str) -> int | None:
+        """Return the tokens of an image, None where its size is not known here."""
+        size = _size(url)
+        return None if size is None else _tokens(self._processor, size)
+
+
+def media_tokens(counter: MediaCounter | None, contents: Iterable[Any]) -> tuple[int, int]:
+    """Return the tokens of all images and audio in the contents of messages: known ones, and a bound of the others.
+
+    What nothing is known of counts as 0, until the engine tells.
+    """
+    known = unknown = 0
+    for part in _parts(contents):
+        if part.get("type") == "image_url" and counter is not None:
+            tokens = counter.image(_url(part.get("image_url")))
+            known, unknown = (known, unknown + counter.most) if tokens is None else (known + tokens, unknown)
+        elif part.get("type") == "input_audio":
+            unknown += _audio(part.get("input_audio"))
+    return known, unknown
+
+
+def _parts(contents: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
+    return (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+
+
+def _tokens(processor: Any, size: tuple[int, int]) -> int:
+    return int(processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0])
+
+
+def _url(value: Any) -> str:
+    return str(value.get("url", "")) if isinstance(value, dict) else str(value)
+
+
+def _decoded(text: str, most: int) -> bytes:
+    """Return the beginning of a base64 text, b"" for one that is none."""
+    try:
+        return b64decode(text[: most // 3 * 4])
+    except ValueError:
+        return b""
+
+
+def _size(url: str) -> tuple[int, int] | None:
+    """Return height and width of an image in a data URL."""
+    head, comma, data = url.partition(",")
+    if not (comma and head.startswith("data:") and head.endswith(";base64")):
+        return None
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(_decoded(data, _HEAD))) as image:  # reads the head alone
+            width, height = image.size
+            return height, width
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+
+
+def _audio(value: Any) -> int:
+    """Return a bound of the tokens of a WAV file, by its head; 0 for other formats."""
+    data = _decoded(str(value.get("data", "")), _HEAD) if isinstance(value, dict) else b""
+    try:
+        with wave.open(BytesIO(data)) as file:
+            seconds: float = file.getnframes() / file.getframerate()
+            return math.ceil(seconds * _AUDIO_RATE)
+    except (wave.Error, EOFError, ZeroDivisionError):
+        return 0
