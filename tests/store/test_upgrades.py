@@ -31,7 +31,7 @@ from headway.store.journal.reader import read
 from headway.store.journal.rows import VERSIONS as JOURNAL_VERSIONS
 from headway.store.journal.writer import PATTERN
 from headway.store.queue.keys import StoredKey
-from headway.store.queue.port import Broker
+from headway.store.queue.port import Broker, Charge
 from headway.store.queue.postgres import PostgresBroker
 from headway.store.queue.postgres_link import Address
 from headway.store.queue.postgres_schema import JOBS
@@ -126,8 +126,8 @@ async def check_jobs(open_broker: Open) -> None:
         assert (late.id, late.body, late.background, late.attempts, late.tenant) == ("late", b"\x02", True, 2, "t")
         assert await broker.done("late", b"r", 8.0)
         await broker.put(job("new"))
-        assert await broker.spend("paid", "new", 1.0, 9.0, 5.0)
-        assert not await broker.spend("paid", "newer", 8.5, 9.0, 5.0)
+        assert await broker.spend("new", Charge("paid", 1.0, 9.0, 5.0, 0.0))
+        assert not await broker.spend("newer", Charge("paid", 8.5, 9.0, 5.0, 0.0))
         await broker.put_keys([StoredKey("k", b"digest", "{}", 1.0)], 0.0)
         assert [key.id for key in await broker.keys(0)] == ["k"]
 
@@ -138,8 +138,8 @@ async def test_a_queue_file_keeps_its_jobs(tmp_path: Path, version: int) -> None
     await check_jobs(lambda owner: SqliteBroker(str(path), owner))
     if version >= 3:
         async with gateways(lambda owner: SqliteBroker(str(path), owner), "B") as (broker,):
-            assert not await broker.spend("paid", "more", 6.0, 9.0, 5.0), "2.5 were spent before, and 1 since"
-            assert await broker.spend("paid", "more", 5.5, 9.0, 5.0)
+            assert not await broker.spend("more", Charge("paid", 6.0, 9.0, 5.0, 0.0)), "2.5 before, 1 since"
+            assert await broker.spend("more", Charge("paid", 5.5, 9.0, 5.0, 0.0))
     new = tmp_path / "new.sqlite"
     await SqliteBroker(str(new), "A").close()
     assert shape(path) == shape(new)
