@@ -156,7 +156,7 @@ def test_every_figure_of_the_evaluation_has_a_part() -> None:
 
 
 def test_every_system_has_a_recipe_and_a_line() -> None:
-    assert {find(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
+    assert {system(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
     assert tuple(bros._STYLE) == bros.SYSTEMS
     assert all(set(one.systems) <= set(bros.SYSTEMS) for one in bros.quick_plan().experiments)
 
