@@ -1,7 +1,9 @@
 """Virtual Token Counter inside the engine, which counts tokens as they are served and forecasts none.
 
-`vtc-served` is OSDI '24, algorithm 2, between applications. `vtc-runs` is what Hermes' published code calls VTC (branch
-ATC25, `vllm/core/policy.py`, `CoInferenceVTC`): the run with the fewest output tokens so far is next, without a lift.
+`vtc-served` is OSDI '24, algorithm 2, between applications. Hermes' published code calls two other orders VTC, in
+which each run counts by itself and none is lifted. In branch ATC25 (`CoInferenceVTC`) the run with the fewest output
+tokens is next: `vtc-runs`. In branch SC25 (`ApplicationVTCPolicy`) it is the run that has received least beside its
+equal share of all that was served since it came, so that a new run waits behind those that have waited: `vtc-shares`.
 Recipe `vtc` stands in the queue before the engine, and charges the expected answer when a request leaves it.
 """
 
@@ -31,11 +33,18 @@ def served_tokens(apps: Applications) -> Recipe:
 
 
 def fewest_output_tokens(apps: Applications) -> Recipe:
-    """Return the order of Hermes' published code, in which each run counts by itself."""
+    """Return the order of Hermes' earlier code."""
     return _recipe("vtc-runs", apps, apps.workload.run, 0.0, 1.0, lifts=False)
 
 
-def _recipe(name: str, apps: Applications, owners: Ints, prompt: float, answer: float, *, lifts: bool) -> Recipe:
+def least_beside_its_share(apps: Applications) -> Recipe:
+    """Return the order of Hermes' later code. Here runs earn no share while they are outside the LLM."""
+    return _recipe("vtc-shares", apps, apps.workload.run, 0.1, 1.0, lifts=False, shares=True)
+
+
+def _recipe(
+    name: str, apps: Applications, owners: Ints, prompt: float, answer: float, *, lifts: bool, shares: bool = False
+) -> Recipe:
     def owner(id: str) -> int:
         return int(owners[apps.workload.row_of(id)])
 
@@ -43,7 +52,7 @@ def _recipe(name: str, apps: Applications, owners: Ints, prompt: float, answer: 
         name,
         "Virtual Token Counter by tokens served",
         lambda: Ordered(ARRIVAL, displaces=False, pull=False),
-        lambda spec: ServedTokens(spec.max_running, owner, prompt, answer, lifts=lifts),
+        lambda spec: ServedTokens(spec.max_running, owner, prompt, answer, lifts=lifts, shares=shares),
     )
 
 
@@ -54,6 +63,7 @@ class ServedTokens(Packer):
     owner: number of a request's owner, from 0. prompt_weight, answer_weight: what a token costs its owner, charged when
         a request is admitted (its prompt, and its last token, after which it is not seen again) and after each token.
     lifts: an owner with nothing waiting starts no lower than the lowest that waits, or left the queue last.
+    shares: what is charged is taken from the counters again, in equal parts of those with requests here.
     """
 
     max_running: int
@@ -61,6 +71,7 @@ class ServedTokens(Packer):
     prompt_weight: float
     answer_weight: float
     lifts: bool = True
+    shares: bool = False
     served: Floats = field(default_factory=lambda: np.zeros(0))  # by owner
     _serial: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # by row, the request that was seen there
     _owner: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -72,7 +83,11 @@ class ServedTokens(Packer):
         rows = free_to_run(jobs)
         rows = rows[np.argsort(jobs.serial[rows], kind="stable")]
         self._note(jobs, rows)
+        before = self.served.sum()
         self._charge(jobs, rows)
+        if self.shares and rows.size:
+            here = np.unique(self._owner[rows])
+            self.served[here] -= (self.served.sum() - before) / here.size
         begun = jobs.running[rows] | (self._charged[rows] >= 0)
         first, waiting = rows[begun], rows[~begun]
         first = first[np.argsort(~jobs.running[first], kind="stable")]

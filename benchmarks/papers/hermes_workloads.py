@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.papers.hermes_vtc import fewest_output_tokens, served_tokens
+from benchmarks.papers.hermes_vtc import fewest_output_tokens, least_beside_its_share, served_tokens
 from benchmarks.papers.quoted import quoted
 from headway.policy.apps.graph import LLM, Graph
 from headway.policy.apps.knowledge import SHARED, Knowledge
@@ -65,7 +65,7 @@ _ENGINES = {  # by name: latency profile, instances, KV tokens
     "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
 }
 HERMES, ORACLE, DEFAULT = "hermes", "oracle", "headway"
-_COUNTED = {"vtc-served": served_tokens, "vtc-runs": fewest_output_tokens}
+_COUNTED = {"vtc-served": served_tokens, "vtc-runs": fewest_output_tokens, "vtc-shares": least_beside_its_share}
 _TRUE = {ORACLE: RankOptions(), "oracle-ddl": RankOptions("slack")}
 _OPTIONS = {
     HERMES: RankOptions(),

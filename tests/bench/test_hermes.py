@@ -44,6 +44,14 @@ def test_without_prompts_and_lift_the_fewest_output_tokens_are_next() -> None:
     assert first_tokens(ServedTokens(1, owner, 0.0, 1.0, lifts=False), asks) == ["r0", "r2", "r3", "r4", "r1", "r5"]
 
 
+def test_with_shares_a_new_run_waits_behind_one_that_has_waited() -> None:
+    """r2's run was served before, and is then owed half of what r1 gets; r3's run comes when r1 is nearly done."""
+    asks = [Ask(10, 5), Ask(10, 60, after=1), Ask(10, 5, after=8), Ask(10, 5, after=50)]
+    for shares, order in ((False, ["r0", "r1", "r3", "r2"]), (True, ["r0", "r1", "r2", "r3"])):
+        packer = ServedTokens(1, lambda id: (1, 0, 1, 2)[int(id[1:])], 0.1, 1.0, lifts=False, shares=shares)
+        assert first_tokens(packer, asks) == order
+
+
 def runs(system: str, *act: float) -> ServedRuns:
     none = np.zeros(len(act))
     return ServedRuns(system, SETTING, np.array(act), none, none, ["EV"] * len(act))
