@@ -84,7 +84,7 @@ def full() -> HermesPlan:
     intensities = tuple(HermesSetting(name, window=seconds) for name, seconds in WINDOWS.items())
     slow, slow_3x, due = _slow("1x"), _slow("3x"), _deadlines()
     wrong = tuple(HermesSetting(f"graphs: {graphs}", graphs=graphs) for graphs in GRAPHS)
-    wide = HermesSetting("3x, runs that differ widely", apps=(WIDE,), published=True)
+    wide = replace(slow_3x, name=f"{slow_3x.name}, runs that differ widely", apps=(WIDE,), published=True)
     big = HermesSetting("70b, 3x", runs=10 * RUNS, engine="70b")
     return HermesPlan(
         (
