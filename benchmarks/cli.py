@@ -438,13 +438,19 @@ def papers(
     ask: Ask,
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     only: Annotated[str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")] = "",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes or hermes-caches.")
+    ] = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
-    from benchmarks.papers import PAPERS, PARTED
+    from benchmarks.papers import PAPERS, PARTED, SEEDED
 
     if name not in PAPERS:
         raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
     more: dict[str, Any] = {"only": listed(only)} if only else {}
     if more and name not in PARTED:
         raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
+    if seeds is not None and name not in SEEDED:
+        raise ConfigError(f"The seeds of {name} are fixed.", "Leave --seeds out.")
+    more |= {} if seeds is None else {"seeds": seeds}
     attribute(PAPERS[name])(ask, **more)

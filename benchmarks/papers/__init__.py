@@ -6,3 +6,5 @@ PAPERS = {
 }
 # Benchmarks whose `main` takes `only`.
 PARTED = ("bros", "ecoserve", "hermes", "qlm")
+# Benchmarks whose `main` takes `seeds`.
+SEEDED = ("bros", "hermes", "hermes-caches")

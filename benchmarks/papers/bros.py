@@ -4,21 +4,30 @@ Real-time requests with the mean lengths of Table 2 (TTFT 0.4 s, TPOT 0.2 s) run
 best-effort batches (512-1024 in, 32-128 out): a batch arrives when the previous one has ended (7.1). The
 paper's models: OPT-13B, measured on one A100, where the paper has two with 40 GB; OPT-30B on four with 40 GB,
 interpolated between two measured models; Llama-3-70B on eight, summed from operators (see `source` in the
-profiles). In addition, OPT-13B with iterations 1.6 times as long. Every system is a packer that sees the whole
-queue; those that copy KV have the same host memory.
+profiles). In addition, OPT-13B with iterations 1.6, 1.9 and 2.2 times as long. Every system is a packer that sees
+the whole queue; those that copy KV have the same host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.progress import track
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers import bros_choices, closed_loop
-from benchmarks.papers.bros_claims import UNITS, ClaimCase, ClaimPoint, claims, measured
+from benchmarks.papers.bros_claims import (
+    AUTHORS_TIMES,
+    FIXED,
+    LATE_LAST,
+    UNITS,
+    ClaimCase,
+    ClaimPoint,
+    claims,
+    measured,
+)
 from benchmarks.papers.observers import TokenDeadlines, inside
 from benchmarks.papers.parts import PaperPart, part
 from benchmarks.papers.quoted import quoted
@@ -54,13 +63,14 @@ class BrosPlan:
 
 SYSTEMS = (
     "bros",
+    FIXED,
     "bros-paper",
     "bros-no-parts",
     "bros-recompute",
     "bros-plain-blocks",
     "bros-no-replacement",
     "bros-no-sizing",
-    "bros-lost-last",
+    LATE_LAST,
     "vllm-v0",
     "vllm-v0-swap",
     "rr",
@@ -69,7 +79,7 @@ SYSTEMS = (
     "slack",
 )
 QUICK_SYSTEMS = ("bros", "bros-paper", "bros-no-parts", "vllm-v0", "rr", "tgi")
-_COMPARED = ("bros", "bros-paper", "vllm-v0", "rr", "tgi")
+_COMPARED = ("bros", FIXED, LATE_LAST, "bros-paper", "vllm-v0", "rr", "tgi")
 _ALONE = ("bros", "bros-paper", "vllm-v0", "tgi")
 _SHARED = ("bros", "bros-recompute", "bros-plain-blocks")
 _SHARED_CASE = ClaimCase(
@@ -86,6 +96,7 @@ def full() -> BrosPlan:
     """Return the whole evaluation: figures 10 to 13, the slower engine, and single choices."""
     in_twos, in_threes = (2.0, 4.0, 6.0, 8.0, 10.0), (3.0, 6.0, 9.0, 12.0, 15.0)
     slower = ClaimCase(OPT_13B, 1.6, "sharegpt", (2.0, 3.0, 4.0))
+    theirs = tuple(ClaimCase(OPT_13B, factor, "sharegpt", (1.0, 2.0, 3.0, 4.0)) for factor in AUTHORS_TIMES)
     alone = (
         ClaimCase(OPT_13B, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), "real-time only"),
         ClaimCase(OPT_30B, 1.0, "sharegpt", (6.0, 8.0, 10.0, 12.0), "real-time only"),
@@ -98,6 +109,7 @@ def full() -> BrosPlan:
         PaperPart("opt-30b", _both(OPT_30B, in_twos, in_twos), _COMPARED),
         PaperPart("llama-3-70b", _both(LLAMA_3, in_threes, in_threes), _COMPARED),
         PaperPart("slower", (slower,), (*_COMPARED, "bros-no-parts")),
+        PaperPart("authors", theirs, _COMPARED),
         PaperPart("real-time", alone, _ALONE),
         PaperPart("shared-blocks", (_SHARED_CASE,), _SHARED),
         PaperPart("choices", each, bros_choices.SYSTEMS),
@@ -119,9 +131,10 @@ def quick_plan() -> BrosPlan:
 
 
 @experiment("papers bros", "sim", f"BROS, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = (), plan: BrosPlan | None = None) -> Result:
+def main(ask: Ask, only: Sequence[str] = (), plan: BrosPlan | None = None, seeds: int | None = None) -> Result:
     """Simulate every system at every rate. `quick`: few systems, one rate, 30 seconds, one seed."""
     plan = part(plan or (quick_plan() if ask.quick else full()), only, _MEASURED)
+    plan = plan if seeds is None else replace(plan, seeds=seeds)
     points = sweep(plan, ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: batch limit {RUNNING}, {BUDGET} tokens an iteration, {plan.duration:g} s; rate = "
@@ -255,13 +268,14 @@ def judge(
 
 _STYLE: dict[str, tuple[str, str]] = {
     "bros": ("#D55E00", "-"),
+    FIXED: ("#009E73", "-."),
     "bros-paper": ("#D55E00", "-."),
     "bros-no-parts": ("#009E73", "--"),
     "bros-recompute": ("#009E73", ":"),
     "bros-plain-blocks": ("#D55E00", ":"),
     "bros-no-replacement": ("#E69F00", "--"),
     "bros-no-sizing": ("#E69F00", ":"),
-    "bros-lost-last": ("#D55E00", "--"),
+    LATE_LAST: ("#D55E00", "--"),
     "vllm-v0": ("#0072B2", "-"),
     "vllm-v0-swap": ("#0072B2", ":"),
     "rr": ("#999999", "-"),

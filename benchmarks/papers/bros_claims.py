@@ -17,7 +17,9 @@ import numpy as np
 from benchmarks.papers.quoted import quoted
 from headway.whatif.output.results import Row
 
-BROS = "bros"
+BROS, FIXED, LATE_LAST = "bros", "bros, fixed bound", "bros-lost-last"
+# Factors of the step time of vLLM's at that time. At the first one `vllm-v0` keeps about as many TPOTs as in the paper.
+AUTHORS_TIMES = (1.9, 2.2)
 Kind = Literal["hybrid", "real-time only", "shared blocks", "choices"]
 UNITS = {
     "rt.normalized_latency": "s/token",
@@ -56,7 +58,8 @@ class ClaimCase:
     @property
     def apart(self) -> str:
         """The part of the setting that the models of a claim share."""
-        return f"x{self.slower:g}, {self.lengths}" + ("" if self.kind == _HYBRID else f", {self.kind}")
+        speed = f"x{self.slower:g}" + (", authors' speed" if self.slower in AUTHORS_TIMES else "")
+        return f"{speed}, {self.lengths}" + ("" if self.kind == _HYBRID else f", {self.kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +121,14 @@ CLAIMS: tuple[tuple[str, str, str, Papers], ...] = (
     ("rt.ttft_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): quoted(1.23, BROS, "7.4.1", 313)}),
     ("rt.tpot_attainment", "bros-recompute", "times", {("sharegpt", _SHARED): quoted(1.63, BROS, "7.4.1", 313)}),
 )
+# Of `bros` with the bound of 4.2 as the text has it, and with late first tokens last, against `bros` itself.
+_CHANGES = (("be.req_per_s", BROS, "change", None), ("rt.tpot_attainment", BROS, "times", None))
 # TGI is only in figure 12, for which the text states no number.
 UNSTATED = (("rt.normalized_latency", "tgi", "change", _ALONE), ("rt.req_per_s", "tgi", "times", _ALONE))
 # Averages of 7.2.2. The paper does not state the data set of the first two.
-AVERAGES: Mapping[tuple[str, str, str], float] = {
+AVERAGES: Mapping[tuple[str, str, str], float | None] = {
+    ("rt.tpot_attainment", "vllm-v0", "sharegpt"): None,
+    ("rt.tpot_attainment", "vllm-v0", "lmsys"): None,
     ("rt.ttft_attainment", "vllm-v0", "sharegpt"): _slos(1.28),
     ("rt.ttft_attainment", "rr", "sharegpt"): _slos(10.55),
     ("rt.tpot_attainment", BROS, "sharegpt"): _slos(65.49),
@@ -154,34 +161,41 @@ def claims(points: Sequence[ClaimPoint]) -> list[Row]:
     times_each: the mean of the ratios, where the other is not 0
 
     Ours is the mean over the seeds; of several seeds, `.least` and `.most` are the extremes. Of several
-    models each also has rows of its own, without the paper's figure.
+    models each also has rows of its own, without the paper's figure. Variants of BROS have them where they were run.
     """
-    found = []
+    found = list[Row]()
     for apart in dict.fromkeys(point.case.apart for point in points):
         mine = [point for point in points if point.case.apart == apart]
         cases = list(dict.fromkeys(point.case for point in mine))
-        found += _group(mine, f"{' + '.join(case.profile for case in cases)} {apart}", stated=True)
+        together = f"{' + '.join(case.profile for case in cases)} {apart}"
+        found += _group(mine, together, stated=True)
+        for other in (FIXED, LATE_LAST):
+            if other in {point.system for point in mine}:
+                found += _group(mine, together, stated=True, system=other)
         if len(cases) > 1:
             for case in cases:
                 found += _group([p for p in mine if p.case == case], case.setting, stated=False)
     return found
 
 
-def _group(points: Sequence[ClaimPoint], setting: str, *, stated: bool) -> list[Row]:
-    """Return the claims and averages over these points."""
+def _group(points: Sequence[ClaimPoint], setting: str, *, stated: bool, system: str = BROS) -> list[Row]:
+    """Return the claims on a system, and averages, over these points."""
     case, found = points[0].case, []
     wanted = [(*claim[:3], claim[3].get((case.lengths, case.kind))) for claim in CLAIMS]
     wanted = [claim for claim in wanted if claim[3] is not None]
     wanted += [(name, other, how, None) for name, other, how, kind in UNSTATED if case.kind == kind]
+    wanted += _CHANGES if system != BROS else ()
     for name, other, how, paper in wanted:
         for end in ("",) if how == "change" else ("", "_each"):
-            each = [_compared(of, name, other, how + end) for of in _by_seed(points)]
-            unit, system = "%" if how == "change" else "x", f"{BROS} vs {other}"
-            found += _spread(f"{name}.{how}{end}", system, setting, each, unit, paper if stated else None)
-    for (name, system, lengths), paper in AVERAGES.items():
-        if (case.lengths, case.kind) == (lengths, _HYBRID):
-            each = [_mean(of, name, system) for of in _by_seed(points)]
-            found += _spread(f"{name}.mean", system, setting, each, UNITS[name], paper if stated else None)
+            each = [_compared(of, name, (system, other), how + end) for of in _by_seed(points)]
+            unit = "%" if how == "change" else "x"
+            found += _spread(
+                f"{name}.{how}{end}", f"{system} vs {other}", setting, each, unit, paper if stated else None
+            )
+    for (name, one, lengths), paper in AVERAGES.items():
+        if (case.lengths, case.kind) == (lengths, _HYBRID) and system == BROS:
+            each = [_mean(of, name, one) for of in _by_seed(points)]
+            found += _spread(f"{name}.mean", one, setting, each, UNITS[name], paper if stated else None)
     return found
 
 
@@ -209,11 +223,9 @@ def _mean(points: Sequence[ClaimPoint], name: str, system: str) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _compared(points: Sequence[ClaimPoint], name: str, other: str, how: str) -> float | None:
-    """Compare BROS's figure with another system's; None if one is missing or 0."""
-    ours, theirs = (
-        {(p.case, p.rate): p.figures[name] for p in points if p.system == system} for system in (BROS, other)
-    )
+def _compared(points: Sequence[ClaimPoint], name: str, systems: tuple[str, str], how: str) -> float | None:
+    """Compare one system's figure with another's; None if one is missing or 0."""
+    ours, theirs = ({(p.case, p.rate): p.figures[name] for p in points if p.system == system} for system in systems)
     pairs = [(mine, theirs[at]) for at, mine in ours.items() if theirs.get(at) is not None]
     both = np.array([pair for pair in pairs if pair[0] is not None], float).reshape(-1, 2)
     if how == "times":

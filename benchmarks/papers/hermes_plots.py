@@ -52,7 +52,8 @@ def _distribution(served: Sequence[ServedRuns]) -> bytes:
 
 
 def _deadlines(served: Sequence[ServedRuns]) -> bytes:
-    """Draw the share of runs that meet their deadline, by the deadline's factor (figure 11)."""
+    """Draw the share of runs that meet their deadline in the first setting, by the deadline's factor (figure 11)."""
+    served = [one for one in served if one.setting == served[0].setting]
     figure, (axes,) = sheet(1, 1, 7, 4)
     names = ["all", *(f"{factor:g}x" for factor in FACTORS)]
     shades = colours(one.system for one in served)

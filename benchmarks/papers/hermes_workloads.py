@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.papers.hermes_vtc import fewest_output_tokens, least_beside_its_share, served_tokens
 from benchmarks.papers.quoted import quoted
-from headway.policy.apps.graph import Graph
+from headway.policy.apps.graph import LLM, Graph
 from headway.policy.apps.knowledge import SHARED, Knowledge
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.default import headway
@@ -27,7 +28,16 @@ from headway.simulate.instance import InstanceSpec
 from headway.simulate.replay import Replayed, oracle, replay
 from headway.simulate.workload import traces
 from headway.simulate.workload.application_models import generated
-from headway.simulate.workload.applications import SHARES, Applications, AppRun, applications, draw, graphs_of, read
+from headway.simulate.workload.applications import (
+    SHARES,
+    Applications,
+    AppRun,
+    Step,
+    applications,
+    draw,
+    graphs_of,
+    read,
+)
 from headway.simulate.workload.arrivals import bursty
 from headway.types import Batch, Floats
 
@@ -40,15 +50,26 @@ WINDOWS = {  # seconds of arrivals
 FACTORS = tuple(quoted(one, "hermes", "5.2", 215, f"{one:g}×") for one in (1.2, 1.5, 2.0))
 _FILES = {"KBQAV": "kbqav", "CC": "cc", "EV": "ev", "ALFWI": "alfwi", "CG": "cg", "PE": "pe", "DM": "dm"}
 _BUILT_IN = 200  # runs of each built-in application
+# Weights of the script of Hermes' end-to-end evaluation (start_sched_e2e_evaluation.py): 72 % small, 26 % medium and
+# 2 % large ones as in section 5.1, where however CG is medium and MRS large. None of their scripts has LLMR, and of FEV
+# and MRS they published no runs.
+PUBLISHED = {"EV": 4, "FEV": 4, "CC": 16, "KBQAV": 16, "ALFWI": 16, "CG": 16, "PE": 10, "MRS": 16, "DM": 2}
+_NOT_RECORDED = ("FEV", "MRS")
+WIDE = "WIDE"  # the name of an application of our own
 _BUDGET = 2048
 _BURSTINESS = 1 / 16  # of generated arrivals: gaps with a coefficient of variation of 4
+AUTHORS = "authors"
 _ENGINES = {  # by name: latency profile, instances, KV tokens
     "7b": ("llama-2-7b-a100", 1, 40_000),  # an A100 with 40 GB: 22 GB are left for KV
+    AUTHORS: ("llama-2-7b-hermes-authors", 1, 40_000),
     "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
 }
 HERMES, ORACLE, DEFAULT = "hermes", "oracle", "headway"
+_COUNTED = {"vtc-served": served_tokens, "vtc-runs": fewest_output_tokens, "vtc-shares": least_beside_its_share}
+_TRUE = {ORACLE: RankOptions(), "oracle-ddl": RankOptions("slack")}
 _OPTIONS = {
     HERMES: RankOptions(),
+    "hermes-aging": RankOptions(aging=0.1),
     "hermes-ddl": RankOptions("slack"),
     "hermes-no-refine": RankOptions(refine=False),
     "hermes-mean": RankOptions("mean", refine=False),
@@ -65,6 +86,7 @@ class HermesSetting:
 
     runs: number of runs. window: seconds of arrivals. deadlines: whether runs have deadlines.
     graphs: one of `GRAPHS`. apps: applications, equally often; () = all, in the shares of section 5.1.
+    published: as in Hermes' published code: the weights of `PUBLISHED`, and of CG the 25 runs of several turns.
     """
 
     name: str
@@ -74,6 +96,7 @@ class HermesSetting:
     deadlines: bool = False
     graphs: str = GRAPHS[0]
     apps: tuple[str, ...] = ()
+    published: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +123,34 @@ def source() -> str:
 
 
 @cache
-def pool() -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
-    """Return the runs to serve and the runs to learn from, by application."""
+def pool(*, published: bool = False) -> tuple[Mapping[str, list[AppRun]], Mapping[str, list[AppRun]]]:
+    """Return the runs to serve and the runs to learn from, by application. published: as in `HermesSetting`."""
     data = _data()
     if data is None:
         runs = generated(_BUILT_IN, np.random.default_rng(0))
     else:
         runs = {app: read(data / "apps" / f"{name}.jsonl.gz") for app, name in _FILES.items()}
+    if published:
+        runs["CG"] = [run for run in runs["CG"] if sum(step.backend == LLM for step in run.steps) > 1]
+        runs |= generated(_BUILT_IN, np.random.default_rng(0), _NOT_RECORDED)
+        runs[WIDE] = _wide(np.random.default_rng(0))
     return {app: some[1::2] for app, some in runs.items()}, {app: some[::2] for app, some in runs.items()}
+
+
+def _wide(rng: np.random.Generator) -> list[AppRun]:
+    """Return runs of an invented application, which differ by more than ten times, as their plans foretell."""
+    runs = []
+    for parts in rng.choice((1, 4, 40), _BUILT_IN, p=(0.6, 0.25, 0.15)).tolist():
+        plan, work = Step("plan", requests=((500, 20 + 10 * parts),)), Step("work", requests=((600, 150),) * parts)
+        runs.append(AppRun(WIDE, (plan, work, Step("answer", requests=((400 + 50 * parts, 300),)))))
+    return runs
 
 
 def workload(setting: HermesSetting, seed: int) -> tuple[Applications, Floats]:
     """Return the runs of a setting, and the factor of each one's deadline."""
     rng = np.random.default_rng(seed)
-    shares = dict.fromkeys(setting.apps, 1.0) or SHARES
-    runs = draw(pool()[0], setting.runs, rng, shares)
+    shares = dict.fromkeys(setting.apps, 1.0) or (PUBLISHED if setting.published else SHARES)
+    runs = draw(pool(published=setting.published)[0], setting.runs, rng, shares)
     arrival = _arrivals(setting, rng)
     factor = rng.choice(FACTORS, setting.runs)
     engine = engines(setting.engine)[0]
@@ -141,18 +177,19 @@ def serve(system: str, setting: HermesSetting, seed: int) -> ServedRuns:
 
 def recipe(system: str, setting: HermesSetting, apps: Applications) -> Recipe:
     """Return a system's recipe with the setting's graphs."""
-    if system == ORACLE:
-        return variant(ORACLE, "every run's true demand", RankOptions(), futures=oracle(apps))
+    if system in _TRUE:
+        return variant(system, "every run's true demand", _TRUE[system], futures=oracle(apps))
+    if system in _COUNTED:
+        return _COUNTED[system](apps)
+    known = partial(knowledge, setting.graphs, published=setting.published)
     if system in _OPTIONS:
-        return variant(system, system, _OPTIONS[system], knowledge(setting.graphs))
-    if system == DEFAULT:
-        return headway(knowledge(setting.graphs))
-    return find(system)
+        return variant(system, system, _OPTIONS[system], known())
+    return headway(known()) if system == DEFAULT else find(system)
 
 
-def knowledge(graphs: str) -> Knowledge:
+def knowledge(graphs: str, *, published: bool = False) -> Knowledge:
     """Return a planner's initial graphs; it learns further ones only if it starts with none."""
-    served, taught = pool()
+    served, taught = pool(published=published)
     known = Knowledge(learns=graphs == GRAPHS[2])
     runs = {GRAPHS[1]: served, GRAPHS[2]: {}}.get(graphs, taught)
     learned = graphs_of([run for some in runs.values() for run in some])

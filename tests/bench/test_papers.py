@@ -14,7 +14,7 @@ from benchmarks.cli import bench_app
 from benchmarks.papers import PAPERS, PARTED, bros, bros_choices, closed_loop
 from benchmarks.papers.bros import judge
 from benchmarks.papers.bros_choices import CHOICES, OURS, TEXT, system
-from benchmarks.papers.bros_claims import ClaimCase, ClaimPoint, claims
+from benchmarks.papers.bros_claims import FIXED, LATE_LAST, ClaimCase, ClaimPoint, claims
 from benchmarks.papers.observers import TokenDeadlines, inside
 from benchmarks.papers.parts import PaperPart, part
 from headway.errors import ConfigError
@@ -118,6 +118,22 @@ def test_the_papers_figure_stands_beside_the_mean_of_the_models() -> None:
     }
 
 
+def test_variants_of_bros_stand_beside_the_paper_and_beside_bros() -> None:
+    slow = ClaimCase(bros.OPT_13B, 1.9, "sharegpt", (1.0,))
+    rates = (("bros", 1.0), (FIXED, 1.05), (LATE_LAST, 0.9), ("vllm-v0", 1.2))
+    points = [point(name, 1, 0.1, 50, rate, case=slow) for name, rate in rates]
+    setting = "opt-13b-a100 x1.9, authors' speed, sharegpt"
+    assert {row.setting for row in claims(points)} == {setting}
+    found = {row.system: (row.ours, row.paper) for row in claims(points) if row.id == "be.req_per_s.change"}
+    assert found == {
+        "bros vs vllm-v0": (pytest.approx(100 * (1 / 1.2 - 1)), -11.29),
+        f"{FIXED} vs vllm-v0": (pytest.approx(100 * (1.05 / 1.2 - 1)), -11.29),
+        f"{FIXED} vs bros": (pytest.approx(5.0), None),
+        f"{LATE_LAST} vs vllm-v0": (pytest.approx(-25.0), -11.29),
+        f"{LATE_LAST} vs bros": (pytest.approx(-10.0), None),
+    }
+
+
 def test_the_ablation_is_compared_only_where_the_paper_has_it() -> None:
     shared = ClaimCase(bros.OPT_30B, 1.0, "sharegpt", (10.0,), "shared blocks")
     points = [
@@ -156,7 +172,7 @@ def test_every_figure_of_the_evaluation_has_a_part() -> None:
 
 
 def test_every_system_has_a_recipe_and_a_line() -> None:
-    assert {find(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
+    assert {system(name).name for name in bros.SYSTEMS} >= {"bros", "vllm-v0", "rr", "vllm-priority"}
     assert tuple(bros._STYLE) == bros.SYSTEMS
     assert all(set(one.systems) <= set(bros.SYSTEMS) for one in bros.quick_plan().experiments)
 

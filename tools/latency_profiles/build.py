@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ A100 = Gpu("A100-SXM4-80GB", 80 * _GIB, 2.039e12, 312e12)
 A100_40 = Gpu("A100-SXM4-40GB", 40 * _GIB, 1.555e12, 312e12)
 A100_PCIE = Gpu("A100-PCIe-80GB", 80 * _GIB, 1.935e12, 312e12)
 H100 = Gpu("H100-SXM5-80GB", 80 * _GIB, 3.352e12, 989e12)
+A100_40_PCIE = Gpu("A100-PCIe-40GB", 40 * _GIB, 1.555e12, 312e12)
 A40 = Gpu("A40-48GB", 48 * _GIB, 0.696e12, 149.7e12)
 A30 = Gpu("A30-24GB", 24 * _GIB, 0.933e12, 165e12)
 A10 = Gpu("A10-24GB", 24 * _GIB, 0.6e12, 125e12)
@@ -223,6 +224,42 @@ def sarathi(data: Data) -> Sample:
     )
 
 
+def hermes_log(data: Data) -> Sample:
+    """Return the iterations that Hermes' authors logged, without swaps, and those with answers at other contexts.
+
+    The log has no contexts: an answer's is taken as the log's mean prompt and half of its mean answer, and prompts of
+    one iteration as equally long.
+    """
+    names = ("num_prefill", "num_decode", "num_tokens", "swap_ms", "step_ms")
+    log = [[float(row[name]) for name in names] for row in read(data.folder, "hermes_vllm_iterations.csv.gz")]
+    prompts, answers, tokens, swap, step = np.array([row for row in log if row[2]]).T
+    context = round(tokens[prompts > 0].sum() / prompts.sum() + answers.sum() / prompts.sum() / 2)
+    batches = [
+        Batch(0, 0, int(n), int(n * n / p / 2)) if p else Batch(int(a), int(a) * context, 0)
+        for p, a, n in zip(prompts, answers, tokens, strict=True)
+    ]
+    seconds = (step - swap) / 1000
+    per_token = LLAMA_7B.kv_bytes / (A100_40_PCIE.bandwidth * data.on_a100.bandwidth_share)
+    measured = list(zip(batches, seconds.tolist(), strict=True))
+    moved = [
+        (replace(b, context=b.decodes * other), s + per_token * b.decodes * (other - context))
+        for b, s in measured
+        for other in (256, 4096)
+        if b.decodes
+    ]
+    text = (
+        "hermes_vllm_iterations.csv.gz (the Hermes authors' own log, Hermes/evaluation/plot/log2.txt): step less swap "
+        "of all iterations with tokens. The log names neither model nor GPU; those of the paper (5.1) are assumed. It "
+        f"has no contexts: answers are taken to be at {context} (mean prompt + half of the mean answer), and the cost "
+        f"of context is MODELLED as KV bytes at {data.on_a100.bandwidth_share:.0%} of the bandwidth. No mixed batch "
+        f"is in it. Errors over its {len(batches):,} rows."
+    )
+    unknown = dict[Batch, float]().__getitem__  # equal batches took different times
+    sample = _sample(data, LLAMA_7B, A100_40_PCIE, 1, [], unknown, coefficients=text, kv=None, measured=len(batches))
+    both = measured + moved
+    return replace(sample, batches=[batch for batch, _ in both], seconds=np.array([s for _, s in both]))
+
+
 def scaled(data: Data, model: Model, base: Sample, here: Gpu, there: Gpu) -> Sample:
     """Return a sample of one GPU scaled to another by the ratios of their data sheets (a roofline).
 
@@ -279,6 +316,7 @@ FILES: dict[str, Callable[[Data], Sample]] = {
     "llama-2-7b-a100": lambda d: vidur(d, LLAMA_7B, A100, 1, d.on_a100, "a100"),
     "llama-2-7b-a40": lambda d: vidur(d, LLAMA_7B, A40, 1, d.on_a30, "a40"),
     "llama-2-7b-h100": lambda d: vidur(d, LLAMA_7B, H100, 1, d.on_a100, "a100"),
+    "llama-2-7b-hermes-authors": hermes_log,
     "llama-3-70b-a100-tp8": lambda d: vidur(d, LLAMA_3_70B, A100, 8, d.on_a100, "a100", (LLAMA_70B, 4)),
     "opt-13b-a100": lambda d: distserve(d, OPT_13B, 1),
     "opt-30b-a100-40g-tp4": lambda d: between(d, OPT_30B, OPT_13B, OPT_66B, A100_40, 4),

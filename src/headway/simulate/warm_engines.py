@@ -71,6 +71,7 @@ class WarmEngine(SimulatedEngine, ABC):
     """A simulated engine with a cache.
 
     cache: what it holds. admitted: requests so far. hits: those of them that found all that they needed.
+    turns, turn_hits: those that went on with a conversation, and found all of it.
     prompt_tokens, hit_tokens: of their prompts, and those whose KV was found.
     rank: of a request that is in the planner (`Planner.rank`).
     """
@@ -80,7 +81,7 @@ class WarmEngine(SimulatedEngine, ABC):
     def __init__(self, packer: Packer, **limits: Any) -> None:
         super().__init__(packer, **limits)
         self.rank: Callable[[str], float] = lambda id: 0.0
-        self.admitted = self.hits = self.prompt_tokens = self.hit_tokens = 0
+        self.admitted = self.hits = self.prompt_tokens = self.hit_tokens = self.turns = self.turn_hits = 0
         self._entries: dict[str, _Entry] = {}
         self._at: dict[int, _Entry] = {}
 
@@ -203,6 +204,12 @@ class KvCacheEngine(WarmEngine):
         self._chains.pop(run, None)
         for name in self._of_run.pop(run, ()):
             self.cache.drop(name)
+
+    def _count(self, entry: _Entry, now: float) -> None:
+        super()._count(entry, now)
+        if entry.needs[1] in self.cache.stored:
+            self.turns += 1
+            self.turn_hits += self._hit(entry, now)
 
     def _needs(self, request: Request) -> tuple[str, ...]:
         prefix, stage = request.prefix, request.stage

@@ -1,21 +1,22 @@
-"""Built-in LLM applications: seven of Hermes' ten, by the 10th, 50th and 90th percentiles of recorded runs.
+"""Built-in LLM applications: nine of Hermes' ten, by the 10th, 50th and 90th percentiles of recorded runs.
 
 The runs were published with Hermes (github.com/NephrenCake/Hermes, branch SC25, Datasets); percentiles of
 tokens per request, of seconds outside the LLM and of parallel requests are in `_APPS`. Lengths are lognormal
 and independent, except that a loop's prompts grow; what correlates in the recordings does not here. KBQAV,
-EV: claims are verified in parallel. CC: three solutions. ALFWI, CG: loops. PE: a plan of tools. DM: a graph
-of thoughts.
+EV: claims are verified in parallel. CC: three solutions. ALFWI, CG, FEV: loops. PE: a plan of tools. DM: a graph
+of thoughts. MRS: summaries of parts, merged. Of FEV and MRS only samples by unit were published
+(task_models_skewnorm_new.json), of LLMR nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.policy.apps.graph import LLM
-from headway.simulate.workload.applications import AppRun, Step
+from headway.simulate.workload.applications import SHARES, AppRun, Step
 from headway.types import Floats
 
 _Range = tuple[float, float, float]  # 10th, 50th and 90th percentile
@@ -47,7 +48,7 @@ class _App:
 
     widths: how many requests the units marked `parallel=0` have in a run, equally likely.
     rounds: how often the whole is repeated, equally likely. grows: tokens of prompt per round.
-    tools: drawn once or twice before the last unit.
+    tools: drawn once or twice before the last unit. ends_early: the last round is without its last unit.
     """
 
     units: tuple[_Llm | _Outside, ...]
@@ -55,6 +56,7 @@ class _App:
     rounds: tuple[int, ...] = (1,)
     grows: int = 0
     tools: tuple[_Outside, ...] = ()
+    ends_early: bool = False
 
 
 def _score(number: int) -> _Llm:
@@ -123,17 +125,31 @@ _APPS: Mapping[str, _App] = {
             _score(3),
         )
     ),
+    "FEV": _App(
+        (_Llm("thought", (1006, 1134, 1379), (32, 37, 45)), _Outside("search", "search", (1.31, 1.85, 3.35))),
+        rounds=(2,) * 86 + (3,) * 12 + (4,) * 2,
+        ends_early=True,
+    ),
+    "MRS": _App(
+        (
+            _Llm("generate_summary", (206, 473, 560), (86, 157, 275), 0),
+            _Llm("collapse_summaries", (645, 1709, 1866), (391, 565, 845), 2),
+            _Llm("generate_final_summary", (909, 1374, 2020), (480, 648, 1028)),
+        ),
+        widths=(10, 14, 18, 21, 21, 24, 28, 33),
+    ),
 }
 
 
-def generated(count: int, rng: np.random.Generator) -> dict[str, list[AppRun]]:
-    """Return that many runs of each built-in application."""
-    return {name: [_run(name, app, rng) for _ in range(count)] for name, app in _APPS.items()}
+def generated(count: int, rng: np.random.Generator, names: Collection[str] = SHARES) -> dict[str, list[AppRun]]:
+    """Return that many runs of each of these built-in applications."""
+    return {name: [_run(name, app, rng) for _ in range(count)] for name, app in _APPS.items() if name in names}
 
 
 def _run(name: str, app: _App, rng: np.random.Generator) -> AppRun:
     width, rounds = int(rng.choice(app.widths)), int(rng.choice(app.rounds))
     steps = [_step(unit, width, app.grows * i, rng) for i in range(rounds) for unit in app.units]
+    steps = steps[:-1] if app.ends_early else steps
     chosen: list[int] = rng.permutation(len(app.tools))[: rng.integers(1, 3)].tolist() if app.tools else []
     tools = [_step(app.tools[i], width, 0, rng) for i in chosen]
     return AppRun(name, (*steps[:-1], *tools, steps[-1]))
