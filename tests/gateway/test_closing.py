@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from headway.config import Broker as BrokerConfig
 from headway.errors import HeadwayError
 from headway.gateway import tasks
 from headway.gateway.requests.closing import Closings
+from headway.gateway.requests.recovery import forget_old_jobs
 from headway.store.queue.memory import MemoryBroker, MemoryStore
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite import SqliteBroker
@@ -184,3 +186,22 @@ def test_forgetting_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.Mon
     with serve() as gateway:
         until(lambda: calls > 2)
         assert gateway.metric('headway_loop_failures_total{loop="forget_old_jobs"}') > 1
+
+
+class Trimmed(MemoryBroker):
+    """Counts the searches for what is to be trimmed."""
+
+    trims = 0
+
+    async def trim(self, most: int) -> int:
+        self.trims += 1
+        return 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_nothing_is_trimmed_where_nothing_is_kept(keep: bool) -> None:
+    broker = Trimmed("A", MemoryStore())
+    forgetting = asyncio.create_task(forget_old_jobs(broker, BrokerConfig(keep_responses=keep)))
+    await asyncio.sleep(0.01)
+    await tasks.cancel(forgetting)
+    assert broker.trims == keep

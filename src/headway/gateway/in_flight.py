@@ -27,7 +27,7 @@ from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
 from headway.gateway.parsing.requests import PATHS, Kept, Kind
 from headway.gateway.transcript import Diverged, Transcript
-from headway.store.queue.port import Job
+from headway.store.queue.port import KEPT_MARK, Job
 from headway.types import Overflowed, Request
 
 
@@ -63,7 +63,6 @@ Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "no
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
 KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
-_KEPT = "kept"  # in a job's request, beside the core's view
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -85,12 +84,12 @@ def reason_of(error: HeadwayError) -> tuple[str, Outcome]:
 
 def is_kept(job: Job) -> bool:
     """Tell whether something is kept of a job's request, without reading it."""
-    return f'"{_KEPT}":' in job.request  # in a text, its second quote would be escaped
+    return KEPT_MARK in job.request
 
 
 def kept_in(job: Job) -> dict[str, Any] | None:
     """Return what is kept of a job's request so that others can go on from it, None = nothing."""
-    kept: dict[str, Any] | None = json.loads(job.request).get(_KEPT) if is_kept(job) else None
+    kept: dict[str, Any] | None = json.loads(job.request)["kept"] if is_kept(job) else None
     return kept
 
 
@@ -185,7 +184,7 @@ class InFlightRequest:
         request, body = self.request, b"" if self.kind in AUDIO else self.upstream.joined({})
         stored = with_bill(with_digest(_REQUEST.dump_json(request).decode(), digest), self.bill)
         if kept is not None:
-            stored = f'{stored[:-1]},"{_KEPT}":{kept.content}}}'
+            stored = f"{stored[:-1]},{KEPT_MARK}{kept.content}}}"
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def spent(self, outcome: Outcome, output_tokens: int) -> float | None:
