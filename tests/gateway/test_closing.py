@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 from headway.config import Broker as BrokerConfig
 from headway.errors import HeadwayError
 from headway.gateway import tasks
+from headway.gateway.apis.responses.conversations import Conversations
 from headway.gateway.requests.closing import Closings
 from headway.gateway.requests.recovery import forget_old_jobs
 from headway.store.queue.memory import MemoryBroker, MemoryStore
@@ -205,3 +207,43 @@ async def test_nothing_is_trimmed_where_nothing_is_kept(keep: bool) -> None:
     await asyncio.sleep(0.01)
     await tasks.cancel(forgetting)
     assert broker.trims == keep
+
+
+class Shaky(MemoryBroker):
+    """Stores ends and changes, and does not say so the first time: their outcome is unknown."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.out = set[str]()
+
+    async def done(self, *given: Any) -> bool:
+        return self._told("done", await super().done(*given))
+
+    async def amend(self, *given: Any) -> bool:
+        return self._told("amend", await super().amend(*given))
+
+    def _told(self, call: str, told: bool) -> bool:
+        if call in self.out:
+            self.out.remove(call)
+            raise HeadwayError("The broker is out: disk full.", "Make room.", status=503)
+        return told
+
+
+async def test_what_belongs_to_a_conversation_is_added_once_when_it_can_be_stored() -> None:
+    broker = Shaky("A", MemoryStore())
+    await broker.renew(1e12)
+    conversations = Conversations(broker, 1000)
+    talk = await conversations.begin("t", [], {})
+    kept = {"input": [{"content": "old"}, {"content": "new"}], "own": 1, "conversation": talk.id}
+    request = json.dumps({"kept": kept}, separators=(",", ":"))
+    await broker.put(Job("r", "t", "/v1/chat/completions", b"{}", request, 0.0))
+    answer = json.dumps({"output": [{"id": "msg_r", "content": "answer"}]}).encode()
+    broker.out = {"done", "amend"}
+    closings = Closings(broker)
+    assert await closings.done("r", answer, 1.0, then=conversations.extend)
+    assert not await closings.retry(), "the conversation could not be changed"
+    assert await closings.retry()
+    items = json.loads((await conversations.find(talk.id, "t")).result or b"")["items"]
+    assert [one["content"] for one in items] == ["new", "answer"]
+    await broker.delete(talk.id)
+    await conversations.extend("r")  # it is gone: only the log says so

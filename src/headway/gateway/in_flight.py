@@ -22,6 +22,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.bill import Bill, Used, bill_of, with_bill
 from headway.gateway.budget import ByteBudget, Held
+from headway.gateway.offload import offload
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
@@ -170,12 +171,14 @@ class InFlightRequest:
         return self.state is RequestState.ENDED
 
     @classmethod
-    def from_job(cls, job: Job) -> InFlightRequest:
-        """Return the background request of a stored job; its SLO counts from its first arrival."""
+    async def from_job(cls, job: Job) -> InFlightRequest:
+        """Return the background request of a stored job; its SLO counts from its first arrival. ValueError."""
         kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
-        conversation = (kept_in(job) or {}).get("conversation")
-        request = _REQUEST.validate_json(job.request)
-        return cls(request, kind, None, background=True, bill=bill_of(job), conversation=conversation)
+        size = len(job.request)  # with what is kept of it, megabytes
+        request, bill, kept = await offload(
+            size, lambda: (_REQUEST.validate_json(job.request), bill_of(job), kept_in(job) or {})
+        )
+        return cls(request, kind, None, background=True, bill=bill, conversation=kept.get("conversation"))
 
     def to_job(self, digest: str | None = None, kept: Kept | None = None) -> Job:
         """Return the job that the broker stores. digest, kept: as in `ParsedRequest`."""

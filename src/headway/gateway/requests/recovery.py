@@ -115,7 +115,7 @@ class Recovery:
             reason = f"engine_killed: {job.attempts} engines died while they ran it"
         elif job.background:
             try:
-                in_flight = InFlightRequest.from_job(job)
+                in_flight = await InFlightRequest.from_job(job)
             except ValueError as error:
                 log.error("the stored request %s cannot be read: %s", job.id, error)
                 reason = "internal: the stored request cannot be read"
