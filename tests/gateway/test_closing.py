@@ -69,6 +69,18 @@ def test_work_that_ends_on_a_full_disk_is_closed_later(serve: Serve, fake: Fake)
         assert "open" not in {state for state, _ in gateway.jobs().values()}
 
 
+def test_a_conversation_gets_an_answer_that_is_stored_later(serve: Serve) -> None:
+    with serve() as gateway:
+        id = gateway.post({}, "/v1/conversations").json()["id"]
+        with full(SqliteBroker):
+            asked = {"model": "smollm2", "input": "Hi.", "conversation": id}
+            assert gateway.post(asked, "/v1/responses").status_code == 200
+            until(lambda: waiting(gateway) == 1)
+        until(lambda: waiting(gateway) == 0)
+        items = gateway.get(f"/v1/conversations/{id}/items").json()["data"]
+        assert [one["role"] for one in items] == ["assistant", "user"]
+
+
 async def lone(kind: type[MemoryBroker] = MemoryBroker) -> tuple[MemoryBroker, Closings]:
     broker = kind("A", MemoryStore())
     await broker.renew(1e12)

@@ -149,7 +149,7 @@ class RequestPath:
             return parsed
         job = await self.broker.get(parsed.request.id)
         if job is not None:
-            check_same(job, parsed.digest)
+            await offload(len(job.request), lambda: check_same(job, parsed.digest))
         return replace(parsed, earlier=job)
 
     async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
