@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +103,22 @@ def test_a_body_is_let_go_when_its_answer_begins(serve: Serve, fake: Fake) -> No
         until(lambda: fake.last()["open"] == 1)
         until(lambda: used(gateway) == 0)
         assert gateway.controller.requests
+
+
+def test_what_a_response_keeps_counts_until_it_is_stored(serve: Serve, fake: Fake) -> None:
+    """Beside the body that waits; the engine gets neither's reasoning."""
+
+    def asked(text: str, **more: Any) -> dict[str, Any]:
+        thought = {"type": "reasoning", "summary": [], "encrypted_content": text}
+        return {"model": "smollm2", "input": [thought, {"role": "user", "content": "Hi."}], **more}
+
+    with serve(server={"max_queued_mib": 1}) as gateway, ThreadPoolExecutor(1) as client:
+        answer = client.submit(gateway.post, asked(HALF, **fakes(hold="kept")), "/v1/responses")
+        until(lambda: fake.last()["open"] == 1)
+        assert 500_000 < used(gateway) < 502_000
+        fake.release("kept")
+        assert answer.result(20.0).status_code == 200
+        assert error(gateway.post(asked(HALF + HALF[:40_000]), "/v1/responses"), 429)["code"] == "queue_full"
 
 
 def test_background_bodies_wait_on_disk(serve: Serve, mortal: Fake) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from headway.config import Broker as BrokerConfig
 from headway.errors import HeadwayError
 from headway.gateway import tasks
+from headway.gateway.apis.responses.conversations import Conversations
 from headway.gateway.requests.closing import Closings
+from headway.gateway.requests.recovery import forget_old_jobs
 from headway.store.queue.memory import MemoryBroker, MemoryStore
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite import SqliteBroker
@@ -63,6 +67,18 @@ def test_work_that_ends_on_a_full_disk_is_closed_later(serve: Serve, fake: Fake)
         assert finished(gateway, held)["response"]["usage"]["completion_tokens"] == 8
         assert finished(gateway, other)["status"] == "cancelled"
         assert "open" not in {state for state, _ in gateway.jobs().values()}
+
+
+def test_a_conversation_gets_an_answer_that_is_stored_later(serve: Serve) -> None:
+    with serve() as gateway:
+        id = gateway.post({}, "/v1/conversations").json()["id"]
+        with full(SqliteBroker):
+            asked = {"model": "smollm2", "input": "Hi.", "conversation": id}
+            assert gateway.post(asked, "/v1/responses").status_code == 200
+            until(lambda: waiting(gateway) == 1)
+        until(lambda: waiting(gateway) == 0)
+        items = gateway.get(f"/v1/conversations/{id}/items").json()["data"]
+        assert [one["role"] for one in items] == ["assistant", "user"]
 
 
 async def lone(kind: type[MemoryBroker] = MemoryBroker) -> tuple[MemoryBroker, Closings]:
@@ -184,3 +200,62 @@ def test_forgetting_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.Mon
     with serve() as gateway:
         until(lambda: calls > 2)
         assert gateway.metric('headway_loop_failures_total{loop="forget_old_jobs"}') > 1
+
+
+class Trimmed(MemoryBroker):
+    """Counts the searches for what is to be trimmed."""
+
+    trims = 0
+
+    async def trim(self, most: int) -> int:
+        self.trims += 1
+        return 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_nothing_is_trimmed_where_nothing_is_kept(keep: bool) -> None:
+    broker = Trimmed("A", MemoryStore())
+    forgetting = asyncio.create_task(forget_old_jobs(broker, BrokerConfig(keep_responses=keep)))
+    await asyncio.sleep(0.01)
+    await tasks.cancel(forgetting)
+    assert broker.trims == keep
+
+
+class Shaky(MemoryBroker):
+    """Stores ends and changes, and does not say so the first time: their outcome is unknown."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.out = set[str]()
+
+    async def done(self, *given: Any) -> bool:
+        return self._told("done", await super().done(*given))
+
+    async def amend(self, *given: Any) -> bool:
+        return self._told("amend", await super().amend(*given))
+
+    def _told(self, call: str, told: bool) -> bool:
+        if call in self.out:
+            self.out.remove(call)
+            raise HeadwayError("The broker is out: disk full.", "Make room.", status=503)
+        return told
+
+
+async def test_what_belongs_to_a_conversation_is_added_once_when_it_can_be_stored() -> None:
+    broker = Shaky("A", MemoryStore())
+    await broker.renew(1e12)
+    conversations = Conversations(broker, 1000)
+    talk = await conversations.begin("t", [], {})
+    kept = {"input": [{"content": "old"}, {"content": "new"}], "own": 1, "conversation": talk.id}
+    request = json.dumps({"kept": kept}, separators=(",", ":"))
+    await broker.put(Job("r", "t", "/v1/chat/completions", b"{}", request, 0.0))
+    answer = json.dumps({"output": [{"id": "msg_r", "content": "answer"}]}).encode()
+    broker.out = {"done", "amend"}
+    closings = Closings(broker)
+    assert await closings.done("r", answer, 1.0, then=conversations.extend)
+    assert not await closings.retry(), "the conversation could not be changed"
+    assert await closings.retry()
+    items = json.loads((await conversations.find(talk.id, "t")).result or b"")["items"]
+    assert [one["content"] for one in items] == ["new", "answer"]
+    await broker.delete(talk.id)
+    await conversations.extend("r")  # it is gone: only the log says so

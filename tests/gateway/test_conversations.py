@@ -45,10 +45,8 @@ def test_a_response_goes_on_from_another(gateway: Gateway, asks: openai.OpenAI, 
     assert texts(fake) == said
     told = asks.responses.retrieve(third)
     assert (told.previous_response_id, told.output_text, told.store) == (second, FAKE, True)
-    assert [one["content"] for one in gateway.get(f"{PATH}/{second}/input_items").json()["data"][::2]] == [
-        "One.",
-        "Two.",
-    ]
+    items = asks.responses.input_items.list(second, order="asc").data
+    assert [one.content for one in items[::2]] == ["One.", "Two."]  # type: ignore[union-attr]
     asks.responses.delete(second)
     with pytest.raises(openai.NotFoundError):
         asks.responses.create(**body(previous_response_id=second))
@@ -113,6 +111,26 @@ def test_a_conversation_gets_what_is_said(asks: openai.OpenAI, fake: Fake) -> No
         asks.responses.create(**body(conversation=begun.id))
 
 
+def test_items_come_in_pages(gateway: Gateway, asks: openai.OpenAI) -> None:
+    words = [f"n{number}" for number in range(25)]
+    begun = asks.conversations.create(items=[{"role": "user", "content": word} for word in words[:20]])
+    asks.conversations.items.create(begun.id, items=[{"role": "user", "content": word} for word in words[20:]])
+    made = asks.responses.create(**body(input=[{"role": "user", "content": word} for word in words]))
+    for path in (f"{CONVERSATIONS}/{begun.id}/items", f"{PATH}/{made.id}/input_items"):
+        first = gateway.get(path).json()
+        assert [one["content"] for one in first["data"]] == words[:4:-1]
+        assert (first["has_more"], first["last_id"]) == (True, first["data"][-1]["id"])
+        rest = gateway.get(f"{path}?after={first['last_id']}").json()
+        assert ([one["content"] for one in rest["data"]], rest["has_more"]) == (words[4::-1], False)
+        for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+            refused = gateway.get(f"{path}?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    for order, expected in (("asc", words), ("desc", words[::-1])):
+        pages = asks.responses.input_items.list(made.id, limit=10, order=order)  # type: ignore[arg-type]
+        assert [one.content for one in pages] == expected  # type: ignore[union-attr]
+        assert [one.content for one in asks.conversations.items.list(begun.id, limit=10, order=order)] == expected  # type: ignore[arg-type, union-attr]
+
+
 def test_answers_of_the_same_time_are_all_added(gateway: Gateway) -> None:
     id = gateway.post({}, CONVERSATIONS).json()["id"]
     with ThreadPoolExecutor(4) as pool:
@@ -130,8 +148,8 @@ async def test_a_recovered_response_knows_its_conversation() -> None:
     kept = Kept('{"input": [], "own": 0, "conversation": "conv_1"}', "conv_1")
     job = begun.to_job("digest", kept)
     assert is_kept(job)
-    assert InFlightRequest.from_job(job).conversation == "conv_1"
-    assert InFlightRequest.from_job(job).request == request
+    recovered = await InFlightRequest.from_job(job)
+    assert (recovered.conversation, recovered.request) == ("conv_1", request)
 
 
 def test_a_tenant_has_its_own(serve: Serve) -> None:

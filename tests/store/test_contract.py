@@ -213,6 +213,22 @@ async def test_the_oldest_answers_of_a_tenant_are_trimmed(two: list[Broker]) -> 
     assert await broker.trim(250) == 0
 
 
+async def test_what_failed_requests_and_background_ones_keep_is_trimmed(two: list[Broker]) -> None:
+    broker, other = two
+    request = '{"kept":"' + "é" * 46 + '"}'  # 103 bytes, 57 characters
+    for id in ("done", "failed", "cancelled", "polled", "open"):
+        background = id in ("done", "polled")
+        await broker.put(replace(job(id, background=background), request="{}" if id == "polled" else request))
+    await broker.done("done", b"r" * 97, 1.0)
+    await broker.fail("failed", "why", 2.0)
+    await broker.cancel("cancelled", 3.0)
+    await broker.done("polled", b"r" * 1000, 0.0)
+    assert await broker.trim(205) == 2
+    assert [await other.get(id) is not None for id in ("done", "failed", "cancelled", "polled", "open")] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+
+
 async def test_odd_text_survives(broker: Broker) -> None:
     odd = replace(job("quote'\x00\U0001f600"), tenant="", path="/ü", body=b"", arrival=1e300)
     await broker.put(odd)

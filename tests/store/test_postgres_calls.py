@@ -51,6 +51,18 @@ async def test_a_take_reads_no_job_that_is_held(address: Address, broker: Postgr
     assert plan.count("Sort Key") == 1, "only the few first jobs are sorted"
 
 
+async def test_a_trim_reads_kept_jobs_alone(address: Address, broker: PostgresBroker) -> None:
+    connection = await address.connect("test")
+    try:
+        statement = schema_module.TOO_MUCH.replace("{s}", address.schema)
+        rows = await connection.fetch("EXPLAIN " + statement.replace("$1", "1").replace("$2", "1"))
+    finally:
+        await connection.close()
+    plan = "\n".join(row[0] for row in rows)
+    assert "using kept on jobs" in plan
+    assert "Seq Scan on jobs" not in plan
+
+
 async def commits(address: Address) -> list[int]:
     """Return how many jobs each transaction has put."""
     connection = await address.connect("test")

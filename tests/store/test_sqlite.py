@@ -19,6 +19,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.store.queue import open_broker, sqlite_file
 from headway.store.queue.memory import MemoryBroker
 from headway.store.queue.sqlite import FREE, SqliteBroker
+from headway.store.queue.sqlite_file import TOO_MUCH
 
 
 @pytest.fixture
@@ -163,6 +164,17 @@ async def test_a_take_reads_no_job_that_is_held(path: str) -> None:
     scanned = {step for step in steps if step.startswith("SCAN")}
     assert scanned == {"SCAN CONSTANT ROW", "SCAN leases", "SCAN free"}
     assert steps.count("USE TEMP B-TREE FOR ORDER BY") == 1, "only the few first jobs are sorted"
+    await broker.close()
+
+
+async def test_a_trim_reads_no_text(path: str) -> None:
+    """Every column comes from the index: of the table, none is read."""
+    broker = SqliteBroker(path, "A")
+    with closing(sqlite3.connect(path)) as db:
+        steps = [row[1:] for row in db.execute(f"EXPLAIN {TOO_MUCH}", [1, 1])]
+        (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'jobs'").fetchone()
+    (table,) = {cursor for code, cursor, page, *_ in steps if code == "OpenRead" and page == root}
+    assert [step for step in steps if step[0] == "Column" and step[1] == table] == []
     await broker.close()
 
 

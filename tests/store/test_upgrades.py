@@ -132,7 +132,7 @@ async def check_jobs(open_broker: Open) -> None:
         assert [key.id for key in await broker.keys(0)] == ["k"]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 async def test_a_queue_file_keeps_its_jobs(tmp_path: Path, version: int) -> None:
     path = old_file(f"queue-{version}", tmp_path / "queue.sqlite")
     await check_jobs(lambda owner: SqliteBroker(str(path), owner))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,9 @@ def _apis(app: FastAPI, state: AppState) -> None:
         reason = gateway.dispatcher.control.unavailability_reason(request.model)
         earlier = await gateway.background.accept(parsed, held)
         body = background_response(request.id, "queued", request.arrival) | waiting_for(reason)
-        return api.queued(parsed, response_to(earlier) if earlier else body)
+        if earlier is not None:
+            body = await offload(len(earlier.request), partial(response_to, earlier))
+        return api.queued(parsed, body)
 
     def endpoint(api: Api) -> Handler:
         async def handle(request: Request) -> Response:

@@ -81,6 +81,13 @@ class Held:
         self.budget.check(size, self)
         self.budget.change(size, self)
 
+    def resize(self, size: int) -> None:
+        """Hold this many bytes from now on; RequestError (429) when there is no room for more."""
+        if (more := size - self.size) > 0:
+            self.add(more)
+        else:
+            self.budget.change(more, self)
+
     def keep(self) -> Held:
         """Hold it after the end of the block, until `close`."""
         self._kept = True

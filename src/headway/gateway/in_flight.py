@@ -22,12 +22,13 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.bill import Bill, Used, bill_of, with_bill
 from headway.gateway.budget import ByteBudget, Held
+from headway.gateway.offload import offload
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
 from headway.gateway.parsing.requests import PATHS, Kept, Kind
 from headway.gateway.transcript import Diverged, Transcript
-from headway.store.queue.port import Job
+from headway.store.queue.port import KEPT_MARK, Job
 from headway.types import Overflowed, Request
 
 
@@ -63,7 +64,6 @@ Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "no
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
 KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
-_KEPT = "kept"  # in a job's request, beside the core's view
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
@@ -85,12 +85,12 @@ def reason_of(error: HeadwayError) -> tuple[str, Outcome]:
 
 def is_kept(job: Job) -> bool:
     """Tell whether something is kept of a job's request, without reading it."""
-    return f'"{_KEPT}":' in job.request  # in a text, its second quote would be escaped
+    return KEPT_MARK in job.request
 
 
 def kept_in(job: Job) -> dict[str, Any] | None:
     """Return what is kept of a job's request so that others can go on from it, None = nothing."""
-    kept: dict[str, Any] | None = json.loads(job.request).get(_KEPT) if is_kept(job) else None
+    kept: dict[str, Any] | None = json.loads(job.request)["kept"] if is_kept(job) else None
     return kept
 
 
@@ -171,12 +171,14 @@ class InFlightRequest:
         return self.state is RequestState.ENDED
 
     @classmethod
-    def from_job(cls, job: Job) -> InFlightRequest:
-        """Return the background request of a stored job; its SLO counts from its first arrival."""
+    async def from_job(cls, job: Job) -> InFlightRequest:
+        """Return the background request of a stored job; its SLO counts from its first arrival. ValueError."""
         kind: Kind = next(kind for kind, path in PATHS.items() if path == job.path)
-        conversation = (kept_in(job) or {}).get("conversation")
-        request = _REQUEST.validate_json(job.request)
-        return cls(request, kind, None, background=True, bill=bill_of(job), conversation=conversation)
+        size = len(job.request)  # with what is kept of it, megabytes
+        request, bill, kept = await offload(
+            size, lambda: (_REQUEST.validate_json(job.request), bill_of(job), kept_in(job) or {})
+        )
+        return cls(request, kind, None, background=True, bill=bill, conversation=kept.get("conversation"))
 
     def to_job(self, digest: str | None = None, kept: Kept | None = None) -> Job:
         """Return the job that the broker stores. digest, kept: as in `ParsedRequest`."""
@@ -185,7 +187,7 @@ class InFlightRequest:
         request, body = self.request, b"" if self.kind in AUDIO else self.upstream.joined({})
         stored = with_bill(with_digest(_REQUEST.dump_json(request).decode(), digest), self.bill)
         if kept is not None:
-            stored = f'{stored[:-1]},"{_KEPT}":{kept.content}}}'
+            stored = f"{stored[:-1]},{KEPT_MARK}{kept.content}}}"
         return Job(request.id, request.tenant, PATHS[self.kind], body, stored, request.arrival, self.background)
 
     def spent(self, outcome: Outcome, output_tokens: int) -> float | None:

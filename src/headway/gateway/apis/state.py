@@ -249,22 +249,25 @@ class AppState(Access):
             self.gateway.path.check_room(key)
         data, headers = await self.read(request, held, api.most(self.config.server)), _headers(request)
         tenant, broker = tenant_of(key), self.gateway.broker if self.config.broker.keeps else None
-        earlier: Job | None = None
-        if api.goes_on(data):
-            names = await self._work(len(data), lambda: api.names(api.decode(data, headers)))
-            earlier = await api.earlier(names, broker, tenant, self.config.server.max_body_kib * 1024)
-        size = len(data) + (0 if earlier is None else len(earlier.request) + len(earlier.result or b""))
 
-        def parse() -> ParsedRequest:
+        def parse(earlier: Job | None) -> ParsedRequest:
             raw = api.decode(data, headers)
             raw = raw if earlier is None else api.recalled(raw, earlier)
             parsed = self.parser.parse(api.kind, api.read(raw), headers, key, tenant=tenant, arrival=arrival)
             parsed = api.completed(parsed, raw, keeps=broker is not None)
             return with_key(parsed, headers, request.scope["path"], data)
 
-        parsed = await self._work(size, parse)
-        if (more := len(parsed.upstream.content) - len(data)) > 0:
-            held.add(more)
+        names = await self._work(len(data), lambda: api.names(api.decode(data, headers))) if api.goes_on(data) else {}
+        if names:
+            async with self._large:  # of what it goes on from, too
+                earlier = await api.earlier(names, broker, tenant, self.config.server.max_body_kib * 1024)
+                more = 0 if earlier is None else len(earlier.request) + len(earlier.result or b"")
+                held.add(more)
+                parsed = await offload(len(data) + more, partial(parse, earlier))
+        else:
+            parsed = await self._work(len(data), partial(parse, None))
+        kept = 0 if parsed.kept is None else len(parsed.kept.content)
+        held.resize(max(len(data), len(parsed.upstream.content)) + kept)
         parsed = await self.gateway.path.admit(parsed, key)
         self._learn_prefix(parsed)
         return parsed

@@ -12,6 +12,7 @@ from headway.store.queue.port import NO_CHARGES, Broker, Unused
 _FIRST_S, _LONGEST_S = 0.1, 5.0  # between tries
 log = logging.getLogger("headway.gateway")
 _End = Callable[[], Awaitable[bool]]
+Then = Callable[[str], Awaitable[None]]
 
 
 class Closings:
@@ -32,10 +33,22 @@ class Closings:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Close a request as done. False when it has another end, or another gateway holds it."""
+    async def done(
+        self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES, then: Then | None = None
+    ) -> bool:
+        """Close a request as done. False when it has another end, or another gateway holds it.
+
+        then: called with its id once its end is stored; tried again with it, so that it may have been done before.
+        """
+
+        async def end() -> bool:
+            ended = await self._broker.done(id, result, now, unused)
+            if then is not None:
+                await then(id)
+            return ended
+
         try:
-            return await self._close(id, lambda: self._broker.done(id, result, now, unused))
+            return await self._close(id, end)
         except HeadwayError as error:  # no disk space would help: the answer itself cannot be stored
             return await self.fail(id, f"internal: the answer cannot be stored: {error.message}", now, unused)
 

@@ -36,7 +36,7 @@ from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest
-from headway.gateway.requests.closing import Closings
+from headway.gateway.requests.closing import Closings, Then
 from headway.gateway.requests.engine_response import ERROR_EVENT, EngineResponse
 from headway.gateway.requests.overflow import Declined, answered, reserve, settle
 from headway.gateway.transcript import Diverged, Transcript
@@ -73,8 +73,7 @@ class RequestPath:
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
         self.turns = Turns(_AT_A_TIME)  # of streams that begin or end
         self._answers = AnswerBudget(self.limits.max_answer_mib * 2**20)
-        # Called with the id of a request whose answer is stored and belongs to a conversation.
-        self.answered: Callable[[str], Awaitable[None]] | None = None
+        self.answered: Then | None = None  # for requests whose answers belong to a conversation
         self._storing = Counter[Group]()  # places of admitted requests that the broker has not stored yet
 
     # ---- in
@@ -150,7 +149,7 @@ class RequestPath:
             return parsed
         job = await self.broker.get(parsed.request.id)
         if job is not None:
-            check_same(job, parsed.digest)
+            await offload(len(job.request), lambda: check_same(job, parsed.digest))
         return replace(parsed, earlier=job)
 
     async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
@@ -183,6 +182,8 @@ class RequestPath:
             raise
         finally:
             self._storing -= Counter({group: places})
+        if parsed.kept is not None:  # it is in the queue alone
+            held.resize(held.size - len(parsed.kept.content))
         in_flight.held = held.keep()
         return in_flight
 
@@ -405,9 +406,9 @@ class RequestPath:
         finished = Finished(request.id, output_tokens, cached_tokens=cached, prompt_tokens=prompt, met=ended.met)
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
-        done = await self.closings.done(request.id, result, ended.at, in_flight.unused("finished", output_tokens))
-        if done and in_flight.conversation is not None and self.answered is not None:
-            await self.answered(request.id)
+        then = None if in_flight.conversation is None else self.answered
+        unused = in_flight.unused("finished", output_tokens)
+        done = await self.closings.done(request.id, result, ended.at, unused, then)
         self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)

@@ -115,7 +115,7 @@ class Recovery:
             reason = f"engine_killed: {job.attempts} engines died while they ran it"
         elif job.background:
             try:
-                in_flight = InFlightRequest.from_job(job)
+                in_flight = await InFlightRequest.from_job(job)
             except ValueError as error:
                 log.error("the stored request %s cannot be read: %s", job.id, error)
                 reason = "internal: the stored request cannot be read"
@@ -147,7 +147,8 @@ async def forget_old_jobs(broker: Broker, limits: BrokerConfig) -> None:
             if clock.now() >= forget_at:
                 forget_at = clock.now() + _SWEEP
                 await broker.forget(clock.now() - limits.keep_hours * 3600)
-            await broker.trim(limits.tenant_kept_mib * 2**20)
+            if limits.keeps:
+                await broker.trim(limits.tenant_kept_mib * 2**20)
         except HeadwayError as error:
             log.error("old jobs are not deleted: %s", error)
         await asyncio.sleep(_TRIM)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from headway.store.queue.keys import StoredKey
 from headway.store.queue.port import (
     CANCELLED,
+    KEPT_MARK,
     NO_CHARGES,
     TOTAL,
     AccountSpent,
@@ -151,9 +152,10 @@ class MemoryBroker:
         return True
 
     async def trim(self, most: int) -> int:
-        """Delete the oldest answers of each tenant beyond `most` bytes."""
+        """Delete the oldest kept jobs of each tenant beyond `most` bytes."""
         total, gone = Counter[str](), list[str]()
-        kept = [job for job in self._jobs.values() if job.result is not None and not job.background]
+        ended = (job for job in self._jobs.values() if job.finished is not None)
+        kept = [job for job in ended if KEPT_MARK in job.request or (job.result is not None and not job.background)]
         for job in sorted(kept, key=lambda job: job.finished or 0.0, reverse=True):
             total[job.tenant] += len(job.request.encode()) + len(job.result or b"")
             if total[job.tenant] > most:

@@ -24,6 +24,8 @@ from headway.errors import HeadwayError
 from headway.store.queue.keys import KeyStore
 
 RETRY_S = 10  # seconds until a refused request may be sent again
+# In the request of a job, before what others may go on from; inside a text its quotes would be escaped.
+KEPT_MARK = '"kept":'
 TOTAL = ""  # stands for the ended requests of an account, whose units are kept as one sum
 
 
@@ -172,9 +174,10 @@ class Broker(KeyStore, Protocol):
         """
 
     async def trim(self, most: int) -> int:
-        """Delete answers that no client polls for, the oldest of each tenant that has more than `most` bytes of them.
+        """Delete ended jobs that are kept for others to go on from, the oldest of each tenant beyond `most` bytes.
 
-        What is kept with an answer counts, too. Returns how many jobs are gone.
+        These are jobs with `KEPT_MARK`, and answers that no client polls for; requests and answers count. Returns how
+        many are gone.
         """
 
     async def delete(self, id: str) -> bool:

@@ -8,6 +8,7 @@ returns after the commit that contains it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from headway.store.queue.port import (
 )
 from headway.store.queue.postgres_accounts import REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
-from headway.store.queue.postgres_schema import JOBS
+from headway.store.queue.postgres_schema import JOBS, TOO_MUCH
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
 READS = 16  # limit of reads that share one round trip: each answer may be megabytes
@@ -54,10 +55,6 @@ AMEND = """UPDATE {s}.jobs SET result = $1, finished = $2, attempts = attempts +
     WHERE id = $3 AND state = 'done' AND attempts = $4 RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
     WHERE id = ANY ($1) AND (state <> 'open' OR owner IS DISTINCT FROM $2)"""
-TRIM = """DELETE FROM {s}.jobs WHERE seq IN (SELECT seq FROM (
-    SELECT seq, sum(octet_length(request) + octet_length(result)) OVER (
-        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
-    FROM {s}.jobs WHERE result IS NOT NULL AND NOT background) AS kept WHERE total > $1 LIMIT $2) RETURNING seq"""
 GET_KEYS = "SELECT * FROM {s}.keys WHERE changed > $1 ORDER BY changed"
 PUT_KEY = """INSERT INTO {s}.keys AS one SELECT $1, $2, $3, $4, $5, $6, coalesce(max(changed), 0) + 1 FROM {s}.keys
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
@@ -161,11 +158,10 @@ class PostgresBroker(Session):
         return bool(await self._write("amend", id=id, instant=now, count=attempts, body=result))
 
     async def trim(self, most: int) -> int:
-        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
-        total, deleted = 0, SWEEP
-        while deleted == SWEEP:
-            deleted = await self._write("trim", count=most)
-            total += deleted
+        """Delete the oldest kept jobs of each tenant beyond `most` bytes, in several commits; return how many."""
+        total = 0
+        while ids := await self._ask(self._reads, "trim", count=most):
+            total += sum(await asyncio.gather(*map(self.delete, ids)))
         return total
 
     async def delete(self, id: str) -> bool:
@@ -223,10 +219,12 @@ class PostgresBroker(Session):
         return unfit(error.__cause__ or error.args[0])
 
     async def _answer(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
-        """Answer calls of `get`, or one call of `gone` or `keys`."""
+        """Answer calls of `get`, or one call of `gone`, `trim` or `keys`."""
         first = group[0]
         if first.verb == "keys":
             return [[StoredKey(**row) for row in await connection.fetch(self.sql(GET_KEYS), first.count)]]
+        if first.verb == "trim":
+            return [[loaded(row["id"]) for row in await connection.fetch(self.sql(TOO_MUCH), first.count, SWEEP)]]
         if first.verb == "gone":
             ids = list({stored(id) for id in first.ids})
             rows = await connection.fetch(self.sql(GONE), ids, self.owner)
@@ -243,8 +241,6 @@ class PostgresBroker(Session):
             call = group[0]
             values = call.body, call.instant, stored(call.id), call.count
             return [bool(await connection.fetchval(self.sql(AMEND), *values))]
-        if group[0].verb == "trim":
-            return [len(await connection.fetch(self.sql(TRIM), group[0].count, SWEEP))]
         if group[0].verb == "refund":
             account, id, units = stored(group[0].text), stored(group[0].id), group[0].units
             return [await connection.execute(self.sql(REFUND), account, id, units)]

@@ -127,8 +127,17 @@ CREATE TABLE IF NOT EXISTS {s}.keys (
     expires double precision, revoked double precision, changed bigint NOT NULL UNIQUE
 );
 """
+# What is trimmed. The length of a large text is known without reading it.
+_KEPT_JOBS = """finished IS NOT NULL AND (result IS NOT NULL AND NOT background OR strpos(request, '"kept":') > 0)"""
+TOO_MUCH = f"""SELECT id FROM (
+    SELECT id, sum(octet_length(request) + coalesce(octet_length(result), 0)) OVER (
+        PARTITION BY tenant ORDER BY finished DESC, id DESC) AS total
+    FROM {{s}}.jobs WHERE {_KEPT_JOBS}) AS kept WHERE total > $1 LIMIT $2"""
+_KEPT = f"""
+CREATE INDEX IF NOT EXISTS kept ON {{s}}.jobs (tenant, finished) WHERE {_KEPT_JOBS};
+"""
 JOBS = Tables(
     "headway_meta",
     ("jobs", "leases", "spent", "keys"),
-    Versions(param=PARAM, made=1, script=_TABLES + _FREE + _APPLY, steps={1: _SPENT + _FREE, 2: _KEYS}),
+    Versions(param=PARAM, made=1, script=_TABLES + _FREE + _APPLY, steps={1: _SPENT + _FREE, 2: _KEYS, 3: _KEPT}),
 )

@@ -36,7 +36,17 @@ from headway.store.queue.port import (
 )
 from headway.store.queue.sqlite_accounts import charge_all, check_room, refund, spend
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
-from headway.store.queue.sqlite_file import COLUMNS, KEEP, SUMS, Identity, WriteTurns, job_of, open_file, row_of
+from headway.store.queue.sqlite_file import (
+    COLUMNS,
+    KEEP,
+    SUMS,
+    TOO_MUCH,
+    Identity,
+    WriteTurns,
+    job_of,
+    open_file,
+    row_of,
+)
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
 from headway.store.sqlite.connection import leave_open
@@ -76,10 +86,6 @@ AMEND = """UPDATE jobs SET result = ?, result_sum = ?, finished = ?, attempts = 
     WHERE id = ? AND state = 'done' AND attempts = ?"""
 FORGET = """DELETE FROM jobs WHERE seq IN
     (SELECT seq FROM jobs WHERE finished < ? ORDER BY finished LIMIT ?)"""
-TRIM = """DELETE FROM jobs WHERE seq IN (SELECT seq FROM (
-    SELECT seq, SUM(LENGTH(CAST(request AS BLOB)) + LENGTH(result)) OVER (
-        PARTITION BY tenant ORDER BY finished DESC, seq DESC) AS total
-    FROM jobs WHERE result IS NOT NULL AND NOT background) WHERE total > ? LIMIT ?)"""
 FORGET_LEASES = """DELETE FROM leases WHERE until < ? AND NOT EXISTS
     (SELECT 1 FROM jobs WHERE jobs.state = 'open' AND jobs.owner = leases.owner)"""
 GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
@@ -228,11 +234,10 @@ class SqliteBroker:
         return await self._write(partial(_changes, AMEND, [result, checksum(result, id), now, id, attempts])) == 1
 
     async def trim(self, most: int) -> int:
-        """Delete the oldest answers of each tenant beyond `most` bytes, in several commits; return how many."""
-        total, deleted = 0, SWEEP
-        while deleted == SWEEP:
-            deleted = await self._write(partial(_changes, TRIM, [most, SWEEP]))
-            total += deleted
+        """Delete the oldest kept jobs of each tenant beyond `most` bytes, in several commits; return how many."""
+        total = 0
+        while rows := await self._read(partial(_rows, TOO_MUCH, [most, SWEEP])):
+            total += sum(await asyncio.gather(*(self.delete(id) for (id,) in rows)))
         return total
 
     async def delete(self, id: str) -> bool:

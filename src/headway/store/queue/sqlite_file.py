@@ -77,7 +77,16 @@ _TO_5 = """
 CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest BLOB NOT NULL, settings TEXT NOT NULL,
     created REAL NOT NULL, expires REAL, revoked REAL, changed INTEGER NOT NULL UNIQUE) WITHOUT ROWID;
 """
-VERSIONS = Versions(param=PARAM, made=3, script=_VERSION_3, steps={1: _TO_2, 2: _TO_3, 3: _TO_4, 4: _TO_5})
+# What is trimmed, with its bytes: the search reads nothing else.
+_KEPT_JOBS = """finished IS NOT NULL AND (result IS NOT NULL AND NOT background OR instr(request, '"kept":') > 0)"""
+_KEPT_BYTES = "length(CAST(request AS BLOB)) + coalesce(length(result), 0)"
+_TO_6 = f"""
+CREATE INDEX IF NOT EXISTS kept ON jobs (tenant, finished, {_KEPT_BYTES}, id) WHERE {_KEPT_JOBS};
+"""
+TOO_MUCH = f"""SELECT id FROM (
+    SELECT id, SUM({_KEPT_BYTES}) OVER (PARTITION BY tenant ORDER BY finished DESC, id DESC) AS total
+    FROM jobs INDEXED BY kept WHERE {_KEPT_JOBS}) WHERE total > ? LIMIT ?"""
+VERSIONS = Versions(param=PARAM, made=3, script=_VERSION_3, steps={1: _TO_2, 2: _TO_3, 3: _TO_4, 4: _TO_5, 5: _TO_6})
 
 
 def row_of(job: Job, owner: str) -> list[Any]:

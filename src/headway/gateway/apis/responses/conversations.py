@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,10 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway import clock
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.api import body_docs, error_docs
-from headway.gateway.apis.responses.kept import CONVERSATIONS, find, items_in, output_of
+from headway.gateway.apis.responses.kept import CONVERSATIONS, find, items_in, news_in
 from headway.gateway.apis.responses.translate import chat_of
 from headway.gateway.apis.state import AppState, tenant_of
-from headway.gateway.in_flight import kept_in
 from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import parse_as
 from headway.store.queue.port import Broker, Job
@@ -51,6 +50,14 @@ class ItemsBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     items: _Items
+
+
+class Page(BaseModel):
+    """The part of a list of items that a query asks for. after: the id of the item before it, in this order."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
 
 
 class Conversations:
@@ -83,16 +90,18 @@ class Conversations:
         raise RequestError(f"{id} is being changed.", "Try again.", status=409)
 
     async def extend(self, id: str) -> None:
-        """Add input and answer of a response to its conversation."""
+        """Add input and answer of a response to its conversation, once; HeadwayError (5xx) while the broker is out."""
         try:
             job = await self.broker.get(id)
-            kept = None if job is None else kept_in(job)
-            if job is None or kept is None or job.result is None:
+            if job is None or job.result is None:
+                log.error("the response %s has no answer to add to its conversation", id)
                 return
-            more = [*kept["input"][len(kept["input"]) - kept["own"] :], *output_of(job)]
-            await self.change(kept["conversation"], job.tenant, partial(_with_items, more))
-        except HeadwayError as error:
-            log.error("the response %s is not added to its conversation: %s", id, error)
+            name, more = await offload(len(job.request) + len(job.result), partial(news_in, job))
+            await self.change(name, job.tenant, partial(_with_news, more))
+        except Exception as error:  # whatever it is, the end of the response stays stored
+            if isinstance(error, HeadwayError) and error.status >= 500:
+                raise  # it is tried again
+            log.exception("the response %s is not added to its conversation", id)
 
 
 def _changed(content: bytes, change: Change) -> bytes:
@@ -101,6 +110,10 @@ def _changed(content: bytes, change: Change) -> bytes:
 
 def _with_items(more: list[Any], content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "items": [*content["items"], *more]}
+
+
+def _with_news(more: list[Any], content: dict[str, Any]) -> dict[str, Any]:
+    return content if more[-1] in content["items"] else _with_items(more, content)
 
 
 def add_conversation_endpoints(app: FastAPI, state: AppState) -> None:
@@ -120,19 +133,19 @@ def _whole(app: FastAPI, state: AppState, kept: Conversations) -> None:
         tenant = _counted(state, request)
         body = parse_as(ConversationBody, await state.json(request, b"{}"))
         state.gateway.path.check_queue()
-        return _described(await kept.begin(tenant, _checked(body.items or []), body.metadata or {}))
+        return await _described(await kept.begin(tenant, _checked(body.items or []), body.metadata or {}))
 
     @app.get(f"{CONVERSATIONS}/{{id}}", responses=error_docs(401, 404))
     async def retrieve(id: str, request: Request) -> Response:
         """Describe a conversation."""
-        return _described(await kept.find(id, state.tenant(request)))
+        return await _described(await kept.find(id, state.tenant(request)))
 
     @app.post(f"{CONVERSATIONS}/{{id}}", responses=_ERRORS, openapi_extra=docs)
     async def update(id: str, request: Request) -> Response:
         """Replace the metadata of a conversation."""
         tenant = _counted(state, request)
         body = parse_as(ConversationBody, await state.json(request))
-        return _described(await kept.change(id, tenant, lambda now: {**now, "metadata": body.metadata or {}}))
+        return await _described(await kept.change(id, tenant, lambda now: {**now, "metadata": body.metadata or {}}))
 
     @app.delete(f"{CONVERSATIONS}/{{id}}", responses=error_docs(401, 404))
     async def delete(id: str, request: Request) -> Response:
@@ -147,13 +160,9 @@ def _items(app: FastAPI, state: AppState, kept: Conversations) -> None:
 
     @app.get(path, responses=error_docs(400, 401, 404))
     async def items(id: str, request: Request) -> Response:
-        """Return all items of a conversation, the newest first; `order=asc`: the oldest first."""
+        """Return a page of the items of a conversation: `limit`, `after`, `order`."""
         job = await kept.find(id, state.tenant(request))
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestError(f"The order is {order[:64]!r}.", "Use asc or desc.", param="order")
-        found = await offload(len(job.result or b""), partial(items_in, job))
-        return items_response(found if order == "asc" else found[::-1])
+        return await page_of(request, len(job.result or b""), partial(items_in, job))
 
     @app.post(path, responses=_ERRORS, openapi_extra=body_docs(ItemsBody.model_json_schema()))
     async def add(id: str, request: Request) -> Response:
@@ -161,13 +170,32 @@ def _items(app: FastAPI, state: AppState, kept: Conversations) -> None:
         tenant = _counted(state, request)
         body = parse_as(ItemsBody, await state.json(request))
         await kept.change(id, tenant, partial(_with_items, _checked(body.items)))
-        return items_response(body.items)
+        return _listed(body.items)
 
 
-def items_response(items: list[Any]) -> Response:
-    """Return a list of items as OpenAI's API has them."""
+async def page_of(request: Request, size: int, items: Callable[[], list[Any]]) -> Response:
+    """Return the page of a list of items, the oldest first, that a request asks for; RequestError.
+
+    size: bytes that `items` reads. An item that came without an id has its place as one.
+    """
+    page = parse_as(Page, request.query_params)
+
+    def response() -> Response:
+        found = [one if one.get("id") else one | {"id": f"item_{place}"} for place, one in enumerate(items())]
+        found = found if page.order == "asc" else found[::-1]
+        if page.after is not None:
+            at = next((at for at, one in enumerate(found, 1) if one["id"] == page.after), None)
+            if at is None:
+                raise RequestError(f"There is no item {page.after[:64]!r}.", "Send the id of one.", param="after")
+            found = found[at:]
+        return _listed(found[: page.limit], more=len(found) > page.limit)
+
+    return await offload(size, response)
+
+
+def _listed(items: list[Any], *, more: bool = False) -> Response:
     first, last = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
-    return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+    return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more})
 
 
 def _counted(state: AppState, request: Request) -> str:
@@ -190,7 +218,8 @@ def _checked(items: list[Any]) -> list[Any]:
     return items
 
 
-def _described(job: Job) -> Response:
-    metadata = json.loads(job.result or b"{}").get("metadata", {})
+async def _described(job: Job) -> Response:
+    content = job.result or b"{}"
+    metadata = (await offload(len(content), partial(json.loads, content))).get("metadata", {})
     created = int(clock.shown(job.arrival))
     return JSONResponse({"id": job.id, "object": "conversation", "created_at": created, "metadata": metadata})

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from headway import clock
 from headway.errors import RequestError
 from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
-from headway.gateway.apis.responses.conversations import items_response
+from headway.gateway.apis.responses.conversations import page_of
 from headway.gateway.apis.responses.events import IGNORED, ResponseEvents
 from headway.gateway.apis.responses.kept import earlier, echo_of, kept_of, names_in, recalled
 from headway.gateway.apis.responses.tools import ignored_in
@@ -122,12 +122,11 @@ def add_response_endpoints(app: FastAPI, state: AppState) -> None:
         waits = waiting_for(state.gateway.dispatcher.state(job.id)) if job.state == "open" else {}
         return await offload(len(job.request) + len(job.result or b""), partial(_retrieved, job, waits))
 
-    @app.get("/v1/responses/{id}/input_items", responses=error_docs(401, 404))
+    @app.get("/v1/responses/{id}/input_items", responses=error_docs(400, 401, 404))
     async def input_items(id: str, request: Request) -> Response:
-        """Return the input of a response, with all that it went on from."""
+        """Return a page of the input of a response, with all that it went on from: `limit`, `after`, `order`."""
         job = await _find(state, request, id)
-        kept = await offload(len(job.request), partial(kept_in, job))
-        return items_response([] if kept is None else kept["input"])
+        return await page_of(request, len(job.request), lambda: (kept_in(job) or {"input": []})["input"])
 
     @app.post("/v1/responses/{id}/cancel", responses=error_docs(401, 404, 409))
     async def cancel(id: str, request: Request) -> Response:

@@ -113,13 +113,20 @@ def items_in(job: Job) -> list[Any]:
     """Return the items of a conversation, or of a response with all before it."""
     if job.path == CONVERSATIONS:
         return list(json.loads(job.result or b"{}").get("items", ()))
-    return [*(kept_in(job) or {})["input"], *output_of(job)]
+    kept = kept_in(job) or {}
+    return [*kept["input"], *_output(job, kept)]
 
 
-def output_of(job: Job) -> list[Any]:
-    """Return the items of a response's answer."""
-    answer, kept = json.loads(job.result or b"{}"), kept_in(job)
-    if job.background and kept is not None:
+def news_in(job: Job) -> tuple[str, list[Any]]:
+    """Return the conversation of a response, and what is added to it: its own input and its answer."""
+    kept = kept_in(job) or {}
+    own = kept["input"][len(kept["input"]) - kept["own"] :]
+    return kept["conversation"], [*own, *_output(job, kept)]
+
+
+def _output(job: Job, kept: Mapping[str, Any]) -> list[Any]:
+    answer = json.loads(job.result or b"{}")
+    if job.background:
         answer = response_of(kept["base"] | {"id": job.id}, answer)
     return list(answer["output"])
 
