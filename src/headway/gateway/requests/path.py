@@ -406,11 +406,11 @@ class RequestPath:
         self._dispatcher.remove(in_flight, finished)
         self._lengths.ended(request.id)
         done = await self.closings.done(request.id, result, ended.at, in_flight.unused("finished", output_tokens))
-        if done and in_flight.conversation is not None and self.answered is not None:
-            await self.answered(request.id)
         self.observers.ended(ended if done else replace(ended, outcome="abandoned"))
         if (units := in_flight.spent("finished", output_tokens)) is not None:
             await settle(self.broker, in_flight, units)
+        if done and in_flight.conversation is not None and self.answered is not None:
+            await self.answered(request.id)
         return done
 
     async def fail(
