@@ -88,12 +88,12 @@ class StoredKeys:
         The old key ends in `grace_s`. RequestError: 404 for an unknown key, 409 for one that has ended or was rotated.
         """
         old, now = await self._find(id), clock.now()
+        if (state := state_of(old, now)) != "active":
+            raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
         successor = hashlib.sha256(old.id.encode()).hexdigest()[: len(old.id)]
         if any(one.id == successor for one in await self._store.keys(0)):  # its end is that of its grace
             hint = f"Rotate {successor}, which replaces it."
             raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated")
-        if (state := state_of(old, now)) != "active":
-            raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
         new, text = _new(old.settings, None if old.expires is None else old.expires - old.created, successor)
         ends = min(old.expires or now + grace_s, now + grace_s)
         old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
