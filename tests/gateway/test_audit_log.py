@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -64,6 +65,26 @@ def test_acts_of_operators_are_on_the_disk_before_their_answers(audited: tuple[G
     assert (refused["actor"], refused["outcome"], refused["code"]) == ("", 401, "invalid_api_key")
     assert "sk-" not in path.read_text()
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_refused_acts_are_capped_and_not_synced(audited: tuple[Gateway, Path]) -> None:
+    gateway, path = audited
+    for i in range(250):
+        answer = gateway.post({}, f"/v1/headway/engines?x=zebra{i}", headers=by("sk-guessed-key"))
+        assert answer.status_code == 401
+    found = lines(path)
+    assert "zebra" not in path.read_text(), "its query may hold anything"
+    assert {line["target"] for line in found if line["outcome"] == 401} == {"/v1/headway/engines"}
+
+
+def test_an_operator_s_acts_on_a_tenant_s_response(audited: tuple[Gateway, Path]) -> None:
+    gateway, path = audited
+    answer = gateway.post(gateway.chat(background=True, max_tokens=8), headers=by(ALPHA.key))
+    url = f"/v1/responses/{answer.json()['id']}"
+    until(lambda: gateway.newest()[0] == "done")
+    assert gateway.get(url, headers=OPERATOR).status_code == 200
+    assert httpx.delete(gateway.url + url, headers=OPERATOR).status_code == 200
+    assert [(line["act"], line["actor"]) for line in lines(path)] == [("DELETE /v1/responses/{id}", "operator")]
 
 
 def test_refused_keys(audited: tuple[Gateway, Path]) -> None:

@@ -197,6 +197,15 @@ def test_a_file_without_lines_and_one_with_many_wrong_ones(gateway: Gateway) -> 
     assert [problem["line"] for problem in problems] == list(range(1, 51))
 
 
+def test_the_claims_of_a_batch_have_no_defaults(serve: Serve) -> None:
+    """An older gateway reads them, though it does not know all limits."""
+    with serve(keys=(Key("sk-alpha-1", "alpha", classes=("batch",)),)) as gateway:
+        id = begin(gateway, lines(1), headers={"authorization": "Bearer sk-alpha-1"})
+        assert gateway.inner.batches is not None
+        claims = gateway.do(gateway.inner.batches.batch("alpha", id)).claims
+        assert json.loads(claims) == {"tenant": "alpha", "classes": ["batch"]}
+
+
 def test_claims_beyond_the_key_of_the_batch(serve: Serve) -> None:
     with serve(keys=(Key("sk-alpha-1", "alpha", classes=("batch",), e2e_ms=5000.0),)) as gateway:
         mine = {"headers": {"authorization": "Bearer sk-alpha-1"}}

@@ -178,6 +178,14 @@ def test_every_model_needs_a_price_where_a_budget_is_of_money() -> None:
         parse({"keys": keys, "engines": [{"url": "http://a"}]})
 
 
+def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve) -> None:
+    one = key(Budget("day", cost=1.0))
+    with serve(keys=(one,), prices={"any": PRICE}) as gateway:
+        said = error(ask(gateway, one), 403)
+        assert (said["code"], "[prices.smollm2]" in said["message"]) == ("no_price", True)
+        assert gateway.jobs() == {}
+
+
 # ---- costs
 
 
@@ -222,6 +230,16 @@ def test_a_request_that_fails_before_its_first_token_costs_nothing(serve: Serve)
     with serve(keys=(one,)) as gateway:
         assert ask(gateway, one, **fakes(end="500")).status_code == 500
         assert [*settled(gateway).values()] == [0.0]
+
+
+def test_speech_without_usage_costs_all_that_it_may(serve: Serve) -> None:
+    one = key(Budget("day", tokens=10_000))
+    with serve(keys=(one,), prices=PRICES) as gateway:
+        form = {"model": "smollm2", "max_completion_tokens": "40"}
+        answer = gateway.post(None, "/v1/audio/transcriptions", files={"file": b"x"}, data=form, headers=by(one))
+        assert answer.status_code == 200
+        assert float(answer.headers["x-headway-cost"]) >= PRICE.units(0, 40)
+        assert next(iter(settled(gateway).values())) > 40
 
 
 # ---- budgets
@@ -316,6 +334,15 @@ def test_what_is_reserved_for_a_cancelled_request_is_given_back(serve: Serve) ->
         assert gateway.post(None, f"/v1/responses/{id}/cancel", headers=by(one)).status_code == 200
         assert [*settled(gateway).values()] == [0.0]
         assert ask(gateway, one, background=True, max_tokens=500).status_code == 202
+
+
+def test_a_cancelled_request_that_no_gateway_holds_is_not_paid(serve: Serve) -> None:
+    one = key(Budget("day", tokens=1000))
+    with serve(DEAD, ready=False, keys=(one,)) as gateway:
+        id = ask(gateway, one, background=True, max_tokens=500).json()["id"]
+        gateway.do(gateway.inner.background.hand_over())
+        assert gateway.post(None, f"/v1/responses/{id}/cancel", headers=by(one)).status_code == 200
+        assert [*settled(gateway).values()] == [0.0]
 
 
 def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_path: Path) -> None:

@@ -186,3 +186,14 @@ def test_nothing_is_kept_where_it_is_off(serve: Serve, broker: Broker | None, tm
         refused = gateway.post(body(previous_response_id=made["id"]), PATH)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
         assert gateway.post({}, CONVERSATIONS).status_code == 403
+
+
+def test_a_fault_in_a_conversation_leaves_the_end_of_the_request_whole(serve: Serve) -> None:
+    async def fault(id: str) -> None:
+        raise RuntimeError(id)
+
+    with serve() as gateway:
+        conversation = gateway.post({}, CONVERSATIONS).json()["id"]
+        gateway.inner.path.answered = fault
+        gateway.post(body(input="One.", conversation=conversation), PATH)
+        until(lambda: gateway.metric("headway_requests_total{") == 1)

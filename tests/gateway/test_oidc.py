@@ -20,6 +20,7 @@ from headway.config import Key, Oidc, write
 from headway.errors import HeadwayError
 from headway.gateway.apis.access import Sender
 from headway.gateway.apis.oidc import Tokens
+from headway.store.queue.keys import StoredKey
 from testing.servers.issuer import Issuer, private_key
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
@@ -81,6 +82,24 @@ def test_a_token_has_the_limits_of_its_tenant_s_first_key(serve: Serve, issuer: 
     with serve(oidc=settings, keys=(first,)) as gateway:
         answer = gateway.post(gateway.chat(service_tier="batch"), headers=bearer(issuer.token()))
         assert error(answer, 403)["code"] == "beyond_key"
+
+
+def test_a_token_has_the_limits_of_the_oldest_stored_key(serve: Serve, issuer: Issuer) -> None:
+    with serve(oidc=Oidc(issuer.url, AUDIENCE), server={"stored_keys": True}) as gateway:
+        now = clock.now()
+        ends = {"default": now + 1, "chat": None, "batch": None}
+        keys = [
+            StoredKey(name, name.encode(), json.dumps({"tenant": "alpha", "classes": ["default", name]}), i + 1.0, end)
+            for i, (name, end) in enumerate(ends.items())
+        ]
+        gateway.do(gateway.inner.broker.put_keys(keys[::-1], 0.0))
+        token = bearer(issuer.token())
+
+        def served(*classes: str) -> list[int]:
+            chats = (gateway.chat(service_tier=name, **fakes()) for name in classes)
+            return [gateway.post(chat, headers=token).status_code for chat in chats]
+
+        until(lambda: served("chat", "batch") == [200, 403])
 
 
 @pytest.mark.parametrize(
@@ -243,6 +262,13 @@ async def test_algorithms(algorithm: str) -> None:
         other = "ES256" if algorithm != "ES256" else "RS256"
         with pytest.raises(HeadwayError, match="not accepted"):
             await tokens_of(issuer, algorithms=(other,)).check(issuer.token())
+
+
+@pytest.mark.parametrize("subject", ["", "a\nb", "\x7f"])
+async def test_a_subject_that_cannot_be_shown(subject: str) -> None:
+    with Issuer(algorithm="EdDSA") as issuer:
+        names = [(await tokens_of(issuer).check(issuer.token(sub=one))).key for one in (subject, "operator")]
+        assert [one and one.label for one in names] == ["token:?", "token:operator"]
 
 
 async def test_the_tokens_of_any_number_of_tenants_take_bounded_memory() -> None:

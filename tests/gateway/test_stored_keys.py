@@ -98,6 +98,14 @@ def test_a_rotated_key_stays_for_its_grace(gateway: Gateway) -> None:
     assert error(answer, 409)["code"] == "key_ended"
 
 
+def test_a_key_is_rotated_once(gateway: Gateway) -> None:
+    made = create(gateway)
+    new, _ = order(gateway, "POST", f"/{made['id']}/rotate", json={"grace_s": 600})
+    assert new["expires_at"] is None
+    said = error(gateway.post({}, f"{KEYS}/{made['id']}/rotate", headers=OPERATOR), 409)
+    assert (said["code"], new["id"] in said["message"]) == ("key_rotated", True)
+
+
 def test_a_key_expires(gateway: Gateway) -> None:
     made = create(gateway, expires_s=0.4)
     assert status(gateway, made["key"]) == 200
@@ -112,7 +120,12 @@ def test_a_key_expires(gateway: Gateway) -> None:
         ({}, "tenant"),
         ({"tenant": ""}, "tenant"),
         ({"tenant": "a", "key": "sk-chosen-123"}, "cannot be chosen"),
-        ({"tenant": "a", "classes": ["gold"]}, "no class 'gold'"),
+        ({"tenant": "a", "classes": ["gold"]}, "unknown class 'gold'"),
+        ({"tenant": "a", "budgets": [{"per": "day"}]}, "needs either tokens or a cost"),
+        ({"tenant": "a", "budgets": [{"per": "day", "tokens": 1, "cost": 1}]}, "needs either tokens or a cost"),
+        ({"tenant": "a", "budgets": [{"per": "day", "cost": 1}]}, "has no price"),
+        ({"tenant": "a", "name": "operator"}, "another name"),
+        ({"tenant": "a", "name": "token:bob"}, "another name"),
         ({"tenant": "a", "max_queued": 0}, "max_queued"),
         ({"tenant": "a", "unknown": 1}, "Unknown key"),
         ({"tenant": "a", "expires_s": 0}, "expires_s"),

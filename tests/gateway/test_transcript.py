@@ -226,3 +226,12 @@ def test_the_rest_of_a_complete_answer_is_written_here() -> None:
     assert transcript.complete
     assert seen(out + transcript.ending(usage=True)) == seen(through([whole]))
     assert transcript.ending(usage=False) == DONE
+
+
+def test_without_usage_the_known_tokens_are_counted() -> None:
+    transcript = Transcript(shows_ids=False)
+    reader = EventReader(False, transcript)
+    reader.feed(chunk(ROLE, None) + chunk({"content": "a b c"}, [1, 2, 3]))
+    assert reader.tokens == 3
+    transcript.unable = True
+    assert reader.tokens == 2

@@ -474,6 +474,20 @@ async def test_an_ended_job_counts_with_what_it_used_once(two: list[Broker]) -> 
     assert await counted(second, "x", 3601.0) == 10.0, "all that ended is an hour old"
 
 
+async def test_a_cancelled_job_that_no_gateway_holds_is_not_charged(two: list[Broker]) -> None:
+    first, second = two
+    for id in "abc":
+        await first.put(job(id), [charge("x", 10.0, 100.0, 1.0)])
+    assert await first.give_back("a")
+    assert await second.cancel("a", 2.0, {"x": 10.0})
+    assert await counted(second, "x") == 20.0
+    assert await second.cancel("b", 2.0, {"x": 10.0})
+    assert await counted(second, "x") == 20.0, "its gateway says what it has used"
+    assert not await second.cancel("b", 1e12, {"x": 10.0}), "it has ended"
+    assert await second.cancel("c", 1e12, {"x": 10.0}), "after the end of the first one's lease"
+    assert await counted(second, "x") == 10.0
+
+
 async def test_what_a_dead_gateway_s_job_was_charged_counts_until_it_ends(two: list[Broker]) -> None:
     first, second = two
     await first.put(job(), [charge("x", 10.0, 10.0, 1.0)])

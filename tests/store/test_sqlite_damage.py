@@ -185,6 +185,25 @@ async def test_what_was_spent_still_counts(path: str, caplog: pytest.LogCaptureF
     await again.close()
 
 
+async def test_a_job_that_ended_beside_the_damaged_file_is_charged_once(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "budget of alpha: tokens per day"
+    broker = SqliteBroker(path, "A")
+    await broker.renew(FAR)
+    await broker.put(job("charged", background=True), [Charge(name, 8.0, 100.0, 10.0, 0.0)])
+    await put_many(broker)
+    overwrite(path, 200_000)
+    await until(lambda: SAVED in caplog.text)
+    assert await broker.done("charged", b"r", 11.0, {name: 3.0})
+    await broker.close()
+    assert recover_jobs(path)
+    again = SqliteBroker(path, "B")
+    assert not await again.spend("c", Charge(name, 96.0, 100.0, 12.0, 0.0))
+    assert await again.spend("c", Charge(name, 95.0, 100.0, 12.0, 0.0))
+    await again.close()
+
+
 async def test_a_file_in_use_is_not_recovered(path: str, broker: SqliteBroker) -> None:
     await put_many(broker)
     command = f"from headway.store.queue.sqlite_jobs import recover_jobs; recover_jobs({path!r})"

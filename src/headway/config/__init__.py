@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
+from headway.config.keys import OPERATOR_NAME, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
 from headway.config.oidc import Oidc as Oidc
@@ -396,10 +397,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     for name, backend in config.backends.items():
         yield from _backend_contradictions(name, backend, config, where)
     for i, key in enumerate(config.keys):
-        if unknown := set(key.classes or ()) - set(config.classes):
-            problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)!r}."
-            yield ConfigError(problem, f"The classes are {', '.join(sorted(config.classes))}.")
-        yield from _budget_contradictions(i, key, config, where)
+        yield from key_contradictions(i, key, config, where)
     yield from oidc_contradictions(config.oidc, where)
     around = _around(config)
     for i, engine in enumerate(config.engines):
@@ -439,7 +437,15 @@ def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[Confi
         yield ConfigError(problem, "Give each pooling model a separate engine, without models and adapters.")
 
 
-def _budget_contradictions(i: int, key: Key, config: Config, where: str) -> Iterator[ConfigError]:
+def key_contradictions(i: int, key: Key, config: Config, where: str) -> Iterator[ConfigError]:
+    """Find what a key, the i-th of those in `where`, has that does not fit itself or the other settings."""
+    if unknown := set(key.classes or ()) - set(config.classes):
+        problem = f"keys.{i}.classes in {where} names the unknown class {min(unknown)[:64]!r}."
+        fix = f"The classes are {', '.join(sorted(config.classes))}."
+        yield ConfigError(problem, fix, param=f"keys.{i}.classes")
+    if key.label == OPERATOR_NAME or key.label.startswith(TOKEN_PREFIX):
+        problem = f"keys.{i} in {where} would be {key.label[:64]!r} in the audit log, like another sender."
+        yield ConfigError(problem, "Give it another name.", param=f"keys.{i}.name")
     for budget in key.budgets:
         if (budget.tokens is None) == (budget.cost is None):
             yield ConfigError(

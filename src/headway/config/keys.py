@@ -16,6 +16,8 @@ _LEAST = 8  # characters of a secret
 Secret = Annotated[str, Field(min_length=_LEAST)]
 _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
+# In logs, the sender with the operator's key, and how the names of an issuer's tokens begin.
+OPERATOR_NAME, TOKEN_PREFIX = "operator", "token:"
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

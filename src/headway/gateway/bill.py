@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from headway.config import BATCH, Budget, Key, Price
 from headway.errors import RequestError
-from headway.store.queue.port import Charge, Job
+from headway.store.queue.port import NO_CHARGES, Charge, Job, Unused
 from headway.types import Request, Slo
 
 Unit = Literal["tokens", "cost"]
@@ -88,6 +88,18 @@ def bill_of(job: Job) -> Bill:
     return _STORED.validate_json(job.request).bill
 
 
+def unused_by(job: Job) -> Unused:
+    """Return what was reserved for a job that is not run again, and is not paid.
+
+    Nothing of the others' is paid back: what their clients got before their gateway died is not known.
+    """
+    try:
+        bill = bill_of(job)
+    except ValueError:  # it is logged where it would be run
+        return NO_CHARGES
+    return bill.unused(Used(0, 0)) if job.background else bill.all_used
+
+
 # ---- budgets
 
 
@@ -146,10 +158,22 @@ _DAY = timedelta(days=1)
 
 
 def accounts_of(key: Key | None, request: Request, price: Price | None, now: datetime) -> list[OpenAccount]:
-    """Return the accounts in which a request counts, each with the most that it may cost. now: in UTC."""
+    """Return the accounts in which a request counts, each with the most that it may cost. now: in UTC.
+
+    RequestError (403) for a budget by cost and a model without a price.
+    """
     budgets = () if key is None else key.budgets
     if not budgets:
         return []
+    if price is None and any(unit_of(one) == "cost" for one in budgets):
+        name = request.adapter or request.model
+        raise RequestError(
+            f"The key has a budget by cost, but the model {name} has no price.",
+            f"Ask the operator to add [prices.{name}], of 0 if it costs nothing.",
+            status=403,
+            kind="permission_error",
+            code="no_price",
+        )
     most = Used(request.prompt_tokens, request.max_tokens * request.places)
     units: dict[Unit, float] = {"tokens": float(sum(most[:2])), "cost": 0.0 if price is None else _dearest(price, most)}
     kinds = dict.fromkeys((unit_of(one), one.per) for one in budgets)

@@ -200,8 +200,13 @@ class InFlightRequest:
         """Return the tokens that its tenant pays for.
 
         Without an end of its answer these are the tokens that its client has got. If there are none, nothing is paid,
-        but its prompt if it was sent to an engine and its client has given it up.
+        but its prompt if it was sent to an engine and its client has given it up. Speech whose tokens are not known
+        costs all that it may.
         """
+        if (
+            outcome == "finished" and self.kind in AUDIO and not (output_tokens or self.streams)
+        ):  # its engine reports no usage
+            return Used(self.request.prompt_tokens, self.request.max_tokens * self.request.places)
         if outcome == "finished" or output_tokens or (outcome == "cancelled" and self.sends):
             prompt = self.prompt_tokens or self.request.prompt_tokens
             return Used(prompt, output_tokens, min(self.cached_tokens or 0, prompt))

@@ -12,7 +12,7 @@ from hmac import compare_digest
 from starlette.requests import Request
 
 from headway.config import Config, Key
-from headway.config.keys import reveal
+from headway.config.keys import OPERATOR_NAME, reveal
 from headway.errors import RequestError
 from headway.gateway.apis.web_pages import refuse_foreign_pages
 from headway.gateway.watch.audit import ACTOR, OPERATOR
@@ -79,16 +79,15 @@ class Access:
 
     def operator(self, request: Request) -> str:
         """Return the operator that sent a request, for logs."""
-        return "operator"
+        return OPERATOR_NAME
 
     def check_operator(self, request: Request, otherwise: str = "") -> None:
         """Refuse what only operators may do: 401 without their key or token, 403 when there is none.
 
         otherwise: what else the operator can do about the latter, for the hint.
         """
-        request.scope[OPERATOR] = True
         if self.is_operator(request):
-            request.scope[ACTOR] = self.operator(request)
+            request.scope[OPERATOR], request.scope[ACTOR] = True, self.operator(request)
             return
         admin = self.config.oidc.admin_claim if self.config.oidc.issuer else None
         if self._operator is None and admin is None:

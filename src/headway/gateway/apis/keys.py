@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from headway import clock
-from headway.config import Key, parse
-from headway.errors import RequestError
+from headway.config import Key, key_contradictions, parse
+from headway.errors import RequestError, together
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
 from headway.gateway.apis.stored_keys import described
@@ -104,9 +104,8 @@ def _parsed(state: AppState, body: dict[str, Any]) -> Key:
         raise RequestError("The text of a key cannot be chosen.", "Leave out key: it is random.", param="key")
     limits = {name: value for name, value in body.items() if name != "expires_s"}
     key = parse({"keys": [limits | {"key": "stored:new"}]}, "the body", checked=False).keys[0]
-    if unknown := set(key.classes or ()) - set(state.config.classes):
-        hint = f"The classes are {', '.join(sorted(state.config.classes))}."
-        raise RequestError(f"There is no class {min(unknown)[:64]!r}.", hint, param="classes")
+    if found := [*key_contradictions(0, key, state.config, "the body")]:
+        raise together(found)
     return key
 
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway import clock
 from headway.addresses import is_secure_url
 from headway.config import Key
+from headway.config.keys import TOKEN_PREFIX
 from headway.config.oidc import Oidc
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.access import TOKEN_ERROR, Sender
@@ -124,10 +125,11 @@ class Tokens:
     def _sender(self, claims: Mapping[str, Any]) -> Sender:
         settings, key = self._settings, None
         subject = str(claims.get("sub", "?"))[:_LONGEST]
+        subject = subject if subject and subject.isprintable() else "?"
         tenant, until = claim(claims, settings.tenant_claim), float(claims["exp"]) + settings.leeway_s
         classes = None if settings.classes_claim is None else _words(claim(claims, settings.classes_claim))
         if isinstance(tenant, str) and 0 < len(tenant) <= _LONGEST and tenant.isprintable() and classes != ():
-            key = Key(key="token:of an issuer", tenant=tenant, classes=classes, name=subject)
+            key = Key(key="token:of an issuer", tenant=tenant, classes=classes, name=f"{TOKEN_PREFIX}{subject}")
         admin = settings.admin_claim is not None and settings.admin_value in _words(claim(claims, settings.admin_claim))
         operator = f"the token of {subject!r}" if admin else None
         return Sender(key, until, operator, token=True)

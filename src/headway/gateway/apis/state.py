@@ -55,7 +55,7 @@ class AppState(Access):
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
         self._configured: dict[bytes, Key] = {}
-        self._limits: dict[str, Key] = {}  # the first key of each tenant, whose limits its tokens have
+        self._by_tenant: dict[str, list[Sender]] = {}  # with keys; its tokens have the limits of the first
         self.adopt(self.config.classes, self.config.keys)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
@@ -98,7 +98,10 @@ class AppState(Access):
             senders[self._salted(stored.digest)] = Sender(key, math.inf if stored.expires is None else stored.expires)
         self._senders = senders
         keys = tuple(sender.key for sender in senders.values() if sender.key is not None)
-        self._limits = {key.tenant: key for key in reversed(keys)}
+        self._by_tenant = {}
+        for sender in senders.values():
+            if sender.key is not None:
+                self._by_tenant.setdefault(sender.key.tenant, []).append(sender)
         self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self._classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
@@ -152,7 +155,8 @@ class AppState(Access):
             problem = f"The token lacks a tenant or classes (claims {names})."
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
         key = sender.key
-        if sender.token and (limits := self._limits.get(key.tenant)) is not None:
+        known = self._by_tenant.get(key.tenant, ()) if sender.token else ()
+        if (limits := next((one.key for one in known if one.until > clock.now()), None)) is not None:
             key = replace(limits, classes=key.classes or limits.classes, name=key.name)
         request.scope[TENANT], request.scope[ACTOR] = key.tenant, key.label  # for the logs
         return key

@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -38,8 +38,8 @@ class StoredKeys:
         self._turn = asyncio.Lock()
 
     def usable(self) -> Iterator[tuple[StoredKey, Key]]:
-        """Yield the keys that are not revoked, and their tenants and limits."""
-        yield from self._known.values()
+        """Yield the keys that are not revoked, the oldest first, and their tenants and limits."""
+        yield from sorted(self._known.values(), key=lambda one: one[0].created)
 
     async def refresh(self) -> None:
         """Take over what has changed in the store; errors as those of its calls."""
@@ -76,8 +76,8 @@ class StoredKeys:
 
         actor: the operator, for the log.
         """
-        settings = {name: value for name, value in asdict(key).items() if name != "key" and value is not None}
-        stored, text = _new(json.dumps(settings), lifetime_s)
+        settings = _KEY.dump_json(key, exclude={"key"}, exclude_defaults=True).decode()
+        stored, text = _new(settings, lifetime_s, secrets.token_hex(6))
         await self._put([stored])
         _audit("created", stored, actor)
         return stored, text
@@ -85,12 +85,16 @@ class StoredKeys:
     async def rotate(self, id: str, grace_s: float, actor: str) -> tuple[StoredKey, StoredKey, str]:
         """Replace a key with one that has its limits and its lifetime; return both, and the new one's text.
 
-        The old key ends in `grace_s`. RequestError: 404 for an unknown key, 409 for one that has ended.
+        The old key ends in `grace_s`. RequestError: 404 for an unknown key, 409 for one that has ended or was rotated.
         """
         old, now = await self._find(id), clock.now()
         if (state := state_of(old, now)) != "active":
             raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
-        new, text = _new(old.settings, None if old.expires is None else old.expires - old.created)
+        successor = hashlib.sha256(old.id.encode()).hexdigest()[: len(old.id)]
+        if any(one.id == successor for one in await self._store.keys(0)):  # its end is that of its grace
+            hint = f"Rotate {successor}, which replaces it."
+            raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated")
+        new, text = _new(old.settings, None if old.expires is None else old.expires - old.created, successor)
         ends = min(old.expires or now + grace_s, now + grace_s)
         old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
         await self._put([new, old])
@@ -138,8 +142,8 @@ def described(key: StoredKey, now: float) -> dict[str, Any]:
     return {"id": key.id, "prefix": prefix_of(key), "state": state, "created_at": key.created, **ends, **limits}
 
 
-def _new(settings: str, lifetime_s: float | None) -> tuple[StoredKey, str]:
-    id, now = secrets.token_hex(6), clock.now()
+def _new(settings: str, lifetime_s: float | None, id: str) -> tuple[StoredKey, str]:
+    now = clock.now()
     expires = None if lifetime_s is None else now + lifetime_s
     blank = StoredKey(id, b"", settings, now, expires)
     text = prefix_of(blank) + secrets.token_urlsafe(32)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from headway import clock
 from headway.errors import HeadwayError
 from headway.gateway import tasks
+from headway.gateway.bill import unused_by
 from headway.gateway.budget import Held
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.in_flight import InFlightRequest, reason_of
@@ -108,7 +109,10 @@ class BackgroundWork:
                 status=503,
                 kind="server_error",
             )
-        return in_flight is not None or await self._path.closings.cancel(id, clock.now())
+        if in_flight is not None:
+            return True
+        job = await self._path.broker.get(id)
+        return job is not None and await self._path.broker.cancel(id, clock.now(), unused_by(job))
 
     async def drop(self, id: str) -> None:
         """Stop a request that another gateway runs now; its job in the broker is not touched."""

@@ -56,10 +56,6 @@ class Closings:
         """Close a request as failed; False as in `done`."""
         return await self._close(id, lambda: self._broker.fail(id, reason, now, unused))
 
-    async def cancel(self, id: str, now: float) -> bool:
-        """Close a background request that another gateway may hold. HeadwayError while the broker is out."""
-        return await self._broker.cancel(id, now)
-
     async def _close(self, id: str, end: _End) -> bool:
         try:
             return await end()

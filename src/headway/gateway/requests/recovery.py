@@ -15,11 +15,11 @@ from headway import clock
 from headway.config import Broker as BrokerConfig
 from headway.config import Config
 from headway.errors import HeadwayError
-from headway.gateway.bill import Used, bill_of
+from headway.gateway.bill import unused_by
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.requests.background import BackgroundWork
 from headway.gateway.requests.closing import Closings
-from headway.store.queue.port import NO_CHARGES, Broker, Job, Unused
+from headway.store.queue.port import Broker, Job
 
 _PAGE = 32  # jobs taken at once: a body may be megabytes
 _IDS_PER_CALL = 20_000  # the answer to a question about more would hold up the lease's next renewal
@@ -124,19 +124,7 @@ class Recovery:
                     self._background.run(in_flight)
                     return
                 reason = f"engine_gone: {in_flight.request.model} is not served any more"
-        await self._closings.fail(job.id, reason, clock.now(), _unused(job))
-
-
-def _unused(job: Job) -> Unused:
-    """Return what was reserved for a job that is not run again, and is not paid.
-
-    Nothing of the others' is paid back: what their clients got before their gateway died is not known.
-    """
-    try:
-        bill = bill_of(job)
-    except ValueError:  # it is logged where it would be run
-        return NO_CHARGES
-    return bill.unused(Used(0, 0)) if job.background else bill.all_used
+        await self._closings.fail(job.id, reason, clock.now(), unused_by(job))
 
 
 async def forget_old_jobs(broker: Broker, limits: BrokerConfig) -> None:

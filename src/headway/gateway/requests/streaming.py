@@ -354,7 +354,12 @@ class EventReader:
 
     @property
     def tokens(self) -> int:
-        return max(self._events, self._reported_tokens) if self._usage_tokens is None else self._usage_tokens
+        if self._usage_tokens is not None:
+            return self._usage_tokens
+        transcript = self._transcript
+        if transcript is not None and not transcript.unable:  # an event may have several tokens, or none
+            return max(len(transcript.ids), self._reported_tokens)
+        return max(self._events, self._reported_tokens)
 
     @property
     def complete(self) -> bool:

@@ -25,7 +25,7 @@ from headway.errors import ConfigError
 from headway.gateway.http.connections import TENANT
 
 ACTOR = "headway.actor"  # in the scope of a request: who sent it, the name of a key or "operator"
-OPERATOR = "headway.operator"  # in the scope of a request that only operators may send
+OPERATOR = "headway.operator"  # in the scope of what an operator does that only operators may
 DETAIL = "headway.detail"  # in the scope of a request: what it concerns, besides its path
 CODE = "headway.code"  # in the scope of a request that is refused: the error's code
 _READS = ("GET", "HEAD", "OPTIONS")

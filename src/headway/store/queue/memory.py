@@ -107,12 +107,15 @@ class MemoryBroker:
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return self._end(id, unused, state="failed", reason=reason, finished=now)
 
-    async def cancel(self, id: str, now: float) -> bool:
+    async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
         job = self._jobs.get(id)
         if job is None or job.state != "open":
             return False
         self._jobs[id] = replace(job, body=b"", state="failed", reason=CANCELLED, finished=now)
+        lease = self._store.leases.get(job.owner or "")
+        if lease is None or lease.ended or lease.until <= now:
+            self._settle(id, unused)
         return True
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:

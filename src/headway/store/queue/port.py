@@ -143,10 +143,11 @@ class Broker(KeyStore, Protocol):
     async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as failed; otherwise as `done`."""
 
-    async def cancel(self, id: str, now: float) -> bool:
+    async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """End an open job as failed ("cancelled"), whichever gateway holds it. False when it is not open.
 
-        The gateway that holds it learns of this from `gone`.
+        The gateway that holds it learns of this from `gone`, and says what it has used of its charges. unused: of those
+        of a job that no lease protects at `now`.
         """
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:

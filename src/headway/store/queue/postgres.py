@@ -50,7 +50,8 @@ GET = f"SELECT {', '.join(FIELDS)} FROM {{s}}.jobs WHERE id = ANY ($1)"
 TAKEN = f"""SELECT seq, {", ".join(FIELDS)} FROM {{s}}.jobs
     WHERE seq = ANY ($1) AND state = 'open' AND owner = $2"""
 CANCEL = """UPDATE {s}.jobs SET state = 'failed', reason = $1, finished = $2, body = ''
-    WHERE id = $3 AND state = 'open' RETURNING true"""
+    WHERE id = $3 AND state = 'open' RETURNING EXISTS
+        (SELECT FROM {s}.leases WHERE leases.owner = jobs.owner AND NOT ended AND until > $2)"""
 AMEND = """UPDATE {s}.jobs SET result = $1, finished = $2, attempts = attempts + 1
     WHERE id = $3 AND state = 'done' AND attempts = $4 RETURNING true"""
 GONE = """SELECT id, state <> 'open' AS ended FROM {s}.jobs
@@ -124,9 +125,9 @@ class PostgresBroker(Session):
         """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return bool(await self._write("failed", id=id, instant=now, text=reason, unused=unused))
 
-    async def cancel(self, id: str, now: float) -> bool:
+    async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
-        return bool(await self._write("cancel", id=id, instant=now))
+        return bool(await self._write("cancel", id=id, instant=now, unused=unused))
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
         """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
@@ -282,7 +283,12 @@ class PostgresBroker(Session):
         return outcomes
 
     async def _cancel(self, call: QueueCall, connection: Connection) -> bool:
-        return bool(await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id)))
+        async with connection.transaction():
+            await lock([call], self._address.schema, connection)
+            held = await connection.fetchval(self.sql(CANCEL), CANCELLED, call.instant, stored(call.id))
+            if held is False:
+                await settle([call], self.sql, connection)
+        return held is not None
 
     async def _put_keys(self, call: QueueCall, connection: Connection) -> None:
         """Store keys while no other gateway does: changes become visible in the order of their numbers."""

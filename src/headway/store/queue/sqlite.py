@@ -34,7 +34,7 @@ from headway.store.queue.port import (
     queue_unavailable,
     unknown_id,
 )
-from headway.store.queue.sqlite_accounts import charge_all, check_room, refund, spend
+from headway.store.queue.sqlite_accounts import charge_all, check_room, refund, settle, spend
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import (
     COLUMNS,
@@ -78,7 +78,8 @@ TAKE = "UPDATE jobs SET owner = ? WHERE seq = ?"
 DELETE = "DELETE FROM jobs WHERE id = ? AND state <> 'open'"
 GIVE_BACK = "UPDATE jobs SET owner = NULL WHERE id = ? AND state = 'open' AND owner = ?"
 CANCEL = """UPDATE jobs SET state = 'failed', reason = ?, finished = ?, body = x''
-    WHERE id = ? AND state = 'open'"""
+    WHERE id = ? AND state = 'open' RETURNING EXISTS
+        (SELECT 1 FROM leases WHERE leases.owner = jobs.owner AND NOT ended AND until > ?)"""
 GONE = """SELECT id, state <> 'open' FROM jobs
     WHERE id IN (SELECT value FROM json_each(?)) AND (state <> 'open' OR owner IS NOT ?)"""
 ATTEMPT = "UPDATE jobs SET attempts = attempts + 1 WHERE id = ? RETURNING attempts"
@@ -198,10 +199,10 @@ class SqliteBroker:
         self._kept.drop(id)
         return await self._write(partial(end, self.owner, id, now, reason=reason, unused=unused))
 
-    async def cancel(self, id: str, now: float) -> bool:
+    async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
         """End an open job as cancelled, whichever gateway holds it."""
         self._kept.drop(id)
-        return await self._write(partial(_changes, CANCEL, [CANCELLED, now, id])) == 1
+        return await self._write(partial(_cancel, id, now, unused))
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
         """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
@@ -463,6 +464,13 @@ def _take(owner: str, now: float, limit: int, db: sqlite3.Connection) -> list[Jo
     for job in jobs:
         job.owner = owner
     return jobs
+
+
+def _cancel(id: str, now: float, unused: Unused, db: sqlite3.Connection) -> bool:
+    held = db.execute(CANCEL, [CANCELLED, now, id, now]).fetchall()
+    if held == [(0,)]:
+        settle(id, unused, db)
+    return bool(held)
 
 
 def _forget(before: float, db: sqlite3.Connection) -> int:

@@ -24,6 +24,9 @@ _ENDS_COUNT = f"""DO UPDATE SET {{}}
 # Of two rows of a request the dearer one counts, so that no budget is exceeded; damage may violate constraints.
 _KEEP_SPENT = """INSERT OR IGNORE INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
     ON CONFLICT (account, id) DO UPDATE SET at = max(at, excluded.at), units = max(units, excluded.units)"""
+# What a job has cost that has ended in one file is in the sum there, though the other one has a row of it.
+_DROP_SETTLED = """DELETE FROM spent WHERE account GLOB 'budget of *'
+    AND id IN (SELECT jobs.id FROM jobs WHERE state <> 'open')"""
 # Of two rows of a key, a revocation counts, and the earlier end; the number of the change stays.
 _KEEP_KEYS = """INSERT OR IGNORE INTO keys VALUES (?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET revoked = coalesce(revoked, excluded.revoked),
@@ -85,6 +88,7 @@ def _merge(source: sqlite3.Connection, target: sqlite3.Connection, *, free: bool
     if free:
         target.execute("UPDATE jobs SET owner = NULL WHERE state = 'open'")
     unreadable += _merge_table(source, target, "spent", "account, id", _KEEP_SPENT)
+    target.execute(_DROP_SETTLED)
     return unreadable + _merge_table(source, target, "keys", "changed", _KEEP_KEYS)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from headway import clock
+from headway.config import Key
 from headway.errors import RequestError
 from headway.gateway.apis.api import body_docs, error_docs, header_docs
 from headway.gateway.apis.batches.files import ROOM, ExpiresAfter, Quota, Upload, new_id, too_large
@@ -31,6 +32,7 @@ _MOST_LISTED = {"files": 10_000, "batches": 100}
 _ENDS = ("completed", "failed", "expired", "cancelled")
 _BYTES = "application/octet-stream"
 _Text = Annotated[str, Field(max_length=512)]
+_KEY = TypeAdapter(Key)
 T = TypeVar("T")
 
 
@@ -252,8 +254,9 @@ def _batches(app: FastAPI, state: AppState) -> None:
         state.gateway.path.check_queue()
         batch = await _new_batch(body, store, tenant, id)
         if key is not None:
-            claims = {name: value for name, value in asdict(key).items() if name != "key"}
-            batch = replace(batch, claims=json.dumps(claims))
+            # Without defaults, so that an older gateway, which does not know all of them, reads it.
+            claims = _KEY.dump_json(key, exclude={"key"}, exclude_defaults=True).decode()
+            batch = replace(batch, claims=claims)
         if not await store.add_batch(batch, state.config.batches.max_open, keyed=id is not None):
             _, earlier = await _find_batch(state, request, batch.id)
             return _repeat_response(earlier, body)

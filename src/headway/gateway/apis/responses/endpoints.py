@@ -95,7 +95,9 @@ def _echo(parsed: ParsedRequest) -> dict[str, Any]:
 
 async def _find(state: AppState, request: Request, id: str) -> Job:
     """Return a kept response of the request's tenant; the operator's key finds those of all."""
-    tenant = None if state.is_operator(request) else state.tenant(request)
+    if operator := state.is_operator(request):
+        state.check_operator(request)  # so that it is in the audit log
+    tenant = None if operator else state.tenant(request)
     job = await state.gateway.broker.get(id)
     kept = job is not None and (job.background or is_kept(job))
     if job is None or not kept or (tenant is not None and job.tenant != tenant):
