@@ -386,9 +386,9 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     if (config.server.tls.cert is None) != (config.server.tls.key is None):
         problem = f"server.tls in {where} has only one of cert and key."
         yield ConfigError(problem, "Set both, or neither.", param="server.tls")
-    if "*" in config.server.cors_origins and not config.keys:
-        problem = f'server.cors_origins in {where} has "*", but there are no [[keys]]: any web page could use it.'
-        yield ConfigError(problem, "Name the origins, or add keys.", param="server.cors_origins")
+    if "*" in config.server.cors_origins and not config.closed:
+        problem = f'server.cors_origins in {where} has "*", but clients need no key: any web page could use it.'
+        yield ConfigError(problem, "Name the origins, or add keys or [oidc].", param="server.cors_origins")
     if config.broker.kind == "postgres" and config.broker.postgres.url is None:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
