@@ -22,6 +22,7 @@ from headway.gateway.parsing.media import MediaCounter, media_tokens, refuse_url
 from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter, load_tokenizer
 from headway.models.resolve import resolve
+from tests.gateway.batches import begin, ended, line
 from tests.gateway.gateway import Fake, Gateway
 
 LINK = "https://example.com/cat.png"
@@ -208,6 +209,9 @@ def test_every_api_refuses_urls(gateway: Gateway, fake: Fake) -> None:
     answer = gateway.post({"model": "smollm2", "max_tokens": 8, "messages": [message]}, "/v1/messages")
     assert answer.status_code == 400
     assert "server.media_domains" in answer.json()["error"]["message"]
+    asking = [line("a", messages=[{"role": "user", "content": [image(METADATA)]}])]
+    (problem,) = ended(gateway, begin(gateway, asking))["errors"]["data"]
+    assert problem["code"] == "media_url_refused"
     assert fake.last() == before
 
 
