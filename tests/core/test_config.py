@@ -66,6 +66,7 @@ hosts = ["llm.example", ".b.example"]
 stored_keys = true
 tls = {{ cert = "cert.pem", key = "key.pem" }}
 cors_origins = ["https://app.example", "http://localhost:3000"]
+media_domains = ["images.example"]
 max_attempts = 5
 max_resumes = 2
 head_timeout_s = 3
@@ -331,6 +332,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
         Tls("cert.pem", "key.pem"),
         ("https://app.example", "http://localhost:3000"),
         40,
+        ("images.example",),
     )
     assert config.engines == (
         Engine(

@@ -100,6 +100,7 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(data: dict[
         ({"broker": {"sqlite": 3}}, "broker.sqlite", "3"),
         ({"broker": {"keep_hours": float("inf")}}, "broker.keep_hours", "inf"),
         ({"server": {"cors_origins": ["app.example"]}}, "server.cors_origins.0", "'app.example'"),
+        ({"server": {"media_domains": ["https://a.example"]}}, "server.media_domains.0", "'https://a.example'"),
         ({"broker": {"keep_hours": float("nan")}}, "broker.keep_hours", "nan"),
         ({"classes": {"x": {"ttft_ms": -5}}}, "classes.x.ttft_ms", "-5"),
         ({"classes": {"x": {"ttft_ms": "fast"}}}, "classes.x.ttft_ms", "'fast'"),
@@ -330,3 +331,11 @@ def test_tenants_that_may_leave_are_named(tenants: list[str]) -> None:
         parse({"engines": [{}, AWAY | {"overflow_tenants": tenants}], "keys": keys})
     assert caught.value.hint == "Name tenants whose prompts may leave, of acme."
     parse({"engines": [{}, AWAY | {"overflow_tenants": ["acme"]}], "keys": keys})
+
+
+def test_any_web_page_may_use_a_server_whose_clients_need_a_key() -> None:
+    origins = {"cors_origins": ["*"]}
+    for closed in ({"keys": [{"key": SECRET, "tenant": "a"}]}, {"server": origins | {"stored_keys": True}}):
+        parse({"server": origins} | closed)
+    with pytest.raises(ConfigError, match="any web page could use it"):
+        parse({"server": origins})

@@ -320,6 +320,10 @@ async def test_lists_of_files(store: BatchStore) -> None:
     assert await store.files("alpha", "file-1", 9, newest=False) == made[2:]
     assert await store.files("alpha", None, 9, purpose="batch") == [made[3], made[1], made[0]]
     assert await store.files("alpha", "other", 9) == [], "it is another tenant's"
+    await add(store, replace(FILE, id="expired", expires=5.0))
+    await add(store, lasts := replace(FILE, id="lasts", expires=20.0))
+    assert await store.files("alpha", None, 2, now=10.0) == [lasts, made[3]]
+    assert await store.files("alpha", "expired", 1, now=10.0) == [made[3]], "one may go on from it"
 
 
 async def test_expired_files_are_named_unless_a_batch_reads_them(store: BatchStore) -> None:

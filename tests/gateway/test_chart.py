@@ -18,8 +18,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml  # type: ignore[import-untyped]
+from starlette.requests import Request
 
 from headway.config import Config, load
+from headway.gateway.apis.web_pages import refuse_foreign_pages
 from headway.gateway.watch.metrics import Metrics
 from tests.gateway.test_manifests import DEPLOY, ROLES, check_command
 
@@ -49,6 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
     "all": ALL,
     "hpa": ALL | {"autoscaling": {"by": "hpa"}},
     "ingress": {"ingress": {"enabled": True}},
+    "https, oidc": {
+        "ingress": {"enabled": True},
+        "monitors": True,
+        "config": {
+            "server": {"tls": {"cert": "/etc/tls/tls.crt", "key": "/etc/tls/tls.key"}},
+            "oidc": {"issuer": "https://login.example", "audience": ["headway"]},
+        },
+    },
     "one pod": ALL | {"parts": False},
     "one pod, no keys": {"parts": False, "engines": [FAR]},
 }
@@ -202,7 +212,7 @@ def test_the_configuration_is_one(case: Rendered) -> None:
         assert (config.broker.kind, str(config.broker.sqlite.file)) == ("sqlite", "/var/lib/headway/queue.sqlite")
     else:
         assert (config.broker.kind, config.broker.postgres.schema, config.wire.name) == ("postgres", "team_a", "team-a")
-    assert not re.search(r'(_?key"|url") = "(?!env:|http)', secret), "no secret is in it"
+    assert not re.search(r'(_?key"|url") = "(?!env:|http|/)', secret), "no secret is in it"
 
 
 @needs_helm
@@ -217,6 +227,7 @@ def test_all_values_are_in_the_configuration(tmp_path: Path) -> None:
     assert (server.operator_key, server.max_queued, server.drain_s) == ("env:OPERATOR_KEY", 5000, 60)
     assert config.journal.days == 30
     assert Rendered(CASES["ingress"], tmp_path).config.server.hosts == ("headway.example.com",)
+    assert Rendered(CASES["https, oidc"], tmp_path).config.server.hosts == (), "only servers without keys look at them"
 
 
 @needs_helm
@@ -243,6 +254,8 @@ def test_pods_are_asked_what_they_answer_and_have_time_to_drain(case: Rendered) 
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for probe, path in {"readinessProbe": "/ready", "livenessProbe": "/health"}.items():
             assert container[probe]["httpGet"]["path"] == path
+            https = role != "controller" and role != "agent" and case.config.server.tls.cert is not None
+            assert container[probe]["httpGet"].get("scheme", "HTTP") == ("HTTPS" if https else "HTTP")
             (argv, *_) = commands(workload, container)
             assert ports[container[probe]["httpGet"]["port"]] == int(
                 argv[argv.index("--port") + 1] if "--port" in argv else 8000
@@ -348,6 +361,26 @@ def test_keda_and_an_hpa_make_as_many_engines_as_are_wanted(tmp_path: Path) -> N
     query = rule["metricsQuery"].replace("<<.Series>>", asked["name"]).replace("<<.LabelMatchers>>", 'model="Qwen3-8B"')
     assert query == trigger["metadata"]["query"]
     assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+@needs_helm
+@pytest.mark.parametrize("name", CASES)
+def test_the_notes_name_a_url_that_a_server_without_keys_accepts(tmp_path: Path, name: str) -> None:
+    """Helm's `template` leaves notes out, so that they are rendered as a file of its own."""
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    notes = "kind: Notes\ntext: |\n" + re.sub("(?m)^", "  ", (chart / "templates" / "NOTES.txt").read_text())
+    (chart / "templates" / "notes.yaml").write_text(notes)
+    given = tmp_path / "values.yaml"
+    given.write_text(yaml.safe_dump(CASES[name]))
+    argv = (str(HELM), "template", "team-a", str(chart), "--values", str(given), "--show-only", "templates/notes.yaml")
+    made = subprocess.run(argv, capture_output=True, text=True, env={"HOME": str(tmp_path)})
+    assert made.returncode == 0, made.stderr
+    (scheme, host), *_ = re.findall(r"(https?)://([\w.-]+)", made.stdout)
+    config = Rendered(CASES[name], tmp_path).config
+    assert scheme == ("http" if config.server.tls.cert is None else "https")
+    assert ("every client is accepted" in made.stdout) == (not config.closed)
+    refuse_foreign_pages(Request({"type": "http", "headers": [(b"host", host.encode())]}), config.server.hosts)
 
 
 @needs_helm

@@ -172,9 +172,9 @@ def test_a_file_that_has_expired_is_gone(serve: Serve) -> None:
         db.execute("UPDATE files SET expires = 1 WHERE id = ?", [expired])
     with serve(broker=queue) as gateway:
         assert gateway.get(f"/v1/files/{expired}").status_code == 404
+        assert [file["id"] for file in gateway.get("/v1/files").json()["data"]] == [kept]
         assert gateway.get(f"/v1/files/{kept}").status_code == 200
         until(lambda: left(gateway) == {kept})
-        assert [file["id"] for file in gateway.get("/v1/files").json()["data"]] == [kept]
 
 
 def test_files_of_another_tenant_are_not_there(serve: Serve) -> None:

@@ -101,6 +101,8 @@ def test_a_units_files_may_be_written() -> None:
             assert "StateDirectory=headway\n" in text
             assert "XDG_STATE_HOME=%S" in text
             assert "CacheDirectory=headway" in text
+            assert "PrivateTmp=true" in text, "else /tmp is read-only, where vLLM has its sockets"
+            assert "HOME=%S/headway" in text or " vllm" not in text, "ProtectHome hides the user's own"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

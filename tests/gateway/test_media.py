@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import wave
 from base64 import b64encode
 from io import BytesIO
@@ -12,12 +15,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from headway.errors import RequestError
 from headway.gateway.apis.anthropic.translate import chat_of as chat_of_message
 from headway.gateway.apis.responses.translate import chat_of
-from headway.gateway.parsing.media import MediaCounter, media_tokens
+from headway.gateway.parsing.media import MediaCounter, media_tokens, refuse_urls
 from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter, load_tokenizer
 from headway.models.resolve import resolve
+from tests.gateway.batches import begin, ended, line
 from tests.gateway.gateway import Fake, Gateway
 
 LINK = "https://example.com/cat.png"
@@ -51,6 +56,13 @@ class Patches:
         return {"num_image_tokens": [min(height // 14 * (width // 14), 1024) for height, width in image_sizes]}
 
 
+class Refuses:
+    """A processor that reads no image, as Qwen2-VL's of 1 x 300 pixels."""
+
+    def _get_num_multimodal_tokens(self, image_sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+        raise ValueError("absolute aspect ratio must be smaller than 200")
+
+
 COUNTER = MediaCounter(Patches(), 1024)
 
 
@@ -59,6 +71,7 @@ def test_an_image_counts_by_its_size_or_as_the_largest() -> None:
     assert media_tokens(COUNTER, ["text", None, [image(png()), image(png(14, 14))]]) == (25, 0)
     assert media_tokens(COUNTER, [[image(LINK), image("data:image/png;base64,AAAA"), image("data:,x")]]) == (0, 3072)
     assert media_tokens(None, [[image(png())]]) == (0, 0)
+    assert MediaCounter(Refuses(), 1024).image(png(1, 300)) is None, "the engine says what is wrong with it"
 
 
 def test_speech_counts_by_its_length() -> None:
@@ -84,10 +97,11 @@ def test_a_bound_leaves_room_for_the_answer_and_a_count_does_not() -> None:
     assert tokens(LINK, 100) == 90
 
 
-def test_a_model_s_processor_counts_its_images(tmp_path: Path) -> None:
-    """LLaVA's: each image is cut to 28 x 28 pixels, of which 14 x 14 are a token."""
+def llava(folder: Path) -> None:
+    """Write the processor of LLaVA: each image is cut to 28 x 28 pixels, of which 14 x 14 are a token."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes(Path(resolve("smollm2"), name).read_bytes())
+        (folder / name).write_bytes(Path(resolve("smollm2"), name).read_bytes())
     side = {"height": 28, "width": 28}
     image = {"image_processor_type": "CLIPImageProcessor", "crop_size": side, "size": {"shortest_edge": 28}}
     processor = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
@@ -97,7 +111,11 @@ def test_a_model_s_processor_counts_its_images(tmp_path: Path) -> None:
         "processor_config.json": {"processor_class": "LlavaProcessor", "image_token": "<|im_start|>", **processor},
     }
     for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
+        (folder / name).write_text(json.dumps(content))
+
+
+def test_a_model_s_processor_counts_its_images(tmp_path: Path) -> None:
+    llava(tmp_path)
     counter = MediaCounter.of(str(tmp_path))
     assert counter is not None
     assert (counter.most, counter.image(png())) == (4, 4)
@@ -105,6 +123,96 @@ def test_a_model_s_processor_counts_its_images(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     assert MediaCounter.of(str(tmp_path)) is None
     assert MediaCounter.of(resolve("smollm2")) is None
+
+
+def test_a_model_of_the_hub_has_its_images_counted(tmp_path: Path) -> None:
+    """It is in the hub's cache, where its tokenizer is, too."""
+    model = tmp_path / "hub" / "models--org--seeing"
+    llava(model / "snapshots" / "1")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("1")
+    code = "from headway.gateway.parsing.media import MediaCounter; print(MediaCounter.of('org/seeing').most)"
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert found.stdout == "4\n", found.stderr
+
+
+# ---- what engines may fetch
+
+METADATA = "http://169.254.169.254/latest/meta-data"
+
+
+def part_of(kind: str, url: str) -> dict[str, Any]:
+    return {"type": kind, kind: {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        METADATA,
+        "file:///etc/passwd",
+        "https://images.example.evil.example/a.png",
+        "https://images.example\\@evil.example/a.png",
+        "https://images.example@evil.example/a.png",
+        "https://images.example\t.evil.example/a.png",
+        " https://images.example/a.png",
+        "https://[::1]/a.png",
+        "//images.example/a.png",
+    ],
+)
+def test_an_engine_fetches_from_named_hosts_alone(url: str) -> None:
+    for parts in (
+        [part_of("image_url", url)],
+        [part_of("audio_url", url)],
+        [part_of("video_url", url)],
+        [{"image_url": url}],
+        [{"type": "input_image", "image_url": url}],
+        [{"type": "image_url", "uuid": "u", "audio_url": url}],
+    ):
+        for body in (
+            {"messages": [{"role": "user", "content": parts}]},
+            {"input": [{"content": parts}]},
+            {"queries": {"content": parts}, "documents": ["a"]},
+        ):
+            with pytest.raises(RequestError) as refused:
+                refuse_urls(body, ("images.example",))
+            assert (refused.value.status, refused.value.code) == (400, "media_url_refused")
+            assert "server.media_domains" in str(refused.value)
+
+
+def test_named_hosts_data_and_fields_that_nothing_fetches_are_accepted() -> None:
+    urls = [png(), "https://images.example/a.png?b=http://c", "http://Images.Example:8080", "https://images.example#x"]
+    parts = [image(url) for url in urls] + [
+        {"type": "image_url", "image_url": None, "uuid": "u"},
+        {"type": "image_url"},
+    ]
+    refuse_urls({"messages": [{"role": "user", "content": parts}]}, ("images.EXAMPLE",))
+    schema = {"properties": {"image_url": {"type": "string"}}}
+    refuse_urls({"messages": "text", "metadata": {"image_url": METADATA}, "tools": [schema]}, ())
+
+
+def test_every_api_refuses_urls(gateway: Gateway, fake: Fake) -> None:
+    before = fake.last()
+    source = {"type": "image", "source": {"type": "url", "url": METADATA}}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": gateway.chat(messages=[{"role": "user", "content": [image(METADATA)]}]),
+        "/v1/responses": {
+            "model": "smollm2",
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": METADATA}]}],
+        },
+        "/tokenize": {"model": "smollm2", "messages": [{"role": "user", "content": [image(METADATA)]}]},
+    }
+    for path, body in asked.items():
+        answer = gateway.post(body, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "media_url_refused"), path
+    message = {"role": "user", "content": [source]}
+    answer = gateway.post({"model": "smollm2", "max_tokens": 8, "messages": [message]}, "/v1/messages")
+    assert answer.status_code == 400
+    assert "server.media_domains" in answer.json()["error"]["message"]
+    asking = [line("a", messages=[{"role": "user", "content": [image(METADATA)]}])]
+    (problem,) = ended(gateway, begin(gateway, asking))["errors"]["data"]
+    assert problem["code"] == "media_url_refused"
+    assert fake.last() == before
 
 
 def test_every_api_passes_images_on(gateway: Gateway, fake: Fake) -> None:

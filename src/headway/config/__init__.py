@@ -381,15 +381,7 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
         ids = [engine.id or f"e{i}" for i, engine in enumerate(config.engines)]
         problem = f"Two engines in {where} have the id {next(id for id in ids if ids.count(id) > 1)!r}."
         yield ConfigError(problem, "Give each engine another id (unset, it is e and its place).", param="engines.id")
-    if config.server.operator_only and config.server.operator_key is None and config.oidc.admin_claim is None:
-        problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
-        yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
-    if (config.server.tls.cert is None) != (config.server.tls.key is None):
-        problem = f"server.tls in {where} has only one of cert and key."
-        yield ConfigError(problem, "Set both, or neither.", param="server.tls")
-    if "*" in config.server.cors_origins and not config.keys:
-        problem = f'server.cors_origins in {where} has "*", but there are no [[keys]]: any web page could use it.'
-        yield ConfigError(problem, "Name the origins, or add keys.", param="server.cors_origins")
+    yield from _server_contradictions(config, where)
     if config.broker.kind == "postgres" and config.broker.postgres.url is None:
         problem = f'broker.kind in {where} is "postgres", but broker.postgres.url is not set.'
         fix = 'Set it in [broker.postgres], best as url = "env:HEADWAY_POSTGRES_URL".'
@@ -412,6 +404,18 @@ def _contradictions(config: Config, where: str) -> Iterator[ConfigError]:
             yield ConfigError(problem, "Leave one of them out.", param=f"scale.{model}.command")
     for name, tier in config.classes.items():
         yield from _class_contradictions(name, tier, where)
+
+
+def _server_contradictions(config: Config, where: str) -> Iterator[ConfigError]:
+    if config.server.operator_only and config.server.operator_key is None and config.oidc.admin_claim is None:
+        problem = f"server.operator_only in {where} needs server.operator_key, which is not set."
+        yield ConfigError(problem, "Set server.operator_key.", param="server.operator_key")
+    if (config.server.tls.cert is None) != (config.server.tls.key is None):
+        problem = f"server.tls in {where} has only one of cert and key."
+        yield ConfigError(problem, "Set both, or neither.", param="server.tls")
+    if "*" in config.server.cors_origins and not config.closed:
+        problem = f'server.cors_origins in {where} has "*", but clients need no key: any web page could use it.'
+        yield ConfigError(problem, "Name the origins, or add keys or [oidc].", param="server.cors_origins")
 
 
 def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[ConfigError]:

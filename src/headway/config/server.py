@@ -27,7 +27,10 @@ class Server:
     stored_keys: accept the API keys that `headway key` makes, which are kept in the queue's store; clients then need a
         key or a token, even if there is none yet.
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
-    cors_origins: origins of web pages whose scripts may use the API ("https://app.example"); "*" = of any, with keys.
+    cors_origins: origins of web pages whose scripts may use the API ("https://app.example"); "*" = of any, where
+        clients need a key.
+    media_domains: hosts whose images, audio and video engines may fetch by URL ("images.example"), over http and
+        https; others are refused, and data: URLs always accepted.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
     head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.
@@ -70,6 +73,7 @@ class Server:
     tls: Tls = field(default_factory=Tls)
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
     max_audio_mib: Count = 25  # limit of a form with speech; vLLM has one of its own, 25 MB
+    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+$")], ...] = ()
 
     @property
     def url(self) -> str:

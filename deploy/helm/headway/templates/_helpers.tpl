@@ -30,10 +30,20 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- .table.served_name | default (ternary .table.model (base .table.model) (hasKey .table "url")) -}}
 {{- end -}}
 
+{{/* "true" where clients need a key or a token. */}}
+{{- define "headway.closed" -}}
+{{- if or .Values.keys (dig "server" "stored_keys" false .Values.config) (dig "oidc" "issuer" "" .Values.config) }}true{{ end -}}
+{{- end -}}
+
+{{/* The scheme of the gateway's port, in capitals as probes have it. */}}
+{{- define "headway.scheme" -}}
+{{- if dig "server" "tls" "cert" "" .Values.config }}HTTPS{{ else }}HTTP{{ end -}}
+{{- end -}}
+
 {{/* The configuration that all parts read, as TOML. */}}
 {{- define "headway.config" -}}
 {{- $server := dict "host" "0.0.0.0" "drain_s" .Values.drainSeconds -}}
-{{- if and .Values.ingress.enabled (not .Values.keys) }}{{ $_ := set $server "hosts" (list .Values.ingress.host) }}{{ end -}}
+{{- if and .Values.ingress.enabled (not (include "headway.closed" .)) }}{{ $_ := set $server "hosts" (list .Values.ingress.host) }}{{ end -}}
 {{- if .Values.operatorKey }}{{ $_ := set $server "operator_key" (printf "env:%s" .Values.operatorKey) }}{{ end -}}
 {{- $config := dict "server" $server "log" (dict "format" "json") -}}
 {{- if .Values.parts -}}

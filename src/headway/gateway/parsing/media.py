@@ -2,6 +2,8 @@
 
 Images are counted by the model's own processor in transformers, as vLLM's backend for transformers does. Of one whose
 size is not known here (it is behind a URL), and of audio, there is an upper bound.
+
+Engines fetch what is behind a URL, from inside the operator's network: `refuse_urls`.
 """
 
 from __future__ import annotations
@@ -9,18 +11,24 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import wave
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
+
+from headway.errors import RequestError
+from headway.gateway.parsing.pooling import FIELDS
 
 log = logging.getLogger("headway.gateway")
 _HEAD = 2**18  # bytes of a file in which its size is looked for
 # Height and width of images that have as many tokens as any: processors shrink larger ones.
 _LARGE = ((8192, 8192), (16384, 4096), (4096, 16384))
+_URLS = ("image_url", "audio_url", "video_url")  # of vLLM's parts, whatever their type
+# Of a URL about whose host all parsers agree: no user, no backslash, no control character before the path.
+_HOST = re.compile(r"https?://([a-z0-9.-]+)(?::\d+)?(?:[/?#]|\Z)", re.IGNORECASE)
 _AUDIO_RATE = 50  # tokens per second at most: positions of Whisper's encoder, which audio models pool further
 
 
@@ -33,23 +41,29 @@ class MediaCounter:
 
     @classmethod
     def of(cls, path: str) -> MediaCounter | None:
-        """Return that of a model directory; None where the model reads no images, or transformers cannot count them."""
-        config = Path(path, "config.json")
-        if not config.is_file() or "vision_config" not in json.loads(config.read_text()):
-            return None
+        """Return that of a model directory or hub id; None where it reads no images, or they cannot be counted."""
         try:
+            from transformers.utils import cached_file
+
+            with open(str(cached_file(path, "config.json"))) as file:
+                if "vision_config" not in json.load(file):
+                    return None
             from transformers import AutoProcessor
 
             processor = AutoProcessor.from_pretrained(path)
             return cls(processor, max(_tokens(processor, size) for size in _LARGE))
-        except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+        except Exception as error:  # a model's processor may raise anything
             log.warning("images for %s are not counted before its engine has: %s", path, str(error)[:300])
             return None
 
     def image(self, url: str) -> int | None:
-        """Return the tokens of an image, None where its size is not known here."""
+        """Return the tokens of an image, None where its size is not known here, or none of the processor's."""
         size = _size(url)
-        return None if size is None else _tokens(self._processor, size)
+        try:
+            return None if size is None else _tokens(self._processor, size)
+        except Exception as error:  # as for 1 x 300 pixels; the engine's own error reaches the client
+            log.debug("an image of %s pixels is not counted: %s", size, error)
+            return None
 
 
 def media_tokens(counter: MediaCounter | None, contents: Iterable[Any]) -> tuple[int, int]:
@@ -67,6 +81,28 @@ def media_tokens(counter: MediaCounter | None, contents: Iterable[Any]) -> tuple
     return known, unknown
 
 
+def refuse_urls(raw: Mapping[str, Any], domains: Collection[str]) -> None:
+    """Raise RequestError for a body with a URL of an image, audio or video that an engine may not fetch.
+
+    domains: hosts from which it may; data: URLs are not fetched.
+    """
+    hosts = {domain.lower() for domain in domains}
+    rest: list[Any] = [raw.get(name) for name in FIELDS]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            for url in filter(None, (_url(one.get(name) or "") for name in _URLS)):
+                found = _HOST.match(url)
+                if not (url.startswith("data:") or (found and found[1].lower() in hosts)):
+                    raise RequestError(
+                        f"The image, audio or video at {url[:100]!r} is not fetched.",
+                        "Send it in a data: URL, or have the operator add its host to server.media_domains.",
+                        code="media_url_refused",
+                    )
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        rest += [value for value in inner if isinstance(value, dict | list)]
+
+
 def _parts(contents: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
     return (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
 
@@ -76,7 +112,7 @@ def _tokens(processor: Any, size: tuple[int, int]) -> int:
 
 
 def _url(value: Any) -> str:
-    return str(value.get("url", "")) if isinstance(value, dict) else str(value)
+    return str(value.get("url") or "") if isinstance(value, dict) else str(value)
 
 
 def _decoded(text: str, most: int) -> bytes:

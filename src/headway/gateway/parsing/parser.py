@@ -11,6 +11,7 @@ from headway.engines.vllm.fatal_fields import check_fields
 from headway.engines.vllm.parsers import no_tool_parser, parsers
 from headway.errors import RequestError
 from headway.gateway.parsing.grammars import check_grammars
+from headway.gateway.parsing.media import refuse_urls
 from headway.gateway.parsing.models import Served, ServedModels
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, ChatBody, CompletionBody, Kind, ParsedRequest, interpret, validate
@@ -74,6 +75,7 @@ class Parser:
         """Check the fields of a body, and return it with its model's own name."""
         raw = {**raw, "model": self.models.own_name(raw.get("model"))}
         check_grammars(raw, self.config.grammars)
+        refuse_urls(raw, self.config.server.media_domains)
         return raw, validate(kind, raw, self.models.longest)
 
 

@@ -33,6 +33,7 @@ _INPUTS: dict[PoolingKind, tuple[tuple[str, ...], ...]] = {
     "score": (("queries", "text_1", "data_1"), ("documents", "items", "text_2", "data_2")),
     "rerank": (("query",), ("documents",)),
 }
+FIELDS = {name for fields in _INPUTS.values() for names in fields for name in names}  # messages of chats, too
 _NOT_HERE = ("stream", "background")
 _JSON = ("float", "base64")  # encodings that leave the answer JSON
 

@@ -102,17 +102,25 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def files(
-        self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        *,
+        newest: bool = True,
+        purpose: str | None = None,
+        now: float = 0.0,
     ) -> list[StoredFile]:
         """Return up to `limit` files of a tenant that come after the file `after`, in order of creation.
 
-        newest: the newest first.
+        newest: the newest first. now: those that expired before are left out.
         """
         order, past = ("DESC", "<") if newest else ("ASC", ">")
         sql = f"""SELECT {_FILE} FROM files WHERE tenant = ?1 AND purpose = COALESCE(?4, purpose)
+            AND (expires IS NULL OR expires >= ?5)
             AND (?3 IS NULL OR seq {past} (SELECT seq FROM files WHERE id = ?3 AND tenant = ?1))
             ORDER BY seq {order} LIMIT ?2"""
-        rows = self.rows(sql, tenant, limit, after, purpose)
+        rows = self.rows(sql, tenant, limit, after, purpose, now)
         return [StoredFile(*row) for row in rows]
 
     @in_thread

@@ -64,11 +64,18 @@ class BatchStore(Protocol):
         """Return a file of a tenant."""
 
     async def files(
-        self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        *,
+        newest: bool = True,
+        purpose: str | None = None,
+        now: float = 0.0,
     ) -> list[StoredFile]:
         """Return up to `limit` files of a tenant that come after the file `after`, in order of creation.
 
-        newest: the newest first.
+        newest: the newest first. now: those that expired before are left out.
         """
 
     def path(self, id: str) -> Path | None:

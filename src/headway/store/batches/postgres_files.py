@@ -41,6 +41,7 @@ _LIST = """UPDATE {s}.files SET state = 'stored', name = $3, created = $4, expir
 _GET = f"SELECT {_FILE} FROM {{s}}.files WHERE id = $1 AND tenant = $2 AND state = 'stored'"
 _SOME = f"""SELECT {_FILE} FROM {{s}}.files
     WHERE tenant = $1 AND state = 'stored' AND ($4::text IS NULL OR purpose = $4)
+        AND (expires IS NULL OR expires >= $5)
         AND ($3::text IS NULL OR seq %s (SELECT seq FROM {{s}}.files WHERE id = $3 AND tenant = $1))
     ORDER BY seq %s LIMIT $2"""
 _EXPIRED = f"""SELECT {_FILE} FROM {{s}}.files WHERE state = 'stored' AND expires < $1
@@ -111,11 +112,18 @@ class PostgresFiles(BatchSession):
         return found[0] if found else None
 
     async def files(
-        self, tenant: str, after: str | None, limit: int, *, newest: bool = True, purpose: str | None = None
+        self,
+        tenant: str,
+        after: str | None,
+        limit: int,
+        *,
+        newest: bool = True,
+        purpose: str | None = None,
+        now: float = 0.0,
     ) -> list[StoredFile]:
-        """Return up to `limit` files of a tenant that come after one of them."""
+        """Return up to `limit` files of a tenant that come after one of them, and had not expired at `now`."""
         sql = _SOME % (("<", "DESC") if newest else (">", "ASC"))
-        return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose))
+        return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose), now)
 
     async def expired(self, now: float, limit: int) -> list[StoredFile]:
         """Return up to `limit` files that expired before `now`, but for those that a batch reads."""

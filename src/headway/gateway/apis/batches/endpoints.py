@@ -159,7 +159,12 @@ def _files(app: FastAPI, state: AppState) -> None:
         if newest not in ("asc", "desc"):
             raise RequestError(f"The order is {newest[:64]!r}.", "Use asc or desc.", param="order")
         stored = await store.files(
-            tenant, query.get("after"), limit + 1, newest=newest == "desc", purpose=query.get("purpose")
+            tenant,
+            query.get("after"),
+            limit + 1,
+            newest=newest == "desc",
+            purpose=query.get("purpose"),
+            now=clock.now(),
         )
         return await _list(stored, _file_object, limit)
 
