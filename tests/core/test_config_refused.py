@@ -256,7 +256,7 @@ SANDBOX = {"python": {"kind": "sandbox", "isolation": "process"}}
         ({"keys": [{"key": SECRET, "tenant": "a", "classes": ["x"]}], "classes": {"x": 3}}, ["classes.x"]),
         (
             {"backends": {"python": {"kind": 3}}, "keys": [{"key": SECRET, "tenant": "a", "classes": ["x"]}]},
-            [None, "backends.python.kind"],
+            ["backends.python.kind", "keys.0.classes"],
         ),
         (
             {"aliases": {"": "b"}, "server": 3, "engines": 3, "nonsense": {"a": 1}},
