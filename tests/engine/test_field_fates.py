@@ -143,6 +143,5 @@ def test_no_field_is_dropped_without_a_word(api: str, name: str) -> None:
     assert fate(api, beside, name, value) in ("refused", "has an effect") or name in {*_HEADWAY_FIELDS, *documented()}
 
 
-def test_log_probabilities_of_a_response_are_refused() -> None:
-    with pytest.raises(RequestError, match="include cannot be used here"):
-        made("responses", {"include": ["message.output_text.logprobs"]})
+def test_log_probabilities_of_a_response_are_asked_for() -> None:
+    assert made("responses", {"include": ["message.output_text.logprobs"]})["logprobs"] is True

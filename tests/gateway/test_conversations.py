@@ -189,11 +189,11 @@ def test_nothing_is_kept_where_it_is_off(serve: Serve, broker: Broker | None, tm
 
 
 def test_a_fault_in_a_conversation_leaves_the_end_of_the_request_whole(serve: Serve) -> None:
-    async def fault(id: str) -> None:
-        raise RuntimeError(id)
+    async def fault(*_: Any) -> None:
+        raise RuntimeError("a fault")
 
     with serve() as gateway:
         conversation = gateway.post({}, CONVERSATIONS).json()["id"]
-        gateway.inner.path.answered = fault
+        gateway.inner.path.answered.__self__.change = fault
         gateway.post(body(input="One.", conversation=conversation), PATH)
         until(lambda: gateway.metric("headway_requests_total{") == 1)
