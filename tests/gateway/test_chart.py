@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hpa": ALL | {"autoscaling": {"by": "hpa"}},
     "ingress": {"ingress": {"enabled": True}},
     "https, oidc": {
+        "secretFiles": {"headway-tls": "/etc/tls"},
         "ingress": {"enabled": True},
         "monitors": True,
         "config": {
@@ -324,6 +325,15 @@ def test_secrets_are_named_and_never_made(tmp_path: Path) -> None:
         named = {one["secretRef"]["name"]: one["secretRef"].get("optional", False) for one in container["envFrom"]}
         assert named == {"headway": False} | ({} if role == "controller" else {"headway-huggingface": True})
         assert container["image"] == "registry.internal/headway:abc"
+
+
+@needs_helm
+@pytest.mark.parametrize("parts", [True, False])
+def test_files_of_secrets_are_in_every_pod(tmp_path: Path, parts: bool) -> None:
+    for _, workload, container in Rendered({"parts": parts, "secretFiles": {"tls": "/etc/tls"}}, tmp_path).workloads():
+        assert {"name": "tls", "mountPath": "/etc/tls", "readOnly": True} in container["volumeMounts"]
+        pod = workload["spec"]["template"]["spec"]
+        assert {"name": "tls", "secret": {"secretName": "tls"}} in pod["volumes"]
 
 
 @needs_helm

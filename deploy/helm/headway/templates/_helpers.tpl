@@ -91,3 +91,16 @@ spec:
   {{- end }}
   resources: {requests: {storage: {{ .size }}}}
 {{- end -}}
+
+{{/* Secrets as files: `secretFiles`. */}}
+{{- define "headway.fileMounts" -}}
+{{- range $secret, $folder := .Values.secretFiles }}
+- {name: {{ $secret }}, mountPath: {{ $folder | quote }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "headway.fileVolumes" -}}
+{{- range $secret, $_ := .Values.secretFiles }}
+- {name: {{ $secret }}, secret: {secretName: {{ $secret }}}}
+{{- end }}
+{{- end }}
