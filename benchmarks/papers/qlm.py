@@ -67,6 +67,11 @@ def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
     return tuple(replace(single, load=load, interactive=s, seeds=10) for load in (1.2, 2.0, 3.0) for s in _SHARES)
 
 
+def _limits(single: QlmSetting) -> tuple[QlmSetting, ...]:
+    """Return batch limits at which KV, not the limit, is short, and the usual one, with three seeds."""
+    return tuple(replace(single, load=load, limit=n, seeds=3) for n in (RUNNING, 256) for load in (1.2, 2.0, 3.0))
+
+
 def _mixed(seconds: float, a10: int) -> QlmSetting:
     gpus, names = (("a100", 10 - a10), ("a10", a10)), tuple(model.name for model in TWELVE)
     return QlmSetting("W_A of 7B models", gpus, TWELVE, 0.8, seconds, (names, names[10 - a10 :] + names))
@@ -93,6 +98,7 @@ def full() -> QlmPlan:
             PaperPart("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
             PaperPart("loads", _loads(single), LOADED),
             PaperPart("single-ablation", (single,), ABLATION),
+            PaperPart("batch-limit", _limits(single), ABLATION[:3]),
             PaperPart("mix", tuple(_mixed(90.0, a10) for a10 in (0, 2, 5, 8, 10)), PLACED),
             PaperPart("mega", tuple(replace(mega, mega=m) for m in (0.0, 0.005, 0.01, 0.02)), MULTI),
             PaperPart("queue", tuple(replace(queued, queued=n) for n in (0, 1000, 10_000)), SINGLE[:5]),

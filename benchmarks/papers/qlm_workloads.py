@@ -89,6 +89,7 @@ class QlmSetting:
     slo_scale: factor of all SLOs.
     host_gb: host memory for weights, per instance.
     seeds: runs whose figures are averaged.
+    limit: requests in a batch; the load stays that of `RUNNING`.
     """
 
     name: str
@@ -104,6 +105,7 @@ class QlmSetting:
     slo_scale: float = 1.0
     host_gb: float = HOST_GB
     seeds: int = 1
+    limit: int = RUNNING
 
     def describe(self) -> str:
         """Return the workload, rate and mix, as in a row's setting."""
@@ -118,6 +120,8 @@ class QlmSetting:
             parts.append(f"{self.queued} queued")
         if self.slo_scale != 1:
             parts.append(f"SLO x {self.slo_scale:g}")
+        if self.limit != RUNNING:
+            parts.append(f"batch limit {self.limit}")
         if self.seeds > 1:
             parts.append(f"{self.seeds} seeds")
         return ", ".join(parts)
@@ -143,7 +147,7 @@ class QlmSetting:
         return fleet.Spec(
             str(first.profile(gpu)),
             model=first.name,
-            max_running=RUNNING,
+            max_running=self.limit,
             loads=loads,
             host_gb=self.host_gb,
             max_model_len=MEGA_LONGEST if self.mega else LONGEST,

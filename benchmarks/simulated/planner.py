@@ -113,17 +113,21 @@ def measure(planner: str, queued: int, instances: int, events: int, seed: int, *
     for i in range(instances):
         spec = Instance(f"e{i}", "m", _RUNNING, 1 << 20, 16, 4096)
         inside += _sent(core.on(InstanceUp(spec), now))
-    while core.queued < queued:  # a packer that chooses among many takes more inside than its batch limit
-        inside += _sent(core.on(Arrived(crowd.request()), now))
+
+    def refill() -> None:
+        while core.queued < queued:  # some recipes take more inside than a batch, and urgent requests overtake
+            inside.extend(_sent(core.on(Arrived(crowd.request()), now)))
+
+    refill()
     arrivals, ends = np.zeros(events + _WARM_UP), np.zeros(events + _WARM_UP)
     for i in range(events + _WARM_UP):
         if i == _WARM_UP:
             timed.seconds.clear()
+        refill()
         now += 0.001
         arrivals[i] = _time(core, Arrived(crowd.request()), now, inside)
         id = inside.pop(int(rng.integers(len(inside))))
         ends[i] = _time(core, Finished(id, 1 + int(rng.integers(400))), now, inside)
-    assert core.queued >= queued - _WARM_UP, "the queue was worked off"
     arrivals, ends, plans = arrivals[_WARM_UP:], ends[_WARM_UP:], np.array(timed.seconds)
     return PlannerPoint(planner, queued, instances, arrivals, ends, plans, grown if memory else None)
 
