@@ -35,5 +35,5 @@ def is_url(text: str, *schemes: str) -> bool:
 
 
 def is_secure_url(text: str) -> bool:
-    """Tell whether a text is the URL of a server whose answers nobody can change on the way: https, or this machine."""
+    """Tell whether a text is an https URL, or an http URL of this machine: answers cannot be changed on the way."""
     return is_url(text, "https") or (is_url(text, "http") and urlsplit(text).hostname in ("localhost", *_LOOPBACK))

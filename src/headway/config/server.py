@@ -72,7 +72,7 @@ class Server:
     stored_keys: bool = False
     tls: Tls = field(default_factory=Tls)
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
-    max_audio_mib: Count = 25  # limit of a form with speech; vLLM has one of its own, 25 MB
+    max_audio_mib: Count = 25  # limit of an uploaded speech form; vLLM itself refuses files above 25 MB
     media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+$")], ...] = ()
 
     @property

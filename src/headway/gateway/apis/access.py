@@ -26,7 +26,7 @@ class Sender:
 
     key: tenant and limits; None for a token without a tenant.
     until: the instant at which key or token ends, in seconds since the epoch.
-    operator: the subject of an operator's token, None = it is no operator's.
+    operator: the subject of an operator's token, None = the sender is not an operator.
     token: the sender has a token, which names no limits but classes.
     """
 

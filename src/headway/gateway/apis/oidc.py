@@ -131,7 +131,7 @@ class Tokens:
         if isinstance(tenant, str) and 0 < len(tenant) <= _LONGEST and tenant.isprintable() and classes != ():
             key = Key(key="token:of an issuer", tenant=tenant, classes=classes, name=f"{TOKEN_PREFIX}{subject}")
         admin = settings.admin_claim is not None and settings.admin_value in _words(claim(claims, settings.admin_claim))
-        operator = f"the token of {subject!r}" if admin else None
+        operator = f"{TOKEN_PREFIX}{subject}" if admin else None
         return Sender(key, until, operator, token=True)
 
     # ---- the issuer's keys
@@ -261,7 +261,7 @@ def _usable(document: Mapping[str, Any]) -> dict[str | None, Mapping[str, Any]]:
         and key.get("use", "sig") == "sig"
     }
     if not found:
-        raise ValueError("there is no public key for signatures")
+        raise ValueError("its JWKS has no public key for signatures")
     return found
 
 
