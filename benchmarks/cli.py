@@ -338,8 +338,17 @@ def agents(
     engines: Annotated[str | None, typer.Option(help="Sizes of the fleet; unset, 4,16.")] = None,
     loads: Annotated[str | None, typer.Option(help="Multiples of the fleet's capacity; unset, 0.5,0.7,1.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1.0, help="Simulated seconds that count; unset, 240.")] = None,
+    real: Annotated[bool, typer.Option("--real", help="Shorter ones on two real vLLM engines.")] = False,
 ) -> None:
-    """Replay recorded coding agents in a closed loop beside chat on a fleet (SIMULATED; needs HEADWAY_DATA)."""
+    """Replay coding agents in a closed loop beside chat (needs HEADWAY_DATA; SIMULATED without --real)."""
+    if real:
+        if settings or engines or loads or seconds:
+            problem = "--settings, --engines, --loads and --seconds are for simulated runs."
+            raise ConfigError(problem, "Leave them out with --real.")
+        from benchmarks.catalog.agents_real import main as on_engines
+
+        on_engines(ask, listed(systems or ""))
+        return
     from benchmarks.catalog.agents import main
 
     sizes, multiples = (numbers(given) if given else () for given in (engines, loads))

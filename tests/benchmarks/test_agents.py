@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.catalog import agents
 from benchmarks.catalog.agents import Cell
+from benchmarks.catalog.agents_real import Turn, scaled
 from benchmarks.catalog.grounds import fleet
 from benchmarks.catalog.programs import RECIPE
+from benchmarks.catalog.recorded import AgentTurn
 from benchmarks.catalog.simulated import system
 from benchmarks.catalog.workloads import CHAT
 from headway.errors import ConfigError
@@ -86,3 +88,9 @@ def test_seconds_are_those_of_stock_vllm() -> None:
         for name, mean in (("headway", 70.0), ("vllm-fcfs", 100.0))
     }
     assert [row.ours for row in agents._of_stock(found)] == [0.7, 1.0]
+
+
+def test_scaled_agents_keep_their_shape_and_fit_the_engines() -> None:
+    talk = [AgentTurn(800, 80.0, 0.5), AgentTurn(1600, 4.0, 99.0), AgentTurn(40_000, 8.0, 1.0)]
+    turns = scaled(talk)
+    assert turns == [Turn(100, 10, 0.5), Turn(90, 2, 10.0)]  # the third is longer than the engine's context
