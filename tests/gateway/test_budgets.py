@@ -26,7 +26,9 @@ from headway.cli.main import app
 from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, Sqlite, Tier, parse, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.gateway.apis.state import AppState
 from headway.gateway.bill import Bill, Used, accounts_of, bill_of, reserved_in, window, with_bill, without_promises
+from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.store.journal.rows import RequestRow
 from headway.store.queue.memory import MemoryBroker
@@ -187,6 +189,28 @@ def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve) -> None:
 
 
 # ---- costs
+
+
+def test_prices_are_read_again_on_sighup(fake: Fake, tmp_path: Path) -> None:
+    file, dear = tmp_path / "headway.toml", replace(PRICE, answer=10 * PRICE.answer)
+
+    def told() -> Config:
+        return replace(configuration(tmp_path, fake.url), prices={"smollm2": PRICE})
+
+    file.write_text(write(told()))
+    with serving(told()) as gateway:
+
+        async def read_again() -> None:
+            again = Reload(file, AppState(gateway.inner))
+            file.write_text(write(replace(told(), prices={"smollm2": dear})))
+            await again.run()
+
+        for price in (PRICE, dear):
+            answer = gateway.post(gateway.chat(**fakes(prompt=30, tokens=5)))
+            usage = answer.json()["usage"]
+            cost = price.units(usage["prompt_tokens"], usage["completion_tokens"])
+            assert float(answer.headers["x-headway-cost"]) == pytest.approx(cost)
+            gateway.do(read_again())
 
 
 def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:

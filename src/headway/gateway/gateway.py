@@ -87,8 +87,9 @@ class Gateway:
     audit: AuditLog
 
     def adopt(self, config: Config) -> None:
-        """Take over classes and keys of a configuration."""
+        """Take over classes, keys and prices of a configuration."""
         self.config = config
+        self.path.prices = config.prices
         self.path.usage.adopt(config.keys)
         self.metrics.targets(config.classes)
         be_ready(self.dispatcher.control.controller.planner, config)

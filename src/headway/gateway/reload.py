@@ -1,4 +1,4 @@
-"""SIGHUP: read the configuration file again, and take over its classes, keys and engines without a restart."""
+"""SIGHUP: read the configuration file again, and take over its classes, keys, prices and engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reload:
         self._engines = self._known.named  # of the file as it was read last; what operators changed is not in it
         fleet = state.gateway.fleet
         self._fleet = fleet if isinstance(fleet, OwnFleet) else None  # agents read a file of their own
-        self._reloaded = {"classes", "keys"} | ({"engines"} if self._fleet is not None else set())
+        self._reloaded = {"classes", "keys", "prices"} | ({"engines"} if self._fleet is not None else set())
         self._lock = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -51,7 +51,7 @@ class Reload:
                 log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
                 await self._note("failed", error.param)
                 return
-            self._state.adopt(new.classes, new.keys)
+            self._state.adopt(new)
             await self._note("done", f"{len(new.classes)} classes, {len(new.keys)} keys, {len(new.engines)} engines")
         for line in self._state.gateway.paces.warnings(new.classes):
             log.warning("%s", line)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from headway import clock
-from headway.config import Key, Tier
+from headway.config import Config, Key, Tier
 from headway.config.keys import revealed
 from headway.errors import RequestError
 from headway.gateway import tasks
@@ -56,7 +56,7 @@ class AppState(Access):
         self._classes: Mapping[str, Tier] = {}  # as configured
         self._configured: dict[bytes, Key] = {}
         self._by_tenant: dict[str, list[Sender]] = {}  # with keys; its tokens have the limits of the first
-        self.adopt(self.config.classes, self.config.keys)
+        self.adopt(self.config)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
 
@@ -75,10 +75,11 @@ class AppState(Access):
     def models(self) -> ServedModels:
         return self.parser.models
 
-    def adopt(self, classes: Mapping[str, Tier], keys: tuple[Key, ...]) -> None:
-        """Take over classes and keys; ConfigError, which changes nothing, for a secret that is missing."""
-        self._configured = {self.digest(text): key for text, key in revealed(keys).items()}
-        self._classes = classes
+    def adopt(self, new: Config) -> None:
+        """Take over classes, keys and prices; ConfigError, which changes nothing, for a secret that is missing."""
+        self._configured = {self.digest(text): key for text, key in revealed(new.keys).items()}
+        self._classes = new.classes
+        self.config = replace(self.config, prices=new.prices)
         self._fit()
 
     def _follow_fleet(self) -> None:

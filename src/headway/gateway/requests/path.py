@@ -67,7 +67,7 @@ class RequestPath:
         tracing: RequestTracing,
         observers: Observer,
     ) -> None:
-        self.limits, self._prices, self._dispatcher, self.broker = config.server, config.prices, dispatcher, broker
+        self.limits, self.prices, self._dispatcher, self.broker = config.server, config.prices, dispatcher, broker
         self._lengths, self._tracing, self.observers, self.usage = lengths, tracing, observers, usage
         self.closings = Closings(broker)
         self.large_chunk = asyncio.Lock()  # held by the stream that brings one
@@ -193,7 +193,7 @@ class RequestPath:
         Beyond a soft budget it is stored without promises.
         """
         key, request, now = parsed.payer, in_flight.request, datetime.now(UTC)
-        price = self._prices.get(request.adapter or "") or self._prices.get(request.model)
+        price = self.prices.get(request.adapter or "") or self.prices.get(request.model)
         accounts = {one.name: one for one in accounts_of(key, request, price, now)}
         reserved = reserved_in([*accounts.values()])
         in_flight.bill = Bill("" if key is None else key.label, price, reserved)
