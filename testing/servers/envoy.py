@@ -82,7 +82,7 @@ def configuration(port: int, picker: int, engines: Sequence[tuple[str, int]], *,
         "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
         "filter_chains": [{"filters": [manager]}],
     }
-    http2 = {"explicit_http_config": {"http2_protocol_options": {}}}
+    http2: dict[str, Any] = {"explicit_http_config": {"http2_protocol_options": {}}}
     options = {
         "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
             "@type": _TYPES + "upstreams.http.v3.HttpProtocolOptions",
