@@ -199,7 +199,11 @@ def test_helm_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.25", "1.37"])
 def test_objects_fit_kubernetes_schemas(case: Rendered, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    theirs = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "inference.networking.k8s.io/v1"}  # of operators, whose schemas no package has
+    theirs = {
+        "monitoring.coreos.com/v1",
+        "keda.sh/v1alpha1",
+        "inference.networking.k8s.io/v1",
+    }  # of operators, whose schemas no package has
     checked = [one for one in case.objects if one["apiVersion"] not in theirs]
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)

@@ -129,12 +129,14 @@ class _Picker:
             return address
         if parts.hostname is None:  # it has not been started yet
             return None
+        if address:  # for those that ask while it is looked up
+            self._found[parts.netloc] = loop.time() + _ADDRESS_S, address
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
             (*_, (host, *_)), *_ = await loop.getaddrinfo(parts.hostname, port)
         except OSError as error:
-            log.warning("the address of %s is not known: %s", parts.hostname, error)
-            return None
+            log.warning("the address of %s cannot be looked up: %s", parts.hostname, error)
+            return address or None
         address = netloc(str(host), port)
         self._found[parts.netloc] = loop.time() + _ADDRESS_S, address
         return address
