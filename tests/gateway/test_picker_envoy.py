@@ -33,11 +33,11 @@ def proxied(serve: Serve, fake: Fake, tmp_path: Path) -> Proxied:
     """Return what opens a gateway with a picker, and an Envoy in front of it; yields both, Envoy by its URL."""
 
     @contextmanager
-    def open(*engines: Fake, mode: str = "FULL_DUPLEX_STREAMED", **fields: Any) -> Iterator[tuple[Gateway, str]]:
+    def open(*engines: Fake, wait: str = "3600s", **fields: Any) -> Iterator[tuple[Gateway, str]]:
         port, engines = free_port(), engines or (fake,)
         with (
             serve(*(one.url for one in engines), picker=Picker(port), **fields) as gateway,
-            envoy.running(tmp_path, port, [address(one) for one in engines], body=mode) as url,
+            envoy.running(tmp_path, port, [address(one) for one in engines], wait=wait) as url,
         ):
             until(gateway.all_up)
             until(lambda: models(url) == 200)
@@ -89,7 +89,6 @@ def test_a_large_body_and_a_long_stream_pass(proxied: Proxied) -> None:
 
 
 def test_requests_wait_in_envoy_until_an_engine_has_room(proxied: Proxied, fake: Fake) -> None:
-    """Longer than Envoy's `message_timeout`, which does not count for bodies that are streamed both ways."""
     with proxied(recipe="edf", engine={"max_running": 1}) as (gateway, url), ThreadPoolExecutor(8) as pool:
         window = gateway.controller.cluster.instances["e0"].window
         held = [pool.submit(ask, gateway, url, **fakes(hold="envoy")) for _ in range(window)]
@@ -102,6 +101,17 @@ def test_requests_wait_in_envoy_until_an_engine_has_room(proxied: Proxied, fake:
         assert gateway.controller.queued == 1
         fake.release("envoy")
         assert [one.result(10).status_code for one in (*held, batch)] == [200] * (window + 1)
+
+
+def test_envoys_limit_of_waiting_ends_a_request(proxied: Proxied, fake: Fake) -> None:
+    with proxied(wait="1s", recipe="edf", engine={"max_running": 1}) as (gateway, url), ThreadPoolExecutor(8) as pool:
+        window = gateway.controller.cluster.instances["e0"].window
+        held = [pool.submit(ask, gateway, url, **fakes(hold="wait")) for _ in range(window)]
+        until(lambda: len(gateway.controller.requests) == window)
+        assert ask(gateway, url).status_code == 504
+        until(lambda: len(gateway.controller.requests) == window)
+        fake.release("wait")
+        assert [one.result(10).status_code for one in held] == [200] * window
 
 
 def test_a_client_that_leaves_frees_its_place(proxied: Proxied, fake: Fake) -> None:

@@ -138,7 +138,8 @@ class Exchange:
         if first is None or first is grpc.aio.EOF or first.WhichOneof("request") != "request_headers":
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "A stream begins with request_headers.")
         modes = first.protocol_config
-        if (modes.request_body_mode, modes.response_body_mode) != (FULL_DUPLEX, FULL_DUPLEX):
+        both = (modes.request_body_mode, modes.response_body_mode)
+        if first.HasField("protocol_config") and both != (FULL_DUPLEX, FULL_DUPLEX):
             problem = "Envoy's filter ext_proc does not stream bodies both ways."
             hint = "Set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED (docs/picker.md)."
             await self.refuse(EngineError(problem, hint, status=500, code="processing_mode"))
