@@ -19,7 +19,7 @@ import grpc.aio
 from starlette.types import ASGIApp, Message, Scope
 
 from headway.config import Server
-from headway.engines.vllm.process.connection import EngineTimeout, HttpResponse, Part
+from headway.engines.vllm.process.connection import HttpResponse, Part, engine_error
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.errors import error_response
@@ -118,7 +118,7 @@ class Exchange:
         self._read: asyncio.Task[Any] | None = None  # one at a time; one that was waited for in vain goes on
         self._task: asyncio.Task[None] | None = None  # of the app
         self._watcher: Watcher | None = None
-        self._left = False
+        self._over = False  # the answer has gone out, or the client has left
         self._subset: frozenset[str] | None = None
         self._request_ended = self._request_trailers = False
         self._response: _Response | None = None
@@ -158,13 +158,13 @@ class Exchange:
                 self._read.cancel()
 
     def _leave(self) -> None:
-        """End the work on the request, once, as its client has gone."""
-        if self._left or self._task is None:
+        """End the work on the request, unless it is answered, as its client has gone."""
+        if self._over or self._task is None:
             return
-        self._left = True
+        self._over = True
         if self._watcher is not None:
             self._watcher.client_left()
-        if not self._task.cancelling():
+        else:
             self._task.cancel()
 
     async def refuse(self, error: HeadwayError) -> None:
@@ -175,7 +175,7 @@ class Exchange:
         await self._answer_now()
 
     async def next(self) -> tuple[str, Any]:
-        """Return the next message, and what it is; when there is none any more, wait for the end of the call."""
+        """Return the next message, and what it is; ConnectionResetError when there is none any more."""
         if self._read is None:
             self._read = asyncio.create_task(self._context.read())
         try:
@@ -187,7 +187,7 @@ class Exchange:
         self._read = None
         if message is grpc.aio.EOF:
             self._leave()
-            await asyncio.Event().wait()  # which is cancelled now
+            raise ConnectionResetError("Envoy has ended the call")
         kind = message.WhichOneof("request")
         return kind, getattr(message, kind)
 
@@ -233,6 +233,8 @@ class Exchange:
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
                 kind, message = await self.next()
+        except ConnectionResetError:
+            return {"type": "http.disconnect"}
         except TimeoutError:
             raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
         self._request_trailers = kind == "request_trailers"
@@ -266,16 +268,18 @@ class Exchange:
 
     async def _end(self, response: _Response) -> None:
         """End the response once the engine's has ended: Envoy would close that connection, which others can use."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(_REST_S):
                 while await response.read():
                     pass
+        self._over = True
         await self._write(response_body=streamed(b"", end=not response.trailers))
         if response.trailers:
             await self._write(response_trailers={})
 
     async def _answer_now(self) -> None:
         """Answer in the place of an engine."""
+        self._over = True
         status, headers = {"code": self._start["status"]}, mutation(self._headers)
         await self._write(immediate_response={"status": status, "headers": headers, "body": bytes(self._immediate)})
 
@@ -298,8 +302,8 @@ class Exchange:
             try:
                 async with asyncio.timeout_at(deadline):
                     _, message = await self.next()
-            except TimeoutError as error:
-                raise EngineTimeout(engine.id) from error
+            except (TimeoutError, ConnectionResetError) as error:
+                raise engine_error(engine.id, error) from error
             self._response = _Response(self, message, deadline)
             yield self._response
         finally:
