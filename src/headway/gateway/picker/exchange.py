@@ -184,6 +184,8 @@ class Exchange:
             if not self._read.cancelled() or (self._task is not None and self._task.cancelling()):
                 raise
             message = grpc.aio.EOF  # the call was cancelled, not this task
+        except grpc.aio.BaseError:  # it has ended
+            message = grpc.aio.EOF
         self._read = None
         if message is grpc.aio.EOF:
             self._leave()
