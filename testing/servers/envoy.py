@@ -31,13 +31,12 @@ def _cluster(name: str, addresses: Sequence[tuple[str, int]], **more: Any) -> di
     return {"name": name, "type": "STATIC", "connect_timeout": "2s", "load_assignment": assignment, **more}
 
 
-def _ext_proc(body: str, wait: str) -> dict[str, Any]:
+def _ext_proc(body: str) -> dict[str, Any]:
     modes = {f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")}
     return _typed(
         "envoy.filters.http.ext_proc",
         "filters.http.ext_proc.v3.ExternalProcessor",
         grpc_service={"envoy_grpc": {"cluster_name": "picker"}},
-        message_timeout=wait,
         processing_mode={**modes, "request_body_mode": body, "response_body_mode": body},
         metadata_options={
             "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]},
@@ -59,13 +58,8 @@ def _pool(engines: Sequence[tuple[str, int]]) -> dict[str, Any]:
     return _cluster("pool", engines, load_balancing_policy={"policies": [{"typed_extension_config": policy}]})
 
 
-def configuration(
-    port: int, picker: int, engines: Sequence[tuple[str, int]], *, body: str = _STREAMED, wait: str = "3600s"
-) -> Any:
-    """Return Envoy's configuration.
-
-    engines: their addresses. body: the mode in which bodies pass the picker. wait: for an answer of the picker.
-    """
+def configuration(port: int, picker: int, engines: Sequence[tuple[str, int]], *, body: str = _STREAMED) -> Any:
+    """Return Envoy's configuration. engines: their addresses. body: the mode in which bodies pass the picker."""
     rule = {"metadata_namespace": "envoy.lb.subset_hint", "key": "x-gateway-destination-endpoint-subset"}
     filters = [
         _typed(
@@ -73,7 +67,7 @@ def configuration(
             "filters.http.header_to_metadata.v3.Config",
             request_rules=[{"header": SUBSET, "on_header_present": rule, "remove": True}],
         ),
-        _ext_proc(body, wait),
+        _ext_proc(body),
         _typed("envoy.filters.http.router", "filters.http.router.v3.Router"),
     ]
     route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "0s"}}

@@ -106,7 +106,10 @@ class _Picker:
         if self._open >= limit:
             headers = {"retry-after": "1"}
             what, hint = f"{limit} requests are open (picker.max_streams).", "Try again in 1 s."
-            await exchange.refuse(RequestError(what, hint, status=429, kind="rate_limit_error", headers=headers))
+            full = RequestError(
+                what, hint, status=429, kind="rate_limit_error", code="too_many_streams", headers=headers
+            )
+            await exchange.refuse(full)
             return
         self._open += 1
         try:
