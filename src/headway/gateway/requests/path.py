@@ -240,8 +240,6 @@ class RequestPath:
                 self._dispatcher.requeue(in_flight, "declined", declined.aside_s)
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
-                if in_flight.via is not None:
-                    raise
                 attempts = await self._count_attempt(in_flight)
                 in_flight.raise_if_refused()
                 if attempts >= self.limits.max_attempts:
@@ -262,11 +260,16 @@ class RequestPath:
                 return response
 
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
-        """Take note that a request has lost its engine; return whether that can still work."""
+        """Take note that a request has lost its engine; return whether that can still work.
+
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere.
+        """
         log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
         lives = engine.up.is_set() and await engine.lives()
         if engine.up.is_set() and not lives:
             engine.lost()
+        if in_flight.via is not None:
+            raise error
         return lives
 
     async def lives(self, engine: str) -> bool:
