@@ -173,3 +173,17 @@ def test_five_hundred_streams_at_once(proxied: Proxied) -> None:
         assert {answer.status_code for answer in ended} == {200}
         assert all(answer.text.endswith("data: [DONE]\n\n") for answer in ended)
         assert gateway.metric('headway_tokens_total{kind="output"') == 500 * 8
+
+
+def test_what_is_refused_after_it_was_forwarded_leaves_its_engine(proxied: Proxied, fake: Fake) -> None:
+    with proxied(engine={"request_timeout_s": 1.0}) as (gateway, url):
+        before = fake.last()["aborted"]
+        for stream in (False, True):
+            late = ask(gateway, url, stream=stream, **fakes(hold="late"))
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "engine_timeout")
+        until(lambda: fake.last()["aborted"] == before + 2)
+        broken = ask(gateway, url, stream=True, **fakes(tokens=40, delay=0.1) | {"max_tokens": 40})
+        assert broken.status_code == 200
+        assert events(broken)[-2]["error"]["code"] == "engine_timeout"
+        until(lambda: fake.last()["open"] == 0)
+        assert ask(gateway, url).status_code == 200
