@@ -21,6 +21,7 @@ from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
 from tests.gateway.ext_proc import Call, Channel, chat, connected, head, whole
 from tests.gateway.gateway import DEAD, Fake, Gateway, until
+from tests.gateway.test_engines import order, states
 
 Opened = tuple[Gateway, Channel]
 Open = Callable[..., Any]
@@ -325,6 +326,19 @@ async def test_a_dead_engine_costs_its_request_only(opened: Open, fake: Fake, mo
         assert answer.status == 503
         await soon(lambda: not gateway.all_up())
         assert not gateway.controller.requests
+
+
+async def test_a_drained_engine_finishes_what_was_forwarded(opened: Open, fake: Fake, others: list[Fake]) -> None:
+    async with opened(fake.url, others[0].url) as (gateway, channel):
+        await soon(gateway.all_up)
+        call = await channel.asked(subset=[fake.url.removeprefix("http://")])
+        await call.forwarded()
+        assert (await asyncio.to_thread(order, gateway, "POST", "/e0/drain"))[0] == 202
+        await soon(lambda: states(gateway)["e0"] == "draining")
+        refused = await (await channel.asked(subset=[fake.url.removeprefix("http://")])).immediate()
+        assert refused.error["code"] == "no_endpoint"
+        await finished(call)
+        await soon(lambda: states(gateway)["e0"] == "drained")
 
 
 async def test_five_hundred_streams_at_once(opened: Open) -> None:
