@@ -8,7 +8,6 @@ the engine (`Via`): all between the two, from keys and limits to the queue, is t
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -39,7 +38,6 @@ DESTINATION, NAMESPACE = "x-gateway-destination-endpoint", "envoy.lb"
 SUBSET, SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
 _PART = 62_000  # bytes of a body in one message; some proxies take no more than 64 KiB
 _REST_S = 1.0  # for the end of an engine's response whose last event has come
-log = logging.getLogger("headway.gateway")
 
 
 @dataclass(frozen=True, slots=True)
