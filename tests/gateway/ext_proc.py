@@ -171,12 +171,17 @@ class Channel:
         await call.ask(body, **more)
         return call
 
-    async def begun(self) -> Call:
+    async def begun(self, method: str = "POST", path: str = CHAT, *, end: bool = False) -> Call:
         """Begin a request whose body does not come."""
         call = self.call()
         modes = {"request_body_mode": FULL_DUPLEX, "response_body_mode": FULL_DUPLEX}
-        await call.send(request_headers=head({":method": "POST", ":path": CHAT}), protocol_config=modes)
+        names = {":method": method, ":path": path, ":authority": "gateway.local"}
+        await call.send(request_headers=head(names, end=end), protocol_config=modes)
         return call
+
+    async def got(self, path: str) -> Call:
+        """Send a request without a body."""
+        return await self.begun("GET", path, end=True)
 
     async def status(self, service: str = "") -> int:
         return int((await self._check(HealthCheckRequest(service=service))).status)

@@ -135,12 +135,19 @@ async def test_other_apis_are_translated(opened: Open) -> None:
 
 async def test_what_needs_no_engine_is_answered_at_once(opened: Open) -> None:
     async with opened() as (_, channel):
-        call = channel.call()
-        modes = {"request_body_mode": 4, "response_body_mode": 4}
-        names = {":method": "GET", ":path": "/v1/models", ":authority": "gateway.local"}
-        await call.send(request_headers=head(names, end=True), protocol_config=modes)
-        answer = await call.immediate()
+        answer = await (await channel.got("/v1/models")).immediate()
         assert (answer.status, json.loads(answer.body)["data"][0]["id"]) == (200, "smollm2")
+        assert (await (await channel.got("/metrics")).immediate()).status == 404
+
+
+async def test_an_answer_that_is_too_long_for_envoy_is_refused(opened: Open) -> None:
+    async with opened(server={"max_answer_mib": 1}) as (gateway, channel):
+        lines = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat()}) + "\n"
+        for size, status in ((2**19, 200), (2**21, 502)):
+            files = {"file": ("a.jsonl", lines * (size // len(lines)))}
+            made = gateway.post(path="/v1/files", files=files, data={"purpose": "batch"})
+            answer = await (await channel.got(f"/v1/files/{made.json()['id']}/content")).immediate()
+            assert answer.status == status
 
 
 # ---- decisions

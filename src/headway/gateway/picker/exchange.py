@@ -142,9 +142,13 @@ class Exchange:
             hint = "Set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED (docs/picker.md)."
             await self.refuse(EngineError(problem, hint, status=500, code="processing_mode"))
             return
+        scope = self._scope(first.request_headers)
+        if not scope["path"].startswith("/v1/"):
+            await self.refuse(RequestError("Proxies are served /v1 only.", "Use Headway's port.", status=404))
+            return
         self._subset = _subset_of(first.metadata_context)
         self._request_ended = first.request_headers.end_of_stream
-        self._task = task = asyncio.ensure_future(app(self._scope(first.request_headers), self._receive, self._send))
+        self._task = task = asyncio.ensure_future(app(scope, self._receive, self._send))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:  # the client, or its proxy, has gone
@@ -250,7 +254,9 @@ class Exchange:
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._response is None or self._start["status"] >= 400:
             self._immediate += body
-            if not more:
+            if len(self._immediate) > self._limits.max_answer_mib * 2**20:
+                await self._give_up()
+            elif not more:
                 await self._answer_now()
             return
         if not self._begun:
@@ -276,6 +282,14 @@ class Exchange:
         await self._write(response_body=streamed(b"", end=not response.trailers))
         if response.trailers:
             await self._write(response_trailers={})
+
+    async def _give_up(self) -> None:
+        """Refuse an answer of the gateway that is too long: Envoy takes such answers as a whole."""
+        self._immediate.clear()
+        problem = "The answer is longer than server.max_answer_mib."
+        await self.refuse(EngineError(problem, "Use Headway's port.", code="answer_too_long"))
+        if self._task is not None:
+            self._task.cancel()
 
     async def _answer_now(self) -> None:
         """Answer in the place of an engine."""
