@@ -20,7 +20,7 @@ WORKERS ?= 3
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit clients helm image loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
+.PHONY: audit clients envoy helm image loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -80,6 +80,11 @@ helm: install
 	@command -v helm > /dev/null || test -e .helm/helm || $(BIN)/python -m tools.helm .helm > /dev/null 2>&1 \
 	  || echo "Helm cannot be installed here, so deploy/helm is not rendered."
 
+# Sends requests to the endpoint picker in tests.
+envoy: install
+	@command -v envoy > /dev/null || test -e .envoy/envoy || $(BIN)/python -m tools.envoy .envoy > /dev/null 2>&1 \
+	  || echo "Envoy cannot be installed here, so the picker is tested with its messages alone."
+
 # Builds the image and starts its program once; CI does so where Docker runs and vLLM's image can be pulled.
 # REGISTRY=... is a mirror of it.
 image:
@@ -104,7 +109,7 @@ $(VENV)/.rewritten: $(VENV)/.installed
 	@touch $@
 
 # All that tests need.
-ready: loops model clients helm servers rewritten
+ready: loops model clients helm envoy servers rewritten
 
 test: ready
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder $(ARGS)
@@ -156,4 +161,4 @@ bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .helm .vllm-* out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .envoy .helm .vllm-* out

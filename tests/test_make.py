@@ -65,7 +65,7 @@ def test_an_image_that_cannot_be_built_is_an_error(tmp_path: Path, fails: str, c
 def test_helm_is_put_in_place_once_it_runs(tmp_path: Path) -> None:
     for broken in (b"\x7fELF of another machine", b"#!/bin/sh\nexit 1\n"):
         with pytest.raises(SystemExit, match="does not run here"):
-            place(broken, tmp_path / "out")
+            place(broken, tmp_path / "out", "helm", "version")
         assert not list((tmp_path / "out").iterdir())
-    place(b'#!/bin/sh\ntest "$1" = version\n', tmp_path / "out")
+    place(b'#!/bin/sh\ntest "$1" = version\n', tmp_path / "out", "helm", "version")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["helm"]

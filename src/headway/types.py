@@ -104,6 +104,7 @@ class Request:
     prefix: the tokens that it shares with other requests, as far as a simulation knows them.
     drop: refuse it as soon as it cannot be on time any more; otherwise it is served late.
     vllm_only: its body has fields that only vLLM reads, so no other server's answer would be the one asked for.
+    engines: ids of the engines that it may go to, () = any of its model.
     """
 
     id: str
@@ -123,11 +124,16 @@ class Request:
     longest_prompt: int = 0
     places: int = 1
     vllm_only: bool = False
+    engines: tuple[str, ...] = ()
 
     @property
     def context(self) -> int:
         """Tokens of its longest prompt."""
         return self.longest_prompt or self.prompt_tokens
+
+    def may(self, engine: str) -> bool:
+        """Tell whether it may go to an engine."""
+        return not self.engines or engine in self.engines
 
     def per_answer(self, output_tokens: int) -> int:
         """Return the mean tokens of one answer, given those of all."""

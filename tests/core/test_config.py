@@ -23,6 +23,7 @@ from headway.config import (
     Log,
     Model,
     Oidc,
+    Picker,
     Postgres,
     Predictor,
     Price,
@@ -273,6 +274,10 @@ answer = 2
 [audit]
 path = "/var/log/headway/audit.jsonl"
 
+[picker]
+port = 9002
+max_streams = 500
+
 [oidc]
 issuer = "https://login.example"
 audience = ["headway"]
@@ -437,6 +442,7 @@ def test_every_field_can_be_set_from_a_file(tmp_path: Path) -> None:
     assert config.prices["some"] == Price(0.5, 2.0, 0.25)
     assert config.prices["third"] == Price(0.0, 0.0)
     assert config.audit == Audit("/var/log/headway/audit.jsonl")
+    assert config.picker == Picker(9002, 500)
     assert config.oidc == Oidc(
         "https://login.example",
         ("headway",),
@@ -475,6 +481,7 @@ def test_the_example_above_names_every_field_there_is() -> None:
         Budget: data["keys"][0]["budgets"][0] | data["keys"][0]["budgets"][1],
         Price: data["prices"]["some"],
         Audit: data["audit"],
+        Picker: data["picker"],
     }
     for cls, table in tables.items():
         assert set(table) == {field.name for field in dataclasses.fields(cls)}, cls.__name__

@@ -87,6 +87,28 @@ def test_no_instance_idles_while_requests_for_it_wait(recipe: str, program: list
             assert around.load(name) or instance.model not in waiting
 
 
+@pytest.mark.parametrize("recipe", ["vllm", *DISPLACES])
+@EXAMPLES
+@given(program=PROGRAMS)
+def test_requests_for_one_instance_keep_no_other_instance_idle(recipe: str, program: list[int]) -> None:
+    """`World.notify` fails when one goes elsewhere."""
+    around = world(recipe)
+    around.bound = True
+    assert around.core.planner.restricts
+    for choice in program:
+        around.act(choice)
+        for name, instance in around.up.items():
+            waits = [one for one in around.queued.values() if one.model == instance.model and one.may(name)]
+            assert around.load(name) or not waits
+    for name in set(FLEET) - set(around.up):
+        around.start(name)
+    for _ in range(len(around.requests)):
+        id = next(iter(around.inside))
+        around.end(id, Finished(id, 10))
+    assert not around.requests
+    assert not around.core.cluster.only
+
+
 @EXAMPLES
 @given(program=PROGRAMS)
 def test_without_displacing_no_instance_holds_more_than_its_window(program: list[int]) -> None:

@@ -45,6 +45,7 @@ GATEWAY = tuple(
         "apis",
         "app",
         "reload",
+        "picker",
         "main",
     )
 )

@@ -34,6 +34,7 @@ class World:
 
     watch is told what each single event led to (one act may be several events).
     drops: every other request is one that is dropped when it is late.
+    bound: every third request may go to one instance only.
     started: requests inside that have a token. refused: those dropped, with what they were told and when.
     """
 
@@ -47,6 +48,7 @@ class World:
     watch: Callable[[list[Send]], None] = lambda sends: None
     serial: int = 0
     drops: bool = False
+    bound: bool = False
     started: set[str] = field(default_factory=set)
     refused: dict[str, tuple[Request, Reject, float]] = field(default_factory=dict)
 
@@ -62,6 +64,7 @@ class World:
             request = self.queued.pop(command.id)  # KeyError: not accepted, ended, or inside already
             assert command.instance in self.up, "sent to an instance that is not there"
             assert self.up[command.instance].model == request.model
+            assert request.may(command.instance)
             self.inside[command.id] = command.instance
         self.watch([command for command in commands if isinstance(command, Send)])
         return commands
@@ -151,9 +154,11 @@ class World:
         self.serial += 1
         late = bits.take(3) * 0.5  # a later event may be of an earlier arrival
         slo = Slo(ttft=[None, 0.5, 2.0][bits.take(3)], e2e=[None, 5.0][bits.take(2)])
+        model = MODELS[bits.take(2)]
+        able = [name for name, instance in FLEET.items() if instance.model == model]
         return Request(
             f"r{self.serial}",
-            MODELS[bits.take(2)],
+            model,
             1 + bits.take(500),
             1 + bits.take(200),
             self.now - late,
@@ -161,4 +166,5 @@ class World:
             bits.take(3) - 1,
             task=f"t{bits.take(2)}",
             drop=self.drops and self.serial % 2 == 0,
+            engines=(able[self.serial % 2 % len(able)],) if self.bound and self.serial % 3 == 0 else (),
         )

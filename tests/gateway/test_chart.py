@@ -61,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "one pod": ALL | {"parts": False},
+    "picker": ALL | {"picker": {"enabled": True, "pool": {"selector": {"app": "vllm"}, "port": 8000}}},
+    "picker, one pod": {"parts": False, "engines": [FAR], "picker": {"enabled": True}},
     "one pod, no keys": {"parts": False, "engines": [FAR]},
 }
 
@@ -161,6 +163,7 @@ def test_the_values_fit_their_schema() -> None:
         {"operatorKey": "not a name"},
         {"config": {"keys": []}},
         {"drainSeconds": "streams"},
+        {"picker": {"enabled": True, "pool": {"selector": {"app": "vllm"}}}},
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(given: dict[str, Any]) -> None:
@@ -196,7 +199,11 @@ def test_helm_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.25", "1.37"])
 def test_objects_fit_kubernetes_schemas(case: Rendered, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    theirs = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1"}  # of operators, whose schemas no package has
+    theirs = {
+        "monitoring.coreos.com/v1",
+        "keda.sh/v1alpha1",
+        "inference.networking.k8s.io/v1",
+    }  # of operators, whose schemas no package has
     checked = [one for one in case.objects if one["apiVersion"] not in theirs]
     for one in checked:
         kubernetes_validate.validate(one, version, strict=True)
@@ -303,6 +310,20 @@ def test_selectors_and_ports_lead_to_pods(case: Rendered) -> None:
         assert one["spec"]["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
     for one in case.of("PodMonitor"):
         assert one["spec"]["podMetricsEndpoints"][0]["port"] in case.ports(one["spec"]["selector"]["matchLabels"])
+
+
+@needs_helm
+def test_an_inference_pool_asks_the_picker(tmp_path: Path) -> None:
+    case = Rendered(CASES["picker"], tmp_path)
+    assert not Rendered(CASES["all"], tmp_path).of("InferencePool")
+    (pool,) = case.of("InferencePool")
+    picker = pool["spec"]["endpointPickerRef"]
+    (service,) = [one for one in case.of("Service") if one["metadata"]["name"] == picker["name"]]
+    assert picker["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}
+    assert case.config.picker.port == 9002
+    (gateway,) = [container for role, _, container in case.workloads() if role == "gateway"]
+    assert {"name": "picker", "containerPort": 9002} in gateway["ports"]
+    assert pool["spec"]["selector"] == {"matchLabels": {"app": "vllm"}}
 
 
 @needs_helm

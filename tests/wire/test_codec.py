@@ -34,6 +34,7 @@ FINGERPRINTS = {
     7: "a7cc77e25542dc35",
     8: "0524a2f1d1ed5201",
     9: "1dbfa6d4409d9665",
+    10: "d6e71d1c11a591d8",
 }
 
 

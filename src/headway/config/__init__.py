@@ -36,6 +36,7 @@ from headway.config.tables import Count, Positive
 from headway.config.tables import Grammars as Grammars
 from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log
+from headway.config.tables import Picker as Picker
 from headway.config.tables import Postgres as Postgres
 from headway.config.tables import Price as Price
 from headway.config.tables import Scale as Scale
@@ -220,6 +221,7 @@ class Config:
     aliases: dict[_Name, _Name] = field(default_factory=dict)
     prices: dict[_Name, Price] = field(default_factory=dict)
     audit: Audit = field(default_factory=Audit)
+    picker: Picker = field(default_factory=Picker)
 
     @property
     def named(self) -> dict[str, Engine]:
@@ -325,6 +327,7 @@ _TABLES: dict[str, Any] = {
     "keys.budgets": Budget,
     "prices": Price,
     "audit": Audit,
+    "picker": Picker,
 }
 
 
@@ -416,6 +419,9 @@ def _server_contradictions(config: Config, where: str) -> Iterator[ConfigError]:
     if "*" in config.server.cors_origins and not config.closed:
         problem = f'server.cors_origins in {where} has "*", but clients need no key: any web page could use it.'
         yield ConfigError(problem, "Name the origins, or add keys or [oidc].", param="server.cors_origins")
+    if config.picker.port == config.server.port:
+        problem = f"picker.port and server.port in {where} are the same."
+        yield ConfigError(problem, "Give the picker another port.", param="picker.port")
 
 
 def _engine_contradictions(i: int, engine: Engine, where: str) -> Iterator[ConfigError]:

@@ -49,6 +49,7 @@ from headway.gateway.budget import Held
 from headway.gateway.control.fleet import describe
 from headway.gateway.errors import error_response
 from headway.gateway.gateway import Gateway
+from headway.gateway.in_flight import VIA
 from headway.gateway.offload import offload
 from headway.gateway.parsing.pooling import ENDPOINTS
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, Kind, ParsedRequest, PoolingBody
@@ -192,7 +193,7 @@ def _apis(app: FastAPI, state: AppState) -> None:
                 parsed = await state.receive(api, request, held)
                 if parsed.background:
                     return await background(api, parsed, held)
-                in_flight = await gateway.path.accept(parsed, held)
+                in_flight = await gateway.path.accept(parsed, held, request.scope.get(VIA))
             stream = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
             writer = api.writer(parsed)
             return stream if writer is None else TranslatedResponse(stream, writer, keeps=parsed.kept is not None)

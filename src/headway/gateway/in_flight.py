@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from headway.engines.vllm.process.connection import EngineGone, EngineTimeout, MalformedAnswer
+from headway.engines.vllm.process.connection import EngineGone, EngineTimeout, HttpResponse, MalformedAnswer, Part
 from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
@@ -49,6 +51,23 @@ class TakenBack(Exception):
     """The engine of a request is to load another model or leaves, or an overflow engine is to have the request."""
 
 
+class Via(Protocol):
+    """A proxy that takes one request to its engine, in place of the gateway's own connection (`gateway/picker`).
+
+    It can be told one engine, once: the request cannot be taken back from it, and does not go on elsewhere.
+    """
+
+    def restricted(self, request: Request) -> Request:
+        """Return the request with the engines that the proxy allows; HeadwayError (503) if none of them is ready."""
+        ...
+
+    def open(
+        self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[HttpResponse]:
+        """Return a context as `EngineConnection.open` does."""
+        ...
+
+
 class RequestState(Enum):
     """How far a request is. One whose engine dies or loads another model is queued again."""
 
@@ -63,6 +82,7 @@ class RequestState(Enum):
 Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
+VIA = "headway.via"  # in the scope of a request: what takes it to its engine, if it is not the gateway itself
 KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
@@ -129,6 +149,7 @@ class InFlightRequest:
     resumes: how often it has gone on at another one.
     bill: who pays for it.
     conversation: that its input and answer are added to, None = to none.
+    via: takes it to its engine, None = the gateway's own connection.
     """
 
     request: Request
@@ -161,6 +182,7 @@ class InFlightRequest:
     resumes: int = 0
     bill: Bill = field(default_factory=Bill)
     conversation: str | None = None
+    via: Via | None = None
 
     @property
     def id(self) -> str:
@@ -233,7 +255,7 @@ class InFlightRequest:
 
     def take_back(self) -> None:
         """Close its connection to the engine, so that the engine aborts it, unless a byte has come."""
-        if self._interrupt():
+        if self.via is None and self._interrupt():
             self.enter(RequestState.QUEUED)
 
     def _interrupt(self) -> bool:

@@ -140,11 +140,12 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         self._app, self._file = new_app(), file
         app = cross_origin(DeferredMiddleware(self._app), config.server.cors_origins)
+        self._served: ASGIApp = AccessLog(app) if config.log.access else app
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(ConnectionLimits.of(config.server, files))
         super().__init__(
             uvicorn.Config(
-                AccessLog(app) if config.log.access else app,
+                self._served,
                 loop="uvloop",
                 log_level="warning",
                 log_config=None,
@@ -192,8 +193,18 @@ class GatewayServer(uvicorn.Server):
             loops.append(BatchRunner(state, gateway.batches).run)
         if self._certificate is not None:
             loops.append(self._certificate.follow)
-        async with tasks.running(*loops):
+        async with tasks.running(*loops), self._picking(state):
             await self._serve(sockets)
+
+    def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
+        """Return what serves proxies, if it is configured; ConfigError if its packages are missing."""
+        if self._settings.picker.port is None:
+            return contextlib.nullcontext()
+        try:
+            from headway.gateway.picker.server import picking
+        except ImportError as error:
+            raise ConfigError(f"picker.port needs gRPC: {error}.", "pip install 'headway[picker]'") from error
+        return picking(self._settings, self._served, state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests in progress end, at most `drain_s`; send an error to clients whose requests are cut short.

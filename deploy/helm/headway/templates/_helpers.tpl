@@ -61,6 +61,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end -}}
 {{- $_ := set $config "engines" $engines -}}
 {{- with $scale }}{{ $_ := set $config "scale" . }}{{ end -}}
+{{- if .Values.picker.enabled }}{{ $_ := set $config "picker" (dict "port" 9002) }}{{ end -}}
 {{- with .Values.classes }}{{ $_ := set $config "classes" . }}{{ end -}}
 {{- $keys := list -}}
 {{- range .Values.keys }}{{ $keys = append $keys (merge (dict "key" (printf "env:%s" .secretKey)) (omit . "secretKey")) }}{{ end -}}

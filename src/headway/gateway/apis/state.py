@@ -24,6 +24,7 @@ from headway.gateway.apis.stored_keys import StoredKeys
 from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
+from headway.gateway.in_flight import VIA, Via
 from headway.gateway.offload import INLINE, offload
 from headway.gateway.parsing.idempotency import with_key
 from headway.gateway.parsing.models import ServedModels
@@ -273,6 +274,9 @@ class AppState(Access):
             parsed = await self._work(len(data), partial(parse, None))
         kept = 0 if parsed.kept is None else len(parsed.kept.content)
         held.resize(max(len(data), len(parsed.upstream.content)) + kept)
+        via: Via | None = request.scope.get(VIA)
+        if via is not None:
+            parsed = replace(parsed, request=via.restricted(parsed.request))
         parsed = await self.gateway.path.admit(parsed, key)
         self._learn_prefix(parsed)
         return parsed

@@ -6,13 +6,14 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
 import aiohttp
 
 from headway.engines.vllm.process.answers import Shape, begins_answer, client_error, read_answer
-from headway.engines.vllm.process.connection import BROKEN, EngineGone, MalformedAnswer, OpenRequest, engine_error
+from headway.engines.vllm.process.connection import BROKEN, EngineGone, HttpResponse, MalformedAnswer, engine_error
 from headway.gateway.budget import AnswerBudget, AnswerMemory
 from headway.gateway.offload import offload
 
@@ -41,8 +42,8 @@ class EngineResponse:
     streams: bool
     engine: str
     memory: AnswerMemory
-    _response: aiohttp.ClientResponse = field(repr=False)
-    _opened: OpenRequest = field(repr=False)
+    _response: HttpResponse = field(repr=False)
+    _opened: AbstractAsyncContextManager[HttpResponse] = field(repr=False)
     head: bytes = b""
     output_tokens: int = 0
     prompt_tokens: int = 0
@@ -56,7 +57,13 @@ class EngineResponse:
 
     @classmethod
     async def open(
-        cls, engine: str, request: OpenRequest, budget: AnswerBudget, *, stream: bool, shape: Shape = "choices"
+        cls,
+        engine: str,
+        request: AbstractAsyncContextManager[HttpResponse],
+        budget: AnswerBudget,
+        *,
+        stream: bool,
+        shape: Shape = "choices",
     ) -> EngineResponse:
         """Post a request and return the response with its head.
 
@@ -153,6 +160,8 @@ class EngineResponse:
 
     def _watch_end(self) -> None:
         """End `read` when the connection ends in bytes that are not HTTP; aiohttp would wait for ever."""
+        if not isinstance(self._response, aiohttp.ClientResponse):
+            return
         connection = self._response.connection  # None when all has come
         protocol = None if connection is None else connection.protocol
         self._end = None if protocol is None else protocol.closed
@@ -162,6 +171,7 @@ class EngineResponse:
             self._end.add_done_callback(self._closed)
 
     def _closed(self, closed: asyncio.Future[None]) -> None:
+        assert isinstance(self._response, aiohttp.ClientResponse), "others are not watched"
         content = self._response.content
         if self._reading and content.exception() is None and not content.is_eof():
             content.set_exception(aiohttp.http_exceptions.HttpProcessingError(message="not HTTP"))
@@ -192,7 +202,7 @@ def _take_error(closed: asyncio.Future[None]) -> None:
         closed.exception()
 
 
-def _is_stream(response: aiohttp.ClientResponse) -> bool:
+def _is_stream(response: HttpResponse) -> bool:
     """Return whether its type is that of events; aiohttp's own answer keeps a kilobyte."""
     kind, _, _ = response.headers.get("content-type", "").partition(";")
     return kind.strip().lower() == "text/event-stream"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from headway import clock
@@ -29,7 +30,7 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack
+from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack, Via
 from headway.gateway.offload import offload
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
@@ -152,20 +153,20 @@ class RequestPath:
             await offload(len(job.request), lambda: check_same(job, parsed.digest))
         return replace(parsed, earlier=job)
 
-    async def accept(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
-        """Store a request durably and queue it. From here on it must end."""
-        in_flight = await self.store(parsed, held)
+    async def accept(self, parsed: ParsedRequest, held: Held, via: Via | None = None) -> InFlightRequest:
+        """Store a request durably and queue it. From here on it must end. via: as in `InFlightRequest`."""
+        in_flight = await self.store(parsed, held, via)
         self._dispatcher.add(in_flight)
         return in_flight
 
-    async def store(self, parsed: ParsedRequest, held: Held) -> InFlightRequest:
+    async def store(self, parsed: ParsedRequest, held: Held, via: Via | None = None) -> InFlightRequest:
         """Store a request durably; it keeps the memory that its body holds."""
         in_flight = InFlightRequest(
             parsed.request, parsed.kind, parsed.upstream, parsed.stream, parsed.background, keys=parsed.keys,
-            conversation=None if parsed.kept is None else parsed.kept.conversation,
+            conversation=None if parsed.kept is None else parsed.kept.conversation, via=via,
         )  # fmt: skip
         single = parsed.request.places == 1 and parsed.request.prompt_tokens <= _LONGEST_PROMPT
-        if parsed.stream and single and self.limits.max_resumes and parsed.kind not in AUDIO:
+        if parsed.stream and single and self.limits.max_resumes and parsed.kind not in AUDIO and via is None:
             in_flight.transcript = Transcript(shows_ids=parsed.wants_ids)
         self._tracing.begin(in_flight, parsed.trace_parent)
         in_flight.waited = self._dispatcher.control.unavailability_reason(parsed.request.model)
@@ -259,11 +260,16 @@ class RequestPath:
                 return response
 
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
-        """Take note that a request has lost its engine; return whether that can still work."""
+        """Take note that a request has lost its engine; return whether that can still work.
+
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere.
+        """
         log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
         lives = engine.up.is_set() and await engine.lives()
         if engine.up.is_set() and not lives:
             engine.lost()
+        if in_flight.via is not None:
+            raise error
         return lives
 
     async def lives(self, engine: str) -> bool:
@@ -319,7 +325,8 @@ class RequestPath:
         upstream = await self._upstream(engine, in_flight)
         if engine.config.overflow:
             await reserve(self.broker, engine, in_flight)
-        request = engine.open(PATHS[in_flight.kind], *upstream)
+        open_at = engine.open if in_flight.via is None else partial(in_flight.via.open, engine)
+        request = open_at(PATHS[in_flight.kind], *upstream)
         opening = EngineResponse.open(engine.id, request, self._answers, stream=streams, shape=shape)
         if engine.config.overflow:
             return await answered(engine.id, opening)

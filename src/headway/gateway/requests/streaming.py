@@ -180,7 +180,9 @@ class ResponseStream(DeferredResponse):
     def _keepalive(self, scope: Scope, send: Send) -> Iterator[None]:
         """Send comments while a stream is silent in the block; until the first one is due this costs a timer."""
         every, loop, begun = (self._path.limits.keepalive_s, asyncio.get_running_loop(), list[asyncio.Task[None]]())
-        if not (every and self._in_flight.streams):
+        if (
+            not (every and self._in_flight.streams) or self._in_flight.via is not None
+        ):  # a proxy passes on answers alone
             yield
             return
         self._sent = loop.time()

@@ -73,6 +73,7 @@ class Cluster:
         loading: instances in a model swap, as they were, and the model that they load.
         warming: instance -> the model on its way into that instance's host memory.
         sent: code of an instance -> the rows inside it. sent_count: all of them.
+        only: row -> the instances that it may go to, of requests that may not go to all (`Request.engines`).
         version: number of events so far; a plan says with it what it was based on.
         fleet_version: changes whenever `instances` or `loading` does.
     """
@@ -84,6 +85,7 @@ class Cluster:
     warming: dict[str, str] = field(default_factory=dict)
     sent: defaultdict[int, RowSet] = field(default_factory=lambda: defaultdict(RowSet))
     sent_count: int = 0
+    only: dict[int, frozenset[str]] = field(default_factory=dict)
     placement: Placement = field(default_factory=lambda: Placement(distant_s=DISTANT_S))
     version: int = 0
     fleet_version: int = 0
@@ -95,6 +97,10 @@ class Cluster:
     def inside(self, name: str) -> RowSet:
         """Return the rows that were sent to an instance and have neither ended nor come back."""
         return self.sent[self.code(name)]
+
+    def may(self, row: int, name: str) -> bool:
+        """Tell whether a request may go to an instance."""
+        return row not in self.only or name in self.only[row]
 
     def send(self, row: int, name: str) -> None:
         """Note that a queued row goes to an instance."""
@@ -115,6 +121,7 @@ class Cluster:
         if self.backlog.sent[row]:
             self.sent[int(self.backlog.instance[row])].discard(row)
             self.sent_count -= 1
+        self.only.pop(row, None)
         self.backlog.remove(id)
 
     def snapshot(self) -> Cluster:
@@ -128,5 +135,6 @@ class Cluster:
             loading=dict(self.loading),
             warming=dict(self.warming),
             sent=sent,
+            only=dict(self.only),
             placement=Placement(distant_s=DISTANT_S),
         )

@@ -135,7 +135,7 @@ class Controller:
         """
         if not request.drop:
             return None
-        needs = self._needs(request, self._serving(request.model), keys)
+        needs = self._needs(request, self._serving(request), keys)
         if needs.last_start(request) >= now:
             return None
         if Needs().last_start(request) >= now and self._drops.try_anyway(request, now):
@@ -164,7 +164,7 @@ class Controller:
             row, request = backlog.row_of[id], self.requests[id]
             sent = bool(backlog.sent[row])
             name = names.get(int(backlog.instance[row])) if sent else None
-            needs = self._needs(request, [name or ""] if sent else self._serving(request.model))
+            needs = self._needs(request, [name or ""] if sent else self._serving(request))
             last = needs.last_start(request)
             if last >= now:  # it was sent, or the engines are faster than they were
                 self._drops.watch(id, last)
@@ -198,8 +198,9 @@ class Controller:
                 rejects.append(self._refuse(request, needs, now))
         return rejects
 
-    def _serving(self, model: str) -> list[str]:
-        return [instance.id for instance in self.cluster.instances.values() if instance.model == model]
+    def _serving(self, request: Request) -> list[str]:
+        instances = self.cluster.instances.values()
+        return [one.id for one in instances if one.model == request.model and request.may(one.id)]
 
     def _needs(self, request: Request, instances: Sequence[str], keys: bytes = b"") -> Needs:
         found, prompt = self.cluster.placement.found, request.prompt_tokens
@@ -209,7 +210,7 @@ class Controller:
     def _watch(self, request: Request) -> None:
         """Look at a queued request again when it must have started."""
         if request.drop:
-            last = self._needs(request, self._serving(request.model)).last_start(request)
+            last = self._needs(request, self._serving(request)).last_start(request)
             self._drops.watch(request.id, last)
 
     def _refuse(self, request: Request, needs: Needs, now: float) -> Reject:
@@ -389,6 +390,8 @@ class Controller:
             serial=self._serial,
             expendable=self.attainment.came(request, tokens, now),
         )
+        if request.engines:
+            self.cluster.only[self.cluster.backlog.row_of[request.id]] = frozenset(request.engines)
         self._serial += 1
         self._places += request.places
         self._queued += request.places

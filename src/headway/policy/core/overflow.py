@@ -312,4 +312,4 @@ def _most_units(request: Request, terms: OverflowTerms) -> float:
 def _could_hold(request: Request, instance: Instance) -> bool:
     """Tell whether an instance of its model has the context for a request, as far as it says."""
     fits = request.context + request.max_tokens <= instance.limit or "max_model_len" in instance.assumed
-    return request.model == instance.model and fits
+    return request.model == instance.model and fits and request.may(instance.id)

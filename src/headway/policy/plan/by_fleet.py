@@ -42,6 +42,11 @@ class ByFleet(Planner):
         return self._planner.pull
 
     @property
+    def restricts(self) -> bool:
+        """Tell whether the planner at work keeps to `Request.engines`."""
+        return self._planner.restricts
+
+    @property
     def thinks(self) -> bool:
         """Tell whether an instance can load another model."""
         return self._next is not None or self._planner.thinks

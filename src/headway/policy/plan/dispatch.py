@@ -41,7 +41,7 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: boo
 
 
 def spread(offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float) -> list[tuple[int, str]]:
-    """Return each offered row once, with the instance that gets it: that on which it costs least.
+    """Return each offered row once, with the instance that gets it: that on which it costs least, if any may have it.
 
     `placement/cost.py` has the rule; of equal ones the first of the fleet gets it.
     """
@@ -49,7 +49,8 @@ def spread(offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now
     for one in offers:
         for name, count in zip(one.names, one.count, strict=True):
             for row in one.rows[:count]:
-                offered.setdefault(row, set()).add(name)
+                if cluster.may(row, name):
+                    offered.setdefault(row, set()).add(name)
     if not offered:
         return []
     names, sent = list(fleet), defaultdict[str, float](float)

@@ -91,6 +91,11 @@ class Ordered(Planner):
         self._fleet_version = -1
 
     @property
+    def restricts(self) -> bool:
+        """Tell that a request may be one for some instances alone."""
+        return True
+
+    @property
     def counts_late(self) -> bool:
         """Tell whether overdue requests rank behind those that can be on time, and before `FAR` ones."""
         return self.kind == ATTAINABLE and self.ahead is not None
@@ -121,8 +126,9 @@ class Ordered(Planner):
         if self.counts_late:
             for peers in self._peers:
                 peers.inside.settle(now)
-        changed = [peers for peers in self._peers if peers.has_changed()]
-        offers = [offer for peers in changed if (offer := self._offers(peers, backlog, now))]
+        # What may go to some instances alone can be next without being sent, which changes nothing.
+        changed = [peers for peers in self._peers if peers.has_changed() or (cluster.only and peers.head is not None)]
+        offers = [offer for peers in changed if (offer := self._offers(peers, cluster, now))]
         out = spread(offers, cluster.instances, cluster, now)
         self._put_back({row for row, _ in out})
         sending = [self._send(cluster, row, name) for row, name in out]
@@ -132,10 +138,13 @@ class Ordered(Planner):
         for queue in self._queues.values():
             queue.put_back(taken)
 
-    def _offers(self, peers: _Peers, backlog: Backlog, now: float) -> Offers | None:
+    def _offers(self, peers: _Peers, cluster: Cluster, now: float) -> Offers | None:
         """Return the queued rows that belong inside an instance of these; None when there are none."""
-        inside, rows = peers.inside, list[int]()
+        inside, rows, backlog = peers.inside, list[int](), cluster.backlog
         for entry in peers.walk(backlog, now):
+            only = cluster.only.get(entry[4])
+            if only is not None and not inside.has_place(entry, only, self.displaces):
+                continue  # it keeps no others waiting
             size = size_of(backlog, entry[4])
             if self.pull and not inside.belongs(entry, *size, len(rows), self.displaces):
                 break

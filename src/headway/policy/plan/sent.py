@@ -145,6 +145,11 @@ class SentOrder:
             self.offered[i] = before + 1
         return bool(self._asked)
 
+    def has_place(self, entry: Entry, names: Iterable[str], displaces: bool) -> bool:
+        """Tell whether one of some instances has a free place, or a request inside that a queued one goes before."""
+        places = (self._place[name] for name in names if name in self._place)
+        return any(self._free[i] > 0 or (displaces and entry < self._last[i]) for i in places)
+
     def _fits(self, i: int, entry: Entry, displaces: bool) -> bool:
         """Tell whether there is a slot for a request at its place in an instance, and blocks up to there."""
         slots = self.window[i] - self._before

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakSet
 
 import aiohttp
@@ -85,6 +85,31 @@ def engine_error(name: str, error: BaseException) -> EngineError:
     if isinstance(error, _GONE):
         return EngineGone(name, error)
     return MalformedAnswer(name, "it is not HTTP")
+
+
+class Content(Protocol):
+    """The body of a response, as `EngineResponse` reads it."""
+
+    async def read(self, n: int = -1) -> bytes:
+        """Return the next bytes, at most `n`, empty at the end."""
+        ...
+
+    def at_eof(self) -> bool:
+        """Tell whether all of it has been read."""
+        ...
+
+
+class HttpResponse(Protocol):
+    """The response of an engine: aiohttp's, or one that another proxy brings (`gateway/picker`)."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def content(self) -> Content: ...
+    @property
+    def content_length(self) -> int | None: ...
 
 
 class EngineConnection:

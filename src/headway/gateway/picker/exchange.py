@@ -1,0 +1,361 @@
+"""One stream of Envoy's external processing: a client's request, and the response of its engine.
+
+Envoy sends the request and waits; what the picker sends back is what goes to the engine, whose response passes the
+picker, too. So for the gateway's app (ASGI) an exchange is the connection of a client, and for `RequestPath` that to
+the engine (`Via`): all between the two, from keys and limits to the queue, is the same as for requests over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import grpc.aio
+from starlette.types import ASGIApp, Message, Scope
+
+from headway.config import Server
+from headway.engines.vllm.process.connection import HttpResponse, Part, engine_error
+from headway.engines.vllm.process.view import EngineView
+from headway.errors import EngineError, HeadwayError, RequestError
+from headway.gateway.errors import error_response
+from headway.gateway.http.connections import CONNECTION, Watcher
+from headway.gateway.in_flight import VIA
+from headway.gateway.picker.messages import (
+    FULL_DUPLEX,
+    ProcessingResponse,
+    changed_headers,
+    headers_of,
+    mutation,
+    streamed,
+)
+from headway.types import Request
+
+DESTINATION, NAMESPACE = "x-gateway-destination-endpoint", "envoy.lb"
+SUBSET, SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
+_PART = 62_000  # bytes of a body in one message; some proxies take no more than 64 KiB
+_REST_S = 1.0  # for the end of an engine's response whose last event has come
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The engines that a proxy may be told.
+
+    engines: of the gateway, by id. addresses: IP address and port of each that has one, by id.
+    restricts: the planner keeps to a part of a model's engines.
+    """
+
+    engines: Mapping[str, EngineView]
+    addresses: Mapping[str, str]
+    restricts: bool
+
+    def restricted(self, request: Request, subset: frozenset[str] | None) -> Request:
+        """Return a request as `Via.restricted` does. subset: addresses that the proxy allows, None = all."""
+        model = [one for one in self.engines.values() if request.model in one.models.names]
+        allowed = [one for one in model if self._allowed(one.id, subset)]
+        if not any(one.serves for one in allowed):
+            problem = f"No endpoint is ready for the model {request.model}."
+            raise _unavailable(problem, "Try again soon; /ready says what the engines do.", "no_endpoint")
+        if len(allowed) == len(model):
+            return request
+        if not self.restricts or any(one.models.swaps for one in model):
+            problem = "Only a part of the model's engines can serve this proxy, and this recipe cannot keep to it."
+            raise _unavailable(problem, "Use recipe headway, and engines with one model.", "subset_unsupported")
+        return replace(request, engines=tuple(one.id for one in allowed))
+
+    def _allowed(self, id: str, subset: frozenset[str] | None) -> bool:
+        return id in self.addresses and (subset is None or self.addresses[id] in subset)
+
+
+def _unavailable(problem: str, hint: str, code: str) -> HeadwayError:
+    return HeadwayError(problem, hint, status=503, kind="server_error", code=code)
+
+
+class _Response:
+    """The engine's response as it comes through the proxy: `HttpResponse` and its `Content` in one."""
+
+    content_length = None
+
+    def __init__(self, exchange: Exchange, message: Any, deadline: float | None) -> None:
+        self.headers = {name: value.decode("latin-1") for name, value in headers_of(message)}
+        self.status = int(self.headers.pop(":status", "0"))
+        self._exchange, self._deadline = exchange, deadline
+        self._ended, self._rest = bool(message.end_of_stream), b""
+        self.trailers = False  # they have come
+
+    @property
+    def content(self) -> _Response:
+        return self
+
+    def at_eof(self) -> bool:
+        return self._ended and not self._rest
+
+    async def read(self, n: int = -1) -> bytes:
+        """Return what has come, at most `n` bytes, empty at the end; TimeoutError when the request takes too long."""
+        while not self._rest and not self._ended:
+            async with asyncio.timeout_at(self._deadline):
+                kind, message = await self._exchange.next()
+            self.trailers = kind == "response_trailers"
+            self._ended = self.trailers or message.end_of_stream
+            self._rest = b"" if self.trailers else message.body
+        part, self._rest = (self._rest, b"") if n < 0 else (self._rest[:n], self._rest[n:])
+        return part
+
+
+class Exchange:
+    """An exchange; `serve` serves it to its end. It is the request's `Via`, and its connection for `ResponseStream`.
+
+    context: of the gRPC call.
+    """
+
+    def __init__(self, context: Any, pool: Pool, limits: Server) -> None:
+        self._context, self._pool, self._limits = context, pool, limits
+        self._read: asyncio.Task[Any] | None = None  # one at a time; one that was waited for in vain goes on
+        self._task: asyncio.Task[None] | None = None  # of the app
+        self._watcher: Watcher | None = None
+        self._over = False  # the answer has gone out, or the client has left
+        self._subset: frozenset[str] | None = None
+        self._request_ended = self._request_trailers = False
+        self._response: _Response | None = None
+        self._start: Message = {}
+        self._immediate = bytearray()
+        self._begun = False  # the head of the response has gone out
+
+    # ---- for the call
+
+    async def serve(self, app: ASGIApp) -> None:
+        """Serve the request by the gateway's app; what the client leaves ends there, too."""
+        try:
+            async with asyncio.timeout(self._limits.head_timeout_s):
+                first = await self._context.read()
+        except TimeoutError:
+            first = None
+        if first is None or first is grpc.aio.EOF or first.WhichOneof("request") != "request_headers":
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "A stream begins with request_headers.")
+        modes = first.protocol_config
+        both = (modes.request_body_mode, modes.response_body_mode)
+        if first.HasField("protocol_config") and both != (FULL_DUPLEX, FULL_DUPLEX):
+            problem = "Envoy's filter ext_proc does not stream bodies both ways."
+            hint = "Set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED (docs/picker.md)."
+            await self.refuse(EngineError(problem, hint, status=500, code="processing_mode"))
+            return
+        scope = self._scope(first.request_headers)
+        if not scope["path"].startswith("/v1/"):
+            await self.refuse(RequestError("Proxies are served /v1 only.", "Use Headway's port.", status=404))
+            return
+        self._subset = _subset_of(first.metadata_context)
+        self._request_ended = first.request_headers.end_of_stream
+        self._task = task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:  # the client, or its proxy, has gone
+            self._leave()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+        finally:
+            if self._read is not None:
+                self._read.cancel()
+
+    def _leave(self) -> None:
+        """End the work on the request, unless it is answered, as its client has gone."""
+        if self._over or self._task is None:
+            return
+        self._over = True
+        if self._watcher is not None:
+            self._watcher.client_left()
+        else:
+            self._task.cancel()
+
+    async def refuse(self, error: HeadwayError) -> None:
+        """End the exchange with an error in OpenAI's shape."""
+        answer = error_response(error)
+        self._start = {"status": answer.status_code, "headers": answer.raw_headers}
+        self._immediate += answer.body
+        await self._answer_now()
+
+    async def next(self) -> tuple[str, Any]:
+        """Return the next message, and what it is; ConnectionResetError when there is none any more."""
+        if self._read is None:
+            self._read = asyncio.create_task(self._context.read())
+        try:
+            message = await asyncio.shield(self._read)
+        except asyncio.CancelledError:
+            if not self._read.cancelled() or (self._task is not None and self._task.cancelling()):
+                raise
+            message = grpc.aio.EOF  # the call was cancelled, not this task
+        except grpc.aio.BaseError:  # it has ended
+            message = grpc.aio.EOF
+        self._read = None
+        if message is grpc.aio.EOF:
+            self._leave()
+            raise ConnectionResetError("Envoy has ended the call")
+        kind = message.WhichOneof("request")
+        return kind, getattr(message, kind)
+
+    async def _write(self, **fields: Any) -> None:
+        with suppress(grpc.aio.BaseError):  # the call has ended, as the next one to read learns
+            await self._context.write(ProcessingResponse(**fields))
+
+    # ---- for the app: a client's connection
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell this watcher when the client has left."""
+        self._watcher = watcher
+
+    def join_head(self) -> None:
+        """Send the head with the body that comes next; Envoy does so itself."""
+
+    def _scope(self, message: Any) -> Scope:
+        headers = headers_of(message)
+        pseudo = {name: value for name, value in headers if name.startswith(":")}
+        path, _, query = pseudo.get(":path", b"/").partition(b"?")
+        plain = [(name.encode("latin-1"), value) for name, value in headers if not name.startswith(":")]
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": pseudo.get(":method", b"").decode("latin-1"),
+            "scheme": pseudo.get(":scheme", b"http").decode("latin-1"),
+            "path": unquote(path.decode("latin-1")),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": [(b"host", pseudo.get(":authority", b"")), *(one for one in plain if one[0] != b"host")],
+            "client": None,
+            "server": None,
+            CONNECTION: self,
+            VIA: self,
+        }
+
+    async def _receive(self) -> Message:
+        body = b""
+        if self._request_ended:
+            await asyncio.Event().wait()  # until the exchange ends
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                kind, message = await self.next()
+        except ConnectionResetError:
+            return {"type": "http.disconnect"}
+        except TimeoutError:
+            raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
+        self._request_trailers = kind == "request_trailers"
+        if kind == "request_body":
+            body = message.body
+        self._request_ended = self._request_trailers or message.end_of_stream
+        return {"type": "http.request", "body": body, "more_body": not self._request_ended}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._response is None or self._start["status"] >= 400:
+            self._immediate += body
+            if len(self._immediate) > self._limits.max_answer_mib * 2**20:
+                await self._give_up()
+            elif not more:
+                await self._answer_now()
+            return
+        if not self._begun:
+            self._begun = True
+            await self._write(response_headers=changed_headers(mutation(self._headers, ("content-length",))))
+        for part in _parts(body):
+            await self._write(response_body=streamed(part))
+        if not more:
+            await self._end(self._response)
+
+    @property
+    def _headers(self) -> dict[str, str | bytes]:
+        pairs = ((name.decode("latin-1"), value) for name, value in self._start["headers"])
+        return {name: value for name, value in pairs if name != "content-length"}
+
+    async def _end(self, response: _Response) -> None:
+        """End the response once the engine's has ended: Envoy would close that connection, which others can use."""
+        with suppress(TimeoutError, ConnectionResetError):
+            async with asyncio.timeout(_REST_S):
+                while await response.read():
+                    pass
+        self._over = True
+        await self._write(response_body=streamed(b"", end=not response.trailers))
+        if response.trailers:
+            await self._write(response_trailers={})
+
+    async def _give_up(self) -> None:
+        """Refuse an answer of the gateway that is too long: Envoy takes such answers as a whole."""
+        self._immediate.clear()
+        problem = "The answer is longer than server.max_answer_mib."
+        await self.refuse(EngineError(problem, "Use Headway's port.", code="answer_too_long"))
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _answer_now(self) -> None:
+        """Answer in the place of an engine."""
+        self._over = True
+        status, headers = {"code": self._start["status"]}, mutation(self._headers)
+        await self._write(immediate_response={"status": status, "headers": headers, "body": bytes(self._immediate)})
+
+    # ---- for the path of the request: the way to its engine
+
+    def restricted(self, request: Request) -> Request:
+        """Return the request as `Via.restricted` does."""
+        return self._pool.restricted(request, self._subset)
+
+    @asynccontextmanager
+    async def open(
+        self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
+    ) -> AsyncIterator[HttpResponse]:
+        """Let the proxy send the request to an engine, and wait for the response, as `EngineConnection.open` does."""
+        seconds = engine.config.request_timeout_s
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        engine.count(1)
+        try:
+            await self._forward(engine, path, body, more)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    _, message = await self.next()
+            except (TimeoutError, ConnectionResetError) as error:
+                raise engine_error(engine.id, error) from error
+            self._response = _Response(self, message, deadline)
+            yield self._response
+        finally:
+            engine.count(-1)
+
+    async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
+        address = self._pool.addresses[engine.id]
+        headers: dict[str, str | bytes] = {
+            ":path": urlsplit(engine.url).path + path,
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            DESTINATION: address,
+            **more,
+        }
+        if engine.key is not None:
+            headers["authorization"] = f"Bearer {engine.key}"
+        remove = ("content-length", "x-api-key", *(() if engine.key is not None else ("authorization",)))
+        changes = changed_headers(mutation(headers, remove))
+        await self._write(request_headers=changes, dynamic_metadata={NAMESPACE: {DESTINATION: address}})
+        *parts, last = _parts(b"".join(body))
+        for part in parts:
+            await self._write(request_body=streamed(part))
+        await self._write(request_body=streamed(last, end=not self._request_trailers))
+        if self._request_trailers:
+            await self._write(request_trailers={})
+
+
+def _parts(body: bytes) -> list[bytes]:
+    return [body[at : at + _PART] for at in range(0, len(body), _PART)]
+
+
+def _subset_of(metadata: Any) -> frozenset[str] | None:
+    """Return the addresses that a proxy allows, None = it names none: a list, or a text with commas between them."""
+    if SUBSET_NAMESPACE not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[SUBSET_NAMESPACE].fields
+    if SUBSET not in fields:
+        return None
+    value = fields[SUBSET]
+    told = [one.string_value for one in value.list_value.values] or value.string_value.split(",")
+    return frozenset(filter(None, map(str.strip, told)))
