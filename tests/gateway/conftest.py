@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from headway.engines.vllm.process.client import VllmEngine
 from headway.gateway.parsing import tokens
 from tests.conftest import MARK
+from tests.gateway.dashboard_pictures import CHROMIUM
 from tests.gateway.gateway import Fake, Gateway, configuration, serving
 from tests.helpers import postgres
 
@@ -75,6 +77,27 @@ def own() -> Iterator[postgres.PrivateServer]:
     """A PostgreSQL server that the test may stop."""
     with postgres.own() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    expect.set_options(timeout=20_000)
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails the test when its script fails, or does what its security policy forbids."""
+    page, errors = browser.new_page(), list[str]()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if "Content Security Policy" in said.text else None)
+    page.set_default_timeout(20_000)
+    yield page
+    page.close()
+    assert errors == []
 
 
 @pytest.fixture

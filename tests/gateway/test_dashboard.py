@@ -15,7 +15,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from headway.config import Journal, Key, Tier
 from headway.gateway.apis.dashboard.explain import Explainer
@@ -25,7 +25,7 @@ from headway.gateway.watch.history import HistoryView, RatePair
 from headway.gateway.watch.late import LateRequests, spans
 from headway.types import Request, Slo
 from tests.gateway.conftest import Serve
-from tests.gateway.dashboard_pictures import CHROMIUM, busy, made_up, opened
+from tests.gateway.dashboard_pictures import busy, made_up, opened
 from tests.gateway.gateway import CLASSES, OPERATOR, WEB, Fake, Gateway, until
 from tests.gateway.test_journal import row
 
@@ -242,26 +242,6 @@ def test_without_a_journal_nothing_is_explained(serve: Serve) -> None:
 # ---- a browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    expect.set_options(timeout=20_000)
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page that fails the test when its script fails."""
-    page, errors = browser.new_page(), list[str]()
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_default_timeout(20_000)
-    yield page
-    page.close()
-    assert errors == []
-
-
 def test_a_browser_shows_it(page: Page, serve: Serve) -> None:
     with serve(classes=CLASSES | {NASTY: Tier(e2e_ms=0.001)}) as gateway:
         assert gateway.post(gateway.chat(service_tier="chat")).status_code == 200
@@ -380,7 +360,8 @@ def test_text_stands_out_and_charts_say_what_they_show(browser: Browser, crowded
             about = [chart.get_attribute("aria-label") or "" for chart in page.locator("svg[role=img]").all()]
             assert len(about) == 4
             assert all("nothing in this time" not in text and ": " in text for text in about)
-            page.keyboard.press("Tab")
+            for _ in ("Overview", "Administration", "window"):
+                page.keyboard.press("Tab")
             expect(page.locator("#window")).to_be_focused()
             style = "node => getComputedStyle(node).outlineStyle"
             assert page.locator("#window").evaluate(style) == "solid"

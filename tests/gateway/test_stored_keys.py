@@ -143,7 +143,7 @@ def test_they_are_the_operator_s(gateway: Gateway, serve: Serve) -> None:
         assert gateway.post({"tenant": "a"}, KEYS, headers=headers).status_code == 401
     assert gateway.post({}, f"{KEYS}/none/rotate", headers=OPERATOR).status_code == 404
     with serve() as other:
-        assert error(other.get(KEYS, headers=OPERATOR), 403)["code"] == "stored_keys_off"
+        assert error(other.post({"tenant": "a"}, KEYS, headers=OPERATOR), 403)["code"] == "stored_keys_off"
 
 
 def test_without_a_key_a_gateway_with_stored_keys_is_closed(serve: Serve) -> None:

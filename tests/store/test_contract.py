@@ -427,6 +427,9 @@ async def test_an_account_holds_for_all_gateways_and_for_an_hour(two: list[Broke
     assert not await first.spend("d", charge("x", 0.01, 1.0, 3611.0))
     assert await first.spend("d", charge("x", 1.0, 1.25, 3612.0))
     await second.refund("x", "nothing", 1.0)
+    asked = [charge("x", 0.0, 0.0, 3612.0), charge("y", 0.0, 0.0, 4000.0), charge("z", 0.0, 0.0, 0.0)]
+    assert await first.counted(asked) == {"x": 1.25}, "an account counts what is not too old"
+    assert await second.counted([]) == {}
 
 
 async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -> None:
@@ -450,10 +453,12 @@ async def test_a_job_is_put_with_its_charges_or_not_at_all(two: list[Broker]) ->
 
 
 async def counted(broker: Broker, account: str, now: float = 2.0) -> float:
-    """Return the units that are counted in an account."""
+    """Return the units that are counted in an account: those that would refuse a put."""
+    found = (await broker.counted([charge(account, 1.0, -1.0, now)])).get(account, 0.0)
     with pytest.raises(AccountSpent) as full:
         await broker.put(job("never"), [charge(account, 1.0, -1.0, now)])
-    return full.value.counted
+    assert full.value.counted == found
+    return found
 
 
 async def test_an_ended_job_counts_with_what_it_used_once(two: list[Broker]) -> None:

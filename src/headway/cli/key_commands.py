@@ -33,7 +33,7 @@ Limits = Annotated[
 
 @key_app.command("list")
 def list_keys(config: ConfigFile = None, server: Server = None, as_json: Json = False) -> None:
-    """List the keys: tenant, state, limits; those that ended, for 30 days more."""
+    """List the keys of configuration and store: tenant, state, limits; those that ended, for 30 days more."""
     keys = OperatorClient(config, server, _PATH).call("GET")
     if as_json:
         print(json.dumps(keys))
@@ -41,7 +41,7 @@ def list_keys(config: ConfigFile = None, server: Server = None, as_json: Json = 
     table = Table("id", "tenant", "state", "created", "expires", "limits")
     for key in keys:
         limits = ", ".join(f"{name} = {json.dumps(value)}" for name, value in key.items() if name not in _KNOWN)
-        row = key["id"], key["tenant"], key["state"], _date(key["created_at"]), _date(key["expires_at"]), limits
+        row = key["id"] or "-", key["tenant"], key["state"], _date(key["created_at"]), _date(key["expires_at"]), limits
         table.add_row(*(escape(cell) for cell in row))
     Console(soft_wrap=True).print(table, highlight=False)
 

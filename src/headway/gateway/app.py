@@ -44,6 +44,7 @@ from headway.gateway.apis.responses.endpoints import (
 )
 from headway.gateway.apis.runs import add_run_endpoints
 from headway.gateway.apis.state import AppState
+from headway.gateway.apis.tenants import add_tenant_endpoints
 from headway.gateway.apis.tokens import add_token_endpoints
 from headway.gateway.budget import Held
 from headway.gateway.control.fleet import describe
@@ -95,6 +96,7 @@ def add_endpoints(app: FastAPI, state: AppState) -> None:
     _operations(app, state)
     add_engine_endpoints(app, state)
     add_key_endpoints(app, state)
+    add_tenant_endpoints(app, state)
     add_dashboard_endpoints(app, state)
 
 

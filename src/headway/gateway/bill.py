@@ -7,7 +7,7 @@ in the write that stores its end what it has cost. So a budget holds for all gat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
@@ -125,13 +125,13 @@ class OpenAccount:
     @property
     def charge(self) -> Charge:
         """Return the charge that has room within the lowest limit."""
-        most = _limit(self.limits[0]) * _ROUNDING if self.limits else math.inf
+        most = limit_of(self.limits[0]) * _ROUNDING if self.limits else math.inf
         begin = self.begin.timestamp()
         return Charge(self.name, self.units, most, begin, begin - 1)
 
     def refusal(self, counted: float, now: datetime) -> RequestError:
         """Return the error of a request for which the lowest limit has no room (429)."""
-        most, until = _limit(self.limits[0]), f"{self.end:%Y-%m-%d %H:%M} UTC"
+        most, until = limit_of(self.limits[0]), f"{self.end:%Y-%m-%d %H:%M} UTC"
         wait, left = f"{math.ceil((self.end - now).total_seconds())}", max(most - counted, 0.0)
         hint = f"It begins anew at {until}; ask the operator for more."
         if self.units <= most:
@@ -176,13 +176,20 @@ def accounts_of(key: Key | None, request: Request, price: Price | None, now: dat
         )
     most = Used(request.prompt_tokens, request.max_tokens * request.places)
     units: dict[Unit, float] = {"tokens": float(sum(most[:2])), "cost": 0.0 if price is None else _dearest(price, most)}
+    return open_accounts(request.tenant, budgets, units, now)
+
+
+def open_accounts(
+    tenant: str, budgets: Collection[Budget], units: Mapping[Unit, float], now: datetime
+) -> list[OpenAccount]:
+    """Return the accounts of a tenant's budgets; units: to be counted in those of each kind. now: in UTC."""
     kinds = dict.fromkeys((unit_of(one), one.per) for one in budgets)
     return [
         OpenAccount(
-            f"budget of {request.tenant}: {unit} per {per}",
+            f"budget of {tenant}: {unit} per {per}",
             unit,
             units[unit],
-            sorted((one for one in budgets if (unit_of(one), one.per) == (unit, per)), key=_limit),
+            sorted((one for one in budgets if (unit_of(one), one.per) == (unit, per)), key=limit_of),
             *window(per, now),
         )
         for unit, per in kinds
@@ -217,7 +224,8 @@ def _shown(units: float) -> str:
     return f"{units:,.0f}" if units == int(units) else f"{units:,.6g}"
 
 
-def _limit(budget: Budget) -> float:
+def limit_of(budget: Budget) -> float:
+    """Return how much a budget allows."""
     return float(budget.tokens or budget.cost or 0.0)
 
 

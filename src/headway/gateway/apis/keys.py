@@ -13,7 +13,7 @@ from headway.config import Key, key_contradictions, parse
 from headway.errors import RequestError, together
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
-from headway.gateway.apis.stored_keys import described
+from headway.gateway.apis.stored_keys import configured, described
 from headway.gateway.parsing.fields import parse_as
 from headway.gateway.watch.audit import DETAIL
 
@@ -51,9 +51,9 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.get(PATH, responses=error_docs(400, 401, 403, 503))
     async def keys(request: Request) -> Response:
-        """List the stored keys with their limits, also those that ended within 30 days; never their texts."""
-        _check(state, request)
-        return _answer([described(key, clock.now()) for key in await state.stored.listed()])
+        """List keys with limits, never texts: configured ones, and stored ones until 30 days after their end."""
+        state.check_operator(request)
+        return await _listed(state)
 
     @app.post(PATH, status_code=201, responses=_REFUSALS, openapi_extra=_new_key_docs())
     async def create(request: Request) -> Response:
@@ -87,6 +87,13 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         return _answer([described(await state.stored.revoke(id, state.operator(request)), clock.now())])
 
 
+async def _listed(state: AppState) -> Response:
+    """Return the keys; stored_keys: whether keys can be created."""
+    stored = await state.stored.listed() if (on := state.config.server.stored_keys) else []
+    data = [*map(configured, state.configured.values()), *(described(key, clock.now()) for key in stored)]
+    return _answer(data, stored_keys=on)
+
+
 def _check(state: AppState, request: Request) -> None:
     state.check_operator(request)
     if not state.config.server.stored_keys:
@@ -109,5 +116,5 @@ def _parsed(state: AppState, body: dict[str, Any]) -> Key:
     return key
 
 
-def _answer(keys: list[dict[str, Any]], status: int = 200) -> Response:
-    return JSONResponse({"object": "list", "data": keys}, status, headers={"cache-control": "no-store"})
+def _answer(keys: list[dict[str, Any]], status: int = 200, **more: Any) -> Response:
+    return JSONResponse({"object": "list", "data": keys, **more}, status, headers={"cache-control": "no-store"})

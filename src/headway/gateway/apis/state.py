@@ -41,7 +41,8 @@ T = TypeVar("T")
 class AppState(Access):
     """What the endpoints share: an open gateway, the models it serves and the API keys it accepts.
 
-    stored: the keys in the queue's store. tokens: those of the issuer, None = there is none.
+    stored: the keys in the queue's store. configured: those of `[[keys]]`, by digest. by_tenant: the senders with a
+        key, also those that have ended since the last change. tokens: those of the issuer, None = there is none.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -55,8 +56,8 @@ class AppState(Access):
         self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
-        self._configured: dict[bytes, Key] = {}
-        self._by_tenant: dict[str, list[Sender]] = {}  # with keys; its tokens have the limits of the first
+        self.configured: dict[bytes, Key] = {}
+        self.by_tenant: dict[str, list[Sender]] = {}  # with keys; its tokens have the limits of the first
         self.adopt(self.config)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
@@ -78,7 +79,7 @@ class AppState(Access):
 
     def adopt(self, new: Config) -> None:
         """Take over classes, keys and prices; ConfigError, which changes nothing, for a secret that is missing."""
-        self._configured = {self.digest(text): key for text, key in revealed(new.keys).items()}
+        self.configured = {self.digest(text): key for text, key in revealed(new.keys).items()}
         self._classes = new.classes
         self.config = replace(self.config, prices=new.prices)
         self._fit()
@@ -95,15 +96,15 @@ class AppState(Access):
 
     def _fit(self) -> None:
         """Take over the keys that are valid now, and let measured classes promise what the engines can do."""
-        senders = {digest: Sender(key) for digest, key in self._configured.items()}
+        senders = {digest: Sender(key) for digest, key in self.configured.items()}
         for stored, key in self.stored.usable():
             senders[self._salted(stored.digest)] = Sender(key, math.inf if stored.expires is None else stored.expires)
         self._senders = senders
         keys = tuple(sender.key for sender in senders.values() if sender.key is not None)
-        self._by_tenant = {}
+        self.by_tenant = {}
         for sender in senders.values():
             if sender.key is not None:
-                self._by_tenant.setdefault(sender.key.tenant, []).append(sender)
+                self.by_tenant.setdefault(sender.key.tenant, []).append(sender)
         self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self._classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
@@ -157,7 +158,7 @@ class AppState(Access):
             problem = f"The token lacks a tenant or classes (claims {names})."
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
         key = sender.key
-        known = self._by_tenant.get(key.tenant, ()) if sender.token else ()
+        known = self.by_tenant.get(key.tenant, ()) if sender.token else ()
         if (limits := next((one.key for one in known if one.until > clock.now()), None)) is not None:
             key = replace(limits, classes=key.classes or limits.classes, name=key.name)
         request.scope[TENANT], request.scope[ACTOR] = key.tenant, key.label  # for the logs

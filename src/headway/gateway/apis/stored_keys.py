@@ -142,6 +142,13 @@ def described(key: StoredKey, now: float) -> dict[str, Any]:
     return {"id": key.id, "prefix": prefix_of(key), "state": state, "created_at": key.created, **ends, **limits}
 
 
+def configured(key: Key) -> dict[str, Any]:
+    """Return a key of `[[keys]]` in the same form; it has no id and no times."""
+    limits = _KEY.dump_python(key, mode="json", exclude={"key"}, exclude_defaults=True)
+    nothing = dict.fromkeys(("id", "prefix", "created_at", "expires_at", "revoked_at"))
+    return {**nothing, "state": "configured", **limits, "name": key.label}
+
+
 def _new(settings: str, lifetime_s: float | None, id: str) -> tuple[StoredKey, str]:
     now = clock.now()
     expires = None if lifetime_s is None else now + lifetime_s

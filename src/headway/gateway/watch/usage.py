@@ -45,6 +45,10 @@ class Usage(Observer):
         more = max(one.prompt_tokens - one.request.prompt_tokens, 0)
         self.count(one.request.tenant, end.at, tokens=end.output_tokens + more)
 
+    def used(self, tenant: str, now: float) -> dict[str, int]:
+        """Return the requests and tokens of a tenant in the last minute; {} for one without a limit."""
+        return {what: window.sum(now) for what, window in self._used.get(tenant, {}).items()}
+
     def check(self, key: Key, now: float, *, counted: bool = False) -> None:
         """Raise RequestError (429) while the last minute has no room for another request of this key.
 

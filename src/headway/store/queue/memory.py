@@ -188,6 +188,12 @@ class MemoryBroker:
         if (found := self._store.spent.get(account, {}).get(id)) is not None:
             self._store.spent[account][id] = found[0], found[1] - units
 
+    async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
+        """Return what is counted in the accounts of charges."""
+        rows = ((one, self._store.spent.get(one.account, {}).values()) for one in charges)
+        found = {one.account: [units for at, units in of if at > one.old] for one, of in rows}
+        return {account: sum(units) for account, units in found.items() if units}
+
     def _check_room(self, charge: Charge) -> None:
         account = self._store.spent.setdefault(charge.account, {})
         for id in [id for id, (at, _) in account.items() if at <= charge.old]:

@@ -193,6 +193,12 @@ class Broker(KeyStore, Protocol):
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request, from the instant at which it was counted."""
 
+    async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
+        """Return the units that are counted in the accounts of charges, each from after its `old`; nothing changes.
+
+        An account without any is not among them.
+        """
+
     async def close(self) -> None:
         """Finish pending writes, end the lease and release files and threads.
 

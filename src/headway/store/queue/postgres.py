@@ -37,7 +37,7 @@ from headway.store.queue.port import (
     no_lease,
     unknown_id,
 )
-from headway.store.queue.postgres_accounts import REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
+from headway.store.queue.postgres_accounts import COUNTED, REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
 from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
 from headway.store.queue.postgres_schema import JOBS, TOO_MUCH
 
@@ -181,6 +181,11 @@ class PostgresBroker(Session):
         """Count this much less for a request."""
         await self._write("refund", text=account, id=id, units=units)
 
+    async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
+        """Return what is counted in the accounts of charges."""
+        found: dict[str, float] = await self._ask(self._reads, "counted", charges=charges)
+        return found
+
     async def keys(self, after: int) -> list[StoredKey]:
         """Return the keys whose latest change came after that one; 0 = all keys."""
         found: list[StoredKey] = await self._ask(self._reads, "keys", count=after)
@@ -220,8 +225,12 @@ class PostgresBroker(Session):
         return unfit(error.__cause__ or error.args[0])
 
     async def _answer(self, group: list[QueueCall], tries: int, connection: Connection) -> Sequence[Any]:
-        """Answer calls of `get`, or one call of `gone`, `trim` or `keys`."""
+        """Answer calls of `get`, or one call of `gone`, `trim`, `counted` or `keys`."""
         first = group[0]
+        if first.verb == "counted":
+            past = {stored(one.account): one.old for one in first.charges}
+            rows = await connection.fetch(self.sql(COUNTED), [*past], [*past.values()])
+            return [{loaded(row["account"]): row["units"] for row in rows}]
         if first.verb == "keys":
             return [[StoredKey(**row) for row in await connection.fetch(self.sql(GET_KEYS), first.count)]]
         if first.verb == "trim":

@@ -15,6 +15,8 @@ from headway.store.queue.port import TOTAL, AccountSpent
 from headway.store.queue.postgres_calls import QueueCall
 
 REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
+COUNTED = """SELECT account, sum(units) AS units FROM {s}.spent
+    JOIN unnest($1::text[], $2::float8[]) AS past (account, until) USING (account) WHERE at > until GROUP BY account"""
 # For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them.
 UNDO_PUTS = """WITH undone AS (
         DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id)

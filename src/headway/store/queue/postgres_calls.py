@@ -16,7 +16,7 @@ from headway.store.queue.port import NO_CHARGES, Charge, Job, Unused
 
 GROUP_BYTES = 8 * 2**20  # limit of the bodies in a group; a single call may have more
 LARGEST = 512 * 2**20  # bytes of a body or text: half of PostgreSQL's limit, which also holds for messages
-SINGLE = ("cancel", "gone", "amend", "trim", "refund", "keys", "put_keys")  # calls with a separate statement
+SINGLE = ("cancel", "gone", "amend", "trim", "refund", "counted", "keys", "put_keys")  # calls with a separate statement
 
 
 @dataclass(slots=True, eq=False)

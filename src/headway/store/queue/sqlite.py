@@ -34,7 +34,7 @@ from headway.store.queue.port import (
     queue_unavailable,
     unknown_id,
 )
-from headway.store.queue.sqlite_accounts import charge_all, check_room, refund, settle, spend
+from headway.store.queue.sqlite_accounts import charge_all, check_room, counted, refund, settle, spend
 from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
 from headway.store.queue.sqlite_file import (
     COLUMNS,
@@ -252,6 +252,10 @@ class SqliteBroker:
     async def refund(self, account: str, id: str, units: float) -> None:
         """Count this much less for a request."""
         await self._write(partial(refund, account, id, units))
+
+    async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
+        """Return what is counted in the accounts of charges."""
+        return await self._read(partial(counted, charges))
 
     async def keys(self, after: int) -> list[StoredKey]:
         """Return the keys whose latest change came after that one; 0 = all keys."""

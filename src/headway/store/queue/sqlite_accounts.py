@@ -12,6 +12,7 @@ from headway.store.queue.port import TOTAL, AccountSpent, Charge, Unused
 
 _EXPIRE = "DELETE FROM spent WHERE account = ? AND at <= ?"
 _SUM = "SELECT coalesce(sum(units), 0) FROM spent WHERE account = ?"
+_COUNTED = "SELECT sum(units) FROM spent WHERE account = ? AND at > ?"
 _CHARGE = """INSERT INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
 _REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
@@ -50,6 +51,12 @@ def spend(id: str, charge: Charge, db: sqlite3.Connection) -> bool:
 def refund(account: str, id: str, units: float, db: sqlite3.Connection) -> None:
     """Count this much less for a request."""
     db.execute(_REFUND, [units, account, id])
+
+
+def counted(charges: Sequence[Charge], db: sqlite3.Connection) -> dict[str, float]:
+    """Return what is counted in the accounts of charges."""
+    found = {one.account: db.execute(_COUNTED, [one.account, one.old]).fetchone()[0] for one in charges}
+    return {account: units for account, units in found.items() if units is not None}
 
 
 def settle(id: str, unused: Unused, db: sqlite3.Connection) -> None:

@@ -1,13 +1,17 @@
-"""`GET /`: the dashboard's page. `GET /headway/live`: the data that it shows.
+"""`GET /`, `GET /admin`: the dashboard's pages. `GET /headway/live`: the data that the first one shows.
 
 `GET /headway/explain`: the story of one request, for operators.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+import re
 import time
 from importlib.resources import files
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -22,31 +26,24 @@ from headway.gateway.watch.history import FINEST, WINDOWS, HistoryView
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
 _LONGEST_ID, _DAY_S, _MOST_DAYS = 512, 86400.0, 3650
-_PARTS = "page.css", "charts.js", "tables.js", "story.js", "page.js"
-_HEADERS = {
-    # The page is whole: it loads nothing, runs no script but its own, and is shown in no other page.
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
+_PART = re.compile(r"/\* (\w+\.(?:css|js)) \*/")  # stands in a page for the text of a file
+# A page is whole: it loads nothing, runs no script but the one with this digest, and is shown in no other page.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def add_dashboard_endpoints(app: FastAPI, state: AppState) -> None:
-    """Add the page and its events."""
+    """Add the pages and their events."""
     board, explainer = Board(state.gateway), Explainer(state.gateway.config.journal_dir)
-    page = _page()
-
-    @app.get("/", include_in_schema=False)
-    async def dashboard() -> Response:
-        """Return the page; it contains no data of this gateway."""
-        return HTMLResponse(page, headers=_HEADERS)
+    _add_pages(app)
 
     @app.get("/headway/live", include_in_schema=False)  # its answer has no end
     async def live(request: Request) -> Response:
         """Stream what the page shows: a server-sent event a second, each with all of it."""
         state.check_status(request)
-        view = _view(request)
+        view = view_of(request)
         operator = state.is_operator(request)
         if (viewers := board.viewers[operator]) >= _MOST_VIEWERS:
             raise RequestError(
@@ -87,16 +84,35 @@ def _explain_query(request: Request) -> tuple[str, float]:
     return id, since
 
 
-def _page() -> str:
-    """Return the page with its style and its scripts, each where the page names its file."""
+def _add_pages(app: FastAPI) -> None:
+    dashboard, admin = _page("page.html"), _page("admin.html")
+
+    @app.get("/", include_in_schema=False)
+    async def show_dashboard() -> Response:
+        """Return the page; it contains no data of this gateway."""
+        return HTMLResponse(**dashboard)
+
+    @app.get("/admin", include_in_schema=False)
+    async def show_admin() -> Response:
+        """Return the page of tenants, keys and engines; it contains no data of this gateway."""
+        return HTMLResponse(**admin)
+
+
+def _page(name: str) -> dict[str, Any]:
+    """Return a page with its style and its scripts, each where the page names its file, and its headers."""
     folder = files("headway.gateway.apis.dashboard")
-    page = folder.joinpath("page.html").read_text("utf-8")
-    for name in _PARTS:
-        page = page.replace(f"/* {name} */", folder.joinpath(name).read_text("utf-8"))
-    return page
+    page = _PART.sub(lambda part: folder.joinpath(part[1]).read_text("utf-8"), folder.joinpath(name).read_text("utf-8"))
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    headers = {
+        "content-security-policy": _POLICY.format(digest=digest),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return {"content": page, "headers": headers}
 
 
-def _view(request: Request) -> HistoryView:
+def view_of(request: Request) -> HistoryView:
     """Return the view that a request asks for; 400 for an unknown window."""
     query = request.query_params
     if (window := query.get("window", FINEST)) not in WINDOWS:

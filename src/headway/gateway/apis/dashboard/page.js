@@ -1,15 +1,8 @@
 // The page: the view in its address, the stream of snapshots, and what is made of each.
-const $ = id => document.getElementById(id);
 const view = new URLSearchParams(location.search);
 const NAMES = ["window", "class", "tenant"];
 const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
 let last = null, stream = new AbortController();
-
-// An instant in the viewer's time, with the day if it is another one than today.
-function clock(at, precise = false) {
-  const date = new Date(1000 * at), far = date.toDateString() !== new Date().toDateString();
-  return date.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...precise && {second: "2-digit"}, ...precise && far && {month: "short", day: "numeric"}});
-}
 
 const colourOf = {};
 const look = name => {
@@ -76,11 +69,6 @@ function show(data) {
   last = data;
 }
 
-// fetch instead of EventSource, which cannot send the operator's key.
-const ask = (path, more) => {
-  const key = sessionStorage.getItem("headway-key");
-  return fetch(path, {headers: key ? {authorization: `Bearer ${key}`} : {}, cache: "no-store", ...more});
-};
 async function follow() {
   const answer = await ask(`headway/live?${view}`, {signal: stream.signal});
   if (!answer.ok) {

@@ -1,45 +1,4 @@
-// Tables, whose rows are cards on a narrow screen. Text never becomes markup: names may be anybody's.
-const number = x => !x ? "0" : x >= 100 ? Math.round(x).toLocaleString("en") : x >= 10 ? x.toFixed(1) : x.toFixed(2);
-const whole = x => x.toLocaleString("en");
-const seconds = s => s >= 90 ? `${number(s / 60)} min` : s >= 1 ? `${number(s)} s` : !s ? "0" : s >= .01 ? `${Math.round(s * 1000)} ms` : `${number(s * 1000)} ms`;
-const element = (tag, kind, ...content) => {
-  const node = document.createElement(tag);
-  if (kind) node.className = kind;
-  node.append(...content);
-  return node;
-};
-const named = name => Object.assign(element("span", "name", name), {title: name});  // long ones are cut
-const cell = (content, kind) => element("td", kind, content ?? "-");
-
-// rows: of cells, one for each column of the table's head, whose name a card shows beside the cell. A row that is as
-// it was stays, so that neither the focus nor a selection is lost every second.
-function fill(id, rows) {
-  const body = document.getElementById(id), names = [...body.parentNode.querySelectorAll("th")].map(th => th.textContent);
-  const focused = body.contains(document.activeElement) ? document.activeElement.textContent : null;
-  rows.forEach((cells, i) => {
-    cells.forEach((td, column) => { td.dataset.label = names[column]; });
-    const tr = element("tr", "", ...cells), old = body.rows[i];
-    if (!old) body.append(tr);
-    else if (old.outerHTML !== tr.outerHTML) old.replaceWith(tr);
-  });
-  while (body.rows.length > rows.length) body.lastChild.remove();
-  if (focused && !body.contains(document.activeElement)) {
-    [...body.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
-  }
-}
-
-// A bar of [share, colour], with what it says beneath.
-function bar(parts, caption) {
-  const box = element("div", "bar");
-  for (const [share, shade] of parts) {
-    const part = element("i");
-    part.style.width = `${100 * Math.min(share, 1)}%`;
-    part.style.background = shade;
-    box.append(part);
-  }
-  return element("div", "bars", box, element("small", "", caption));
-}
-
+// The overview's tables, whose rows are cards on a narrow screen.
 function lines(all, classes) {
   const most = Math.max(1, ...Object.values(all).map(line => line.waiting + line.inside));
   fill("lines", Object.entries(all).map(([name, line]) => [

@@ -1,0 +1,139 @@
+"""`/v1/headway/tenants`: requests, limits, budgets and promises by tenant; for operators."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from headway import clock
+from headway.config import Key
+from headway.gateway.apis.api import error_docs
+from headway.gateway.apis.dashboard.endpoints import view_of
+from headway.gateway.apis.state import AppState
+from headway.gateway.bill import OpenAccount, Unit, limit_of, open_accounts
+from headway.gateway.in_flight import RequestState
+from headway.gateway.watch.history import ANSWERED, FAILED, IN, KEPT, OUT, OWED, HistoryView
+from headway.gateway.watch.label_values import OTHER
+
+PATH = "/v1/headway/tenants"
+_MOST = 64  # tenants in an answer
+_COUNTS = {"answered": ANSWERED, "failed": FAILED, "tokens_in": IN, "tokens_out": OUT, "owed": OWED, "kept": KEPT}
+_LIMITS = "max_queued", "requests_per_min", "tokens_per_min"
+Window = Mapping[str, Mapping[str, int]]  # counts (`_COUNTS`) by tenant
+
+
+def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
+    """Add the endpoint of tenants."""
+
+    @app.get(PATH, responses=error_docs(400, 401, 403, 503))
+    async def tenants(request: Request) -> Response:
+        """List up to 64 tenants, those with most requests first, and the sum of the others.
+
+        name: a part of their names, in any case. window: 10m, 1h, 6h or 24h. Budgets count for all gateways of the
+        store, all else is this gateway's.
+        """
+        state.check_operator(request)
+        view, part = HistoryView(view_of(request).window), request.query_params.get("name", "").casefold()
+        window, (waiting, inside) = _window(state, view), _requests(state)
+        names = [name for name in _ordered(state, window, waiting + inside) if part in name.casefold()]
+        shown, rest = names[:_MOST], names[_MOST:]
+        budgets = await _budgets(state, shown)
+        uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # it may be among the others
+        data = [
+            _limits(state, name)
+            | {"waiting": waiting[name], "inside": inside[name], "budgets": budgets[name]}
+            | {"window": window.get(name, uncounted)}
+            for name in shown
+        ]
+        others = {
+            "tenants": len(rest),
+            "waiting": sum(waiting[name] for name in rest),
+            "inside": sum(inside[name] for name in rest),
+            "window": _sum(window.get(name, {}) for name in (*rest, *([] if part else [OTHER]))),
+        }
+        body = {"object": "list", "data": data, "others": others, "window_s": view.seconds}
+        return JSONResponse(body, headers={"cache-control": "no-store"})
+
+
+def _ordered(state: AppState, window: Window, requests: Mapping[str, int]) -> list[str]:
+    """Return all known tenants: those with most requests now, then in the window, then those that only have keys."""
+
+    def busy(name: str) -> tuple[int, int, str]:
+        return -requests.get(name, 0), -window.get(name, {}).get("answered", 0), name
+
+    active = {*requests, *window} - {OTHER}
+    return [*sorted(active, key=busy), *(name for name in state.by_tenant if name not in active)]
+
+
+def _requests(state: AppState) -> tuple[Counter[str], Counter[str]]:
+    """Return the requests that wait and those inside engines, by tenant."""
+    waiting, inside = Counter[str](), Counter[str]()
+    for one in state.gateway.dispatcher.in_flight.values():
+        sent = one.state in (RequestState.SENT, RequestState.ANSWERING)
+        (inside if sent else waiting)[one.request.tenant] += 1
+    return waiting, inside
+
+
+def _window(state: AppState, view: HistoryView) -> Window:
+    """Return what ended in a window."""
+    history, now = state.gateway.metrics.history, clock.now()
+    history.note(now)
+    pairs, table = history.table(view, now)
+    rows = table.counts.sum(axis=1).tolist()
+    counts = defaultdict[str, list[Mapping[str, int]]](list)
+    for pair, row in zip(pairs, rows, strict=True):
+        counts[pair.tenant].append({name: row[place] for name, place in _COUNTS.items()})
+    return {tenant: _sum(of) for tenant, of in counts.items()}
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found = [*counts]
+    return {name: sum(one.get(name, 0) for one in found) for name in _COUNTS}
+
+
+def _keys(state: AppState, tenant: str) -> list[Key]:
+    """Return the valid keys of a tenant."""
+    now = clock.now()
+    return [one.key for one in state.by_tenant.get(tenant, ()) if one.key is not None and one.until > now]
+
+
+def _limits(state: AppState, tenant: str) -> dict[str, Any]:
+    """Return a tenant's name, and the limits of the key that allows most; None = no limit."""
+    keys = _keys(state, tenant)
+    limits = {name: [getattr(key, name) for key in keys] for name in _LIMITS}
+    most = {name: None if not keys or None in of else max(of) for name, of in limits.items()}
+    minute = state.gateway.path.usage.used(tenant, clock.now())
+    return {"id": tenant, "object": "headway.tenant", "keys": len(keys), "limits": most, "last_minute": minute}
+
+
+async def _budgets(state: AppState, tenants: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return what is used of the budgets of tenants."""
+    now = datetime.now(UTC)
+    nothing: dict[Unit, float] = {"tokens": 0.0, "cost": 0.0}
+    budgets = {name: dict.fromkeys(budget for key in _keys(state, name) for budget in key.budgets) for name in tenants}
+    accounts = {name: open_accounts(name, budgets[name], nothing, now) for name in tenants}
+    charges = [one.charge for of in accounts.values() for one in of]
+    counted = await state.gateway.broker.counted(charges) if charges else {}
+    return {name: [_budget(one, counted.get(one.name, 0.0)) for one in of] for name, of in accounts.items()}
+
+
+def _budget(account: OpenAccount, used: float) -> dict[str, Any]:
+    """Return what is used of a budget; soft, hard: its lowest and highest limit, as keys may have different ones."""
+
+    def limits(*, soft: bool) -> list[float]:
+        found = [limit_of(one) for one in account.limits if one.soft is soft]
+        return sorted({min(found), max(found)}) if found else []
+
+    return {
+        "unit": account.unit,
+        "per": account.limits[0].per,
+        "used": used,
+        "soft": limits(soft=True),
+        "hard": limits(soft=False),
+        "resets_at": account.end.timestamp(),
+    }
