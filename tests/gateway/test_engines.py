@@ -246,7 +246,9 @@ def test_the_last_engine_of_a_model_with_work(serve: Serve, fake: Fake) -> None:
         refused = waiting.result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
         until(lambda: states(gateway) == {})
-        assert gateway.post(gateway.chat()).json()["error"]["code"] == "model_not_found"
+        unknown = gateway.post(gateway.chat())
+        assert error_of((unknown.status_code, unknown.json())) == (404, "model_not_found")
+        assert unknown.json()["error"]["message"].endswith("No engine is left; add one.")
         assert gateway.get("/v1/models").json()["data"] == []
         assert gateway.get("/ready").status_code == 503
         add(gateway, url=fake.url, model="smollm2")
