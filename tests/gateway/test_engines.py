@@ -168,6 +168,8 @@ def test_an_engine_that_is_removed_at_once(serve: Serve, fake: Fake, others: lis
         others[1].release("now")
         assert order(gateway, "DELETE", "/e0")[1]["data"][0]["state"] == "draining"
         assert states(gateway)["e0"] == "draining"
+        status, body = order(gateway, "POST", "/e0/drain")
+        assert (status, body["error"]["message"]) == (404, "There is no engine 'e0'. Use one of e1.")
         assert order(gateway, "DELETE", "/e0?now=true")[0] == 202
         until(lambda: states(gateway) == {"e1": "up"}, 2)
         assert held.result().status_code == 200
