@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from headway.cli.doctor import Finding, examine
 from headway.cli.main import app
 from headway.engines.vllm.process.launch import free_port
+from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError
 from headway.store.queue.sqlite_file import VERSIONS
 from tests.gateway.gateway import Fake
@@ -35,6 +36,12 @@ def test_a_machine_that_works_is_well(tmp_path: Path, fake: Fake) -> None:
     assert {name: seen[name].state for name in ("vLLM", "address", "queue", "engine e0", "configuration")} == (
         dict.fromkeys(("vLLM", "address", "queue", "engine e0", "configuration"), "good")
     )
+
+
+def test_a_cuda_build_is_named_only_where_there_is_one(tmp_path: Path) -> None:
+    """A CPU build has metadata named "vllm", too."""
+    named = any("CUDA build" in one.found for one in found(tmp_path, "").values())
+    assert not (named and is_cpu_build())
 
 
 @pytest.mark.parametrize(("recipe", "kv"), [("headway", "stock"), ("bros", "two-ended"), ("ecoserve", "reserved")])

@@ -170,6 +170,35 @@ def test_a_file_that_is_read_again(serve: Serve, fake: Fake, others: list[Fake],
         assert states(gateway) == {"e0": "up", "e2": "up", "new": "up"}, "a file with errors changes nothing"
 
 
+def test_what_orders_have_done_already_is_not_forgotten(
+    serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path
+) -> None:
+    """A file that says what operators have ordered before changes nothing, but what it says next does."""
+    file = tmp_path / "headway.toml"
+    one, two = {"url": fake.url, "max_running": 32}, {"url": others[0].url, "max_running": 32}
+
+    def reread(*engines: dict[str, Any]) -> None:
+        file.write_text(write(parse({"engines": engines})))
+        gateway.do(again.run())
+
+    with serve(fake.url, others[0].url) as gateway:
+        limits = lambda: {id: one.max_running for id, one in gateway.controller.cluster.instances.items()}  # noqa: E731
+
+        async def reload() -> Reload:
+            return Reload(file, AppState(gateway.inner))
+
+        file.write_text(write(parse({"engines": [one, two]})))
+        again = gateway.do(reload())
+        until(gateway.all_up)
+        order(gateway, "DELETE", "/e1")
+        order(gateway, "POST", "/roll", json={"engines": ["e0"], "set": {"max_running": 5}})
+        until(lambda: limits() == {"e0": 5} == {id: 5 for id, state in states(gateway).items() if state == "up"})
+        reread(one | {"max_running": 5})
+        assert limits() == {"e0": 5}
+        reread(one, two)
+        until(lambda: limits() == {"e0": 32, "e2": 32})
+
+
 def engine(model: str, **more: Any) -> Engine:
     return Engine(model, **more)
 

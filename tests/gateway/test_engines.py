@@ -168,6 +168,8 @@ def test_an_engine_that_is_removed_at_once(serve: Serve, fake: Fake, others: lis
         others[1].release("now")
         assert order(gateway, "DELETE", "/e0")[1]["data"][0]["state"] == "draining"
         assert states(gateway)["e0"] == "draining"
+        status, body = order(gateway, "POST", "/e0/drain")
+        assert (status, body["error"]["message"]) == (404, "There is no engine 'e0'. Use one of e1.")
         assert order(gateway, "DELETE", "/e0?now=true")[0] == 202
         until(lambda: states(gateway) == {"e1": "up"}, 2)
         assert held.result().status_code == 200
@@ -246,7 +248,9 @@ def test_the_last_engine_of_a_model_with_work(serve: Serve, fake: Fake) -> None:
         refused = waiting.result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
         until(lambda: states(gateway) == {})
-        assert gateway.post(gateway.chat()).json()["error"]["code"] == "model_not_found"
+        unknown = gateway.post(gateway.chat())
+        assert error_of((unknown.status_code, unknown.json())) == (404, "model_not_found")
+        assert unknown.json()["error"]["message"].endswith("No engine is left; add one.")
         assert gateway.get("/v1/models").json()["data"] == []
         assert gateway.get("/ready").status_code == 503
         add(gateway, url=fake.url, model="smollm2")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from headway.config.tables import Price
+from headway.gateway.bill import Bill
 from headway.gateway.requests.streaming import EventReader
 from headway.gateway.transcript import Diverged, Transcript
 
@@ -217,15 +220,26 @@ def test_what_cannot_be_continued_is_passed_on(odd: bytes) -> None:
     assert transcript.unable
 
 
-def test_the_rest_of_a_complete_answer_is_written_here() -> None:
+@pytest.mark.parametrize("lost", [1, 2])
+def test_the_rest_of_a_complete_answer_is_written_here(lost: int) -> None:
+    """Its usage comes once, and with its price."""
     deltas = ANSWERS["text"]
     whole, transcript = stream(deltas), Transcript(shows_ids=False)
     whole[0] = whole[0].replace(b'"choices"', b'"prompt_token_ids":[1,2,3,4,5,6,7,8,9],"choices"')
-    reader = EventReader(True, transcript)
-    out = b"".join(map(reader.feed, whole[:-2]))
+    reader = EventReader(True, transcript, Bill(price=Price(prompt=1.0, answer=1.0)))
+    out = b"".join(map(reader.feed, whole[:-lost]))
     assert transcript.complete
-    assert seen(out + transcript.ending(usage=True)) == seen(through([whole]))
-    assert transcript.ending(usage=False) == DONE
+    out += reader.end(transcript)
+    assert out.count(b'"cost":') == 1
+    assert seen(re.sub(rb', "cost": [^}]*', b"", out)) == seen(through([whole]))
+
+
+def test_usage_that_was_not_asked_for_is_not_written() -> None:
+    transcript = Transcript(shows_ids=False)
+    reader = EventReader(False, transcript)
+    for event in stream(ANSWERS["text"])[:-2]:
+        reader.feed(event)
+    assert reader.end(transcript) == DONE
 
 
 def test_without_usage_the_known_tokens_are_counted() -> None:

@@ -132,7 +132,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(f"GPU {place}", "good", f"{card.name}, {memory}, driver {card.driver}")
     if found and is_cpu_build():
         yield Finding("vLLM on the GPU", "doubt", "vLLM's CPU build is installed", CUDA_BUILD)
-    if not found and installed("vllm"):
+    if not found and installed("vllm") and not is_cpu_build():
         fix = "Check that nvidia-smi lists one; start containers with docker run --gpus all."
         yield Finding("GPU", "doubt", "no GPU is visible to vLLM's CUDA build", fix)
 

@@ -19,7 +19,10 @@ engine_app = typer.Typer(help="Engines of a running gateway.", no_args_is_help=T
 _POLL_S = 1.0
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Setting of [\\[engines]], as in --set max_running=64 (TOML).")
+    list[str] | None,
+    typer.Option(
+        "--set", help="Setting of [\\[engines]] in TOML: --set max_running=64, or for a string --set 'cores=\"1\"'."
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Even if requests wait for a model that no other engine has.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, not when it has begun.")]

@@ -107,15 +107,13 @@ class Reload:
             if id in now and _differ(self._engines[id], engine) and _differ(now[id], engine)
         }
         remove = [id for id in self._engines if id not in ids and id in now]
-        if not (add or roll or remove):
-            return
-        added = await fleet.change([new[i] for i in add], roll, remove)
+        added = await fleet.change([new[i] for i in add], roll, remove) if add or roll or remove else []
         for i, id in zip(add, added, strict=True):
             ids[i] = id
         self._engines = {id: engine for id, engine in zip(ids, new, strict=True) if id is not None}
         kinds = {"added": added, "to be replaced": roll, "removed": remove}
-        told = "; ".join(f"{what}: {', '.join(some)}" for what, some in kinds.items() if some)
-        log.info("%s: engines %s", self._path, told)
+        if told := "; ".join(f"{what}: {', '.join(some)}" for what, some in kinds.items() if some):
+            log.info("%s: engines %s", self._path, told)
 
 
 def paired(old: Mapping[str, Engine], new: Sequence[Engine]) -> list[str | None]:

@@ -286,7 +286,7 @@ class Transcript:
     # ---- an answer that lacks its end alone
 
     def ending(self, *, usage: bool) -> bytes:
-        """Return the rest of a stream whose answer is complete."""
+        """Return the rest of a stream whose answer is complete. usage: its usage has not come."""
         counts = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": len(self.ids),

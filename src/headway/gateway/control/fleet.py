@@ -244,9 +244,10 @@ class Fleet(ABC):
 
     def check_known(self, ids: Iterable[str], *, stays: bool = False) -> None:
         """Raise RequestError (404) for an id that is unknown. stays: also for an engine that is being removed."""
+        there: Collection[str] = self.settings if stays else self.engines
         for id in ids:
-            if id not in (self.settings if stays else self.engines):
-                known = f"Use one of {', '.join(self.engines)}." if self.engines else "There is none."
+            if id not in there:
+                known = f"Use one of {', '.join(there)}." if there else "There is none."
                 problem = f"There is no engine {id[:64]!r}."
                 raise RequestError(problem, known, status=404, code="engine_not_found", param="engine")
 

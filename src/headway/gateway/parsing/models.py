@@ -135,7 +135,7 @@ class ServedModels:
         if model not in self.engines:
             raise RequestError(
                 f"The model {own[:100]!r} does not exist here.",
-                f"Use one of {', '.join(sorted(self.names))}.",
+                f"Use one of {', '.join(sorted(self.names))}." if self.names else "No engine is left; add one.",
                 status=404,
                 code="model_not_found",
                 param="model",

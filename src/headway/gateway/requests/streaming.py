@@ -170,8 +170,8 @@ class ResponseStream(DeferredResponse):
         """Queue the stream again, or end it here if its engine was lost after the answer's last token."""
         transcript, reader = self._in_flight.transcript, self._reader
         if transcript is not None and transcript.complete:
-            await self._end(transcript.ending(usage=reader.wants_usage), send)
-            await self._path.finish(self._in_flight, len(transcript.ids))
+            await self._end(reader.end(transcript), send)
+            await self._path.finish(self._in_flight, reader.tokens)
             return
         await self._path.resume(self._in_flight, error)
         reader.restart()
@@ -382,6 +382,11 @@ class EventReader:
         self._unfinished.clear()
         self.closed = self.broken = False
         self.failure = b""
+
+    def end(self, transcript: Transcript) -> bytes:
+        """Return the rest of a stream whose answer is complete and whose engine was lost."""
+        self.restart()
+        return self.feed(transcript.ending(usage=self._usage_tokens is None))
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes to pass on; an unfinished event is kept until its end comes.
