@@ -65,7 +65,7 @@ class Figure:
 FIGURES = (
     Figure(
         "Promises kept in all settings, share of an upper bound", "default", "share_of_bound.mean", "all", highest=True,
-        asks="headway bench default --seeds 3 --seed 0",
+        asks="headway bench default --quick --seed 0",
     ),
     Figure("Interactive ttft p95 beside a batch", "beside", "ttft.p95", "3000 in the batch"),
     Figure("The same, times that of stock vLLM without a batch", "beside", "ttft.p95_of_alone", "3000 in the batch"),
@@ -76,7 +76,11 @@ FIGURES = (
     Figure(
         "Promises kept in conversations on 4 engines", "placement", "attainment.promised",
         "interactive-chat, 4 engines, 1x", highest=True,
-        asks="headway bench placement --quick --seed 0",
+        asks="headway bench placement --engines 4 --seed 0",
+    ),
+    Figure(
+        "Points more kept than by the best router before stock vLLM, six workloads", "placement", "margin.mean",
+        "all, 1x", rival=None, asks="headway bench placement --engines 4 --seed 0",
     ),
     Figure(
         "Engine-hours while the load rises in a step", "elastic", "engine_hours", "step, starts 30 s",
@@ -110,8 +114,8 @@ FIGURES = (
         "all, against vllm-fcfs", rival=None, system="hermes", asks="headway bench apps",
     ),
     Figure(
-        "An event in the planner with 1,000,000 queued", "planner", "event.us", "1000000 queued, 8 instances",
-        asks="headway bench planner",
+        "An event in the planner with 100,000 queued", "planner", "event.us", "100000 queued, 8 instances",
+        asks="headway bench planner --quick --seed 0",
     ),
     Figure(
         "Start of an engine until it serves", "gpu", "start_s", "start", asks="headway bench gpu"
@@ -167,7 +171,7 @@ def record(name: str, words: list[str]) -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "result": json.loads(printed),
     }
-    (FOLDER / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (FOLDER / f"{name}.json").write_text(json.dumps(kept) + "\n")
 
 
 def _processor() -> str:
