@@ -22,9 +22,10 @@ from headway.policy.plan.queue_order import PlanProblem, QueueOrder, greedy, out
 from headway.policy.plan.stochastic import solve
 from headway.policy.recipes.recipe import Recipe
 
-SOLVER_S = 10.0  # seconds for the stochastic program
-_SETTING = QlmSetting("small plans", (("a100", 2),), FIVE[:3], 1.0, 1.0)
+SOLVER_S = 5.0  # for the stochastic program
+_SETTING = QlmSetting("small plans", (("a100", 2),), FIVE[:2], 1.0, 1.0)
 _QUEUED = (60, 400)  # requests, at least and at most
+_MOST = 10  # items of a plan of which all orders are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,16 @@ class PlanOrders:
 
 
 def plan_orders(recipe: Recipe, count: int, seed: int, seconds: float = SOLVER_S) -> Iterator[PlanOrders]:
-    """Yield what is found for the plans of `count` queues. seconds: for HiGHS."""
-    for number in range(seed, seed + count):
-        problem = _problem(recipe, number)
+    """Yield what is found for the first `count` plans of at most `_MOST` items. seconds: for HiGHS."""
+    problems = (_problem(recipe, number) for number in itertools.count(seed))
+    for problem in itertools.islice((one for one in problems if one.size.size <= _MOST), count):
         *_, cost = search(problem, *greedy(problem), moves_of(problem.size.size), seeded(0))
         solution = solve(problem, QueueOrder(*greedy(problem)), seconds)
         yield PlanOrders(problem.size.size, float(cost), solution.cost, best_cost(problem), solution.proved)
 
 
 def _problem(recipe: Recipe, seed: int) -> PlanProblem:
-    """Return the first problem that the plan generator gets of two full instances with a queue for three models."""
+    """Return the first problem that the plan generator gets of two full instances with a queue for two models."""
     queued = int(np.random.default_rng(seed).integers(*_QUEUED))
     requests = [*crowd(_SETTING.models, queued, 2 * RUNNING, seed)]
     timed, core = filled(recipe, _SETTING, requests)
@@ -75,7 +76,7 @@ def _problem(recipe: Recipe, seed: int) -> PlanProblem:
 
 
 def best_cost(p: PlanProblem) -> float:
-    """Return the least cost of all orders; the number of items decides how long that takes (8: 10 ms)."""
+    """Return the least cost of all orders. p: of at most about 10 items."""
     free = np.flatnonzero(p.fixed < 0).tolist()
     least = {0: 0.0}  # by the set of items that have a place on the instances so far
     for g in range(p.loaded.size):
