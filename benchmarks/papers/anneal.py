@@ -352,10 +352,10 @@ def _drawn(plan: AnnealPlan, seed: int) -> Iterator[Row]:
             theirs = [simulated(VLLM, load, limit) for load in loads]
             yield from _figures(VLLM, setting, mean(theirs))
             for name in _DRAWN:
-                ours = [
-                    simulated(name, load, limit, profiled(np.random.default_rng([seed + i, 1]), seed + i))
-                    for i, load in enumerate(loads)
-                ]
+                rngs = (
+                    (np.random.default_rng([seed + i, 1]), np.random.default_rng(seed + i)) for i in range(len(loads))
+                )
+                ours = [simulated(name, load, limit, profiled(*two)) for load, two in zip(loads, rngs, strict=True)]
                 yield from _figures(name, setting, mean(ours))
                 yield from _over(setting, mean(ours), mean(theirs), name)
                 yield from _spread(setting, ours, theirs, name)

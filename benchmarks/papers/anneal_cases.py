@@ -160,9 +160,9 @@ def slo_scale() -> float:
     return 10 * alone / _E2E
 
 
-def profiled(rng: np.random.Generator, seed: int | None = None) -> GaussianLengths:
-    """Return Gaussian profiles of both tasks, of `_PROFILED` earlier answers each. seed: as in `GaussianLengths`."""
-    lengths = GaussianLengths(seed=seed)
+def profiled(rng: np.random.Generator, draws: np.random.Generator | None = None) -> GaussianLengths:
+    """Return Gaussian profiles of both tasks, of `_PROFILED` earlier answers each. draws: as in `GaussianLengths`."""
+    lengths = GaussianLengths(draws=draws)
     for task, outputs in ((_TASKS[1], _code(_PROFILED, rng)[1]), (_TASKS[0], _chat(_PROFILED, rng)[1])):
         for output in outputs.tolist():
             lengths.add(task, output)

@@ -240,8 +240,8 @@ def test_a_gaussian_forecast_is_sorted_within_bounds_and_a_guess_at_first() -> N
     assert (later.samples[0], later.samples[-1]) == (1.0, 300.0)
 
 
-def test_with_a_seed_a_gaussian_forecast_is_one_draw() -> None:
-    seeded = [GaussianLengths(seed=seed) for seed in (3, 3, 4)]
+def test_with_a_generator_a_gaussian_forecast_is_one_draw() -> None:
+    seeded = [GaussianLengths(draws=np.random.default_rng(seed)) for seed in (3, 3, 4)]
     for lengths in seeded:
         assert lengths.forecast(request(max_tokens=100)).samples.tolist() == [100]
         for tokens in (150, 250) * 8:

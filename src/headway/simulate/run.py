@@ -92,7 +92,7 @@ class Simulation:
         elif self.recipe.lengths == "oracle":
             self.lengths = Oracle(self.workload)
         elif self.recipe.lengths == "drawn" and not isinstance(self.lengths, GaussianLengths):
-            self.lengths = GaussianLengths(seed=self.seed)
+            self.lengths = GaussianLengths(draws=np.random.default_rng(self.seed))
 
     def run(self, progress: Callable[[int], None] | None = None, observer: Observer | None = None) -> Outcome:
         """Run to the end of the last request, or `until`.

@@ -64,7 +64,9 @@ async def open_lengths(
     history: the file that keeps answers over restarts (`history.py`); None = they are not kept.
     """
     if recipe.lengths != "padded":
-        yield TaskService(GaussianLengths(seed=0) if recipe.lengths == "drawn" else TaskLengths())
+        yield TaskService(
+            GaussianLengths(draws=np.random.default_rng(0)) if recipe.lengths == "drawn" else TaskLengths()
+        )
         return
     one_thread()
     path = locate(settings.embedding)

@@ -1,7 +1,7 @@
 """Output lengths per task as a normal distribution (SLO-aware 4.2, 5.1): its mean and deviation, learned.
 
-The paper draws one whole number from it for each request: with a `seed` that is the forecast. Without one the
-forecast is the distribution's quantiles, so that planners take its mean.
+The paper draws one whole number from it for each request: with a generator (`draws`) that is the forecast. Without one
+the forecast is the distribution's quantiles, so that planners take its mean.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class GaussianLengths:
     """A normal distribution of output tokens per task, over all of its answers; `MOST_TASKS` tasks.
 
     Before the first answer the forecast is `prior` tokens; none is below 1 or above the request's max_tokens.
-    seed: of draws, one per forecast, instead of the distribution.
+    draws: a forecast is one draw by this generator, instead of the distribution.
     """
 
-    def __init__(self, prior: int = 256, seed: int | None = None) -> None:
-        self._prior = prior
-        self._draws = None if seed is None else np.random.default_rng(seed)
+    def __init__(self, prior: int = 256, draws: np.random.Generator | None = None) -> None:
+        self._prior, self._draws = prior, draws
         self._tasks: OrderedDict[str, _Moments] = OrderedDict()  # in the order of their answers
 
     def forecast(self, request: Request) -> Forecast:
