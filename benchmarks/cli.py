@@ -446,7 +446,7 @@ def apps(
 def papers(
     ask: Ask,
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
-    only: Annotated[str, typer.Option(help="Comma-separated parts of hermes or qlm; a wrong one names them all.")] = "",
+    only: Annotated[str, typer.Option(help="Comma-separated parts; a wrong one names them all.")] = "",
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes or hermes-caches.")
     ] = None,

@@ -5,6 +5,6 @@ PAPERS = {
     for name in ("anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm")
 }
 # Benchmarks whose `main` takes `only`.
-PARTED = ("bros", "ecoserve", "hermes", "qlm")
+PARTED = ("anneal", "bros", "ecoserve", "hermes", "qlm")
 # Benchmarks whose `main` takes `seeds`.
 SEEDED = ("bros", "hermes", "hermes-caches")

@@ -8,14 +8,14 @@ event simulator, whose engine batches continuously and has another latency law.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from rich.progress import track
 
-from benchmarks.experiment import Result, experiment
+from benchmarks.experiment import Result, experiment, refuse_unknown
 from benchmarks.papers.anneal_cases import (
     PROFILE,
     AnnealCase,
@@ -26,6 +26,7 @@ from benchmarks.papers.anneal_cases import (
     capacity,
     engine,
     mean,
+    profiled,
     simulated,
     slo_scale,
     worth,
@@ -35,6 +36,7 @@ from benchmarks.papers.quoted import quoted
 from headway.policy.core.annealing import Schedule
 from headway.policy.core.mapping import Records
 from headway.policy.forecast.latency.sampled import PUBLISHED
+from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.plan.assign import Assignment
 from headway.simulate.workload.arrivals import poisson
 from headway.types import Instance, Ints
@@ -62,7 +64,8 @@ _appendix = partial(quoted, paper=_TEXT, section="5.2", line=312)
 _scaled = partial(quoted, paper=_TEXT, section="5.5", line=340)
 _MOST = _most(46.5)  # the largest G over vLLM, in %
 _INSTANCES = (1, 2, 4, 8)
-_RECIPES = (VLLM, ANNEAL, "anneal-queue", "headway", "srtf", "edf")
+_RECIPES = (VLLM, ANNEAL, "anneal-queue", "anneal-batches", "headway", "srtf", "edf")
+_DRAWN = (ANNEAL, "anneal-draws", "anneal-paper")
 # Figures of the paper by (id, setting).
 _PAPER = {
     ("overhead.ms", "4 requests, batch 1"): _ours(0.23, printed="0.00023"),
@@ -73,6 +76,7 @@ _PAPER = {
     ("overhead.ms", "10 requests each, 4 instances"): _scaled(1.91),
     ("g", "10 requests, batch 1, over vllm"): _MOST,
     ("g", "10 requests, batch 1, length error Gaussian draw, over vllm"): _MOST,  # the same: its own forecast
+    ("g", "together, 10 requests, batch 1, drawn lengths, over vllm"): _MOST,
     ("g", "40 requests, batch 4, length error 2.5 %, over vllm"): quoted(84.0, _TEXT, "5.3", 322, "84%"),
     # 1.84 / 1.65: 84 % over vLLM, 65 % over this (5.3).
     ("g", "40 requests, batch 4, length error Gaussian draw, over vllm"): 11.5,
@@ -131,14 +135,15 @@ _ALL_SIZES = 100  # requests up to which all figures are reported; beyond it the
 
 
 @experiment("anneal", "sim", f"SLO-aware scheduling ({SIMULATED})")
-def main(ask: Ask, plan: AnnealPlan | None = None) -> Result:
-    """Run the evaluation. `quick`: fewer cases, and fewer settings of the event simulator."""
+def main(ask: Ask, only: Sequence[str] = (), plan: AnnealPlan | None = None) -> Result:
+    """Run the evaluation. `quick`: fewer cases, and fewer settings of the event simulator. only: parts; () = all."""
+    refuse_unknown("part", only, PARTS)
     plan, rows = plan or (QUICK if ask.quick else FULL), list[Row]()
     _compile(ask.seed)
-    parts = (_orders, _sweeps, _errors, _coefficients, _instances, _together, _loads)
-    for part in track(parts, "simulating", disable=ask.as_json, transient=True):
-        rows += part(plan, ask.seed)
-    return Result(rows, _describe(plan), lambda: {"anneal": _plot(rows)}, _grid(rows), _NOTES)
+    for name in track(only or [*PARTS], "simulating", disable=ask.as_json, transient=True):
+        rows += PARTS[name](plan, ask.seed)
+    pictures = (lambda: {"anneal": _plot(rows)}) if "orders" in (only or PARTS) else None
+    return Result(rows, _describe(plan), pictures, _grid(rows), _NOTES)
 
 
 def _describe(plan: AnnealPlan) -> str:
@@ -162,7 +167,7 @@ def _setting(count: int, limit: int) -> str:
 
 
 def _row(id: str, system: str, setting: str, ours: float, unit: str) -> Row:
-    paper = _PAPER.get((id, setting)) if system == ANNEAL else None
+    paper = _PAPER.get((id, setting)) if system.startswith(ANNEAL) else None
     return Row(id, system, setting, ours, unit, paper)
 
 
@@ -172,14 +177,23 @@ def _figures(system: str, setting: str, w: Worth) -> Iterator[Row]:
     yield _row("latency.mean", system, setting, w.latency, "s")
 
 
-def _over(setting: str, ours: Worth, theirs: Worth) -> Iterator[Row]:
-    """Return the gains of the annealed order over vLLM's."""
+def _over(setting: str, ours: Worth, theirs: Worth, system: str = ANNEAL) -> Iterator[Row]:
+    """Return the gains of an annealed order over vLLM's."""
     setting = f"{setting}, over {VLLM}"
-    yield _row("g", ANNEAL, setting, _more(ours.g, theirs.g), "%")
-    yield _row("attainment", ANNEAL, setting, 100 * (ours.attainment - theirs.attainment), "points")
+    yield _row("g", system, setting, _more(ours.g, theirs.g), "%")
+    yield _row("attainment", system, setting, 100 * (ours.attainment - theirs.attainment), "points")
     if theirs.attainment:
-        yield _row("attainment.times", ANNEAL, setting, ours.attainment / theirs.attainment, "x")
-    yield _row("latency.mean", ANNEAL, setting, _more(ours.latency, theirs.latency), "%")
+        yield _row("attainment.times", system, setting, ours.attainment / theirs.attainment, "x")
+    yield _row("latency.mean", system, setting, _more(ours.latency, theirs.latency), "%")
+
+
+def _spread(setting: str, ours: Sequence[Worth], theirs: Sequence[Worth], system: str = ANNEAL) -> Iterator[Row]:
+    """Return the gain in G over vLLM's order case by case: percentiles, and how many cases have the paper's most."""
+    setting = f"{setting}, over {VLLM}"
+    each = [_more(one.g, other.g) for one, other in zip(ours, theirs, strict=True)]
+    for share in (10, 50, 90):
+        yield _row(f"g.p{share}", system, setting, float(np.percentile(each, share)), "%")
+    yield _row("g.reached_pct", system, setting, 100 * float(np.mean(np.array(each) >= _MOST)), "%")
 
 
 def _more(ours: float, theirs: float) -> float:
@@ -256,14 +270,10 @@ def _errors(plan: AnnealPlan, seed: int) -> Iterator[Row]:
                 for i, case in enumerate(cases):
                     forecast = case.forecast(error, np.random.default_rng([seed + i, 1]))
                     ours.append(worth(case.costs(), *annealed(case.costs(forecast), limit, seed + i)))
-                setting = f"{_setting(count, limit)}, length error {name}, over {VLLM}"
-                yield _row("g", ANNEAL, setting, _more(mean(ours).g, mean(theirs).g), "%")
+                setting = f"{_setting(count, limit)}, length error {name}"
+                yield _row("g", ANNEAL, f"{setting}, over {VLLM}", _more(mean(ours).g, mean(theirs).g), "%")
                 if error == "draw":
-                    each = [_more(one.g, other.g) for one, other in zip(ours, theirs, strict=True)]
-                    for share in (10, 50, 90):
-                        yield _row(f"g.p{share}", ANNEAL, setting, float(np.percentile(each, share)), "%")
-                    reached = 100 * float(np.mean(np.array(each) >= _MOST))
-                    yield _row("g.reached_pct", ANNEAL, setting, reached, "%")
+                    yield from _spread(setting, ours, theirs)
 
 
 def _coefficients(plan: AnnealPlan, seed: int) -> Iterator[Row]:
@@ -327,6 +337,30 @@ def _together(plan: AnnealPlan, seed: int) -> Iterator[Row]:
                 yield from _figures(name, f"together, {_setting(count, limit)}", w)
 
 
+def _drawn(plan: AnnealPlan, seed: int) -> Iterator[Row]:
+    """Return the figures of continuous batching with Gaussian draws as lengths, and with the annealed batches, too.
+
+    As the paper has it (5.1): requests that all arrive at once, profiles of earlier answers, and more cases, as
+    draws differ widely.
+    """
+    counts, _ = plan.simulated
+    scale = slo_scale()
+    for count in counts:
+        loads = [AnnealCase.drawn(count, seed + i).workload(np.zeros(count), scale) for i in range(plan.seeds)]
+        for limit in BATCHES:
+            setting = f"together, {_setting(count, limit)}, drawn lengths"
+            theirs = [simulated(VLLM, load, limit) for load in loads]
+            yield from _figures(VLLM, setting, mean(theirs))
+            for name in _DRAWN:
+                rngs = (
+                    (np.random.default_rng([seed + i, 1]), np.random.default_rng(seed + i)) for i in range(len(loads))
+                )
+                ours = [simulated(name, load, limit, profiled(*two)) for load, two in zip(loads, rngs, strict=True)]
+                yield from _figures(name, setting, mean(ours))
+                yield from _over(setting, mean(ours), mean(theirs), name)
+                yield from _spread(setting, ours, theirs, name)
+
+
 def _loads(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Return the recipes' figures for Poisson arrivals around an engine's capacity."""
     shares, count, limits, seeds = plan.loads
@@ -341,8 +375,20 @@ def _loads(plan: AnnealPlan, seed: int) -> Iterator[Row]:
                 w = mean([simulated(name, load, limit) for load in loads])
                 yield from _figures(name, f"load {share:g}, batch {limit}", w)
             for name in (ANNEAL, "headway"):
-                w = mean([simulated(name, load, limit, learned=True) for load in loads])
+                w = mean([simulated(name, load, limit, TaskLengths()) for load in loads])
                 yield from _figures(name, f"load {share:g}, batch {limit}, learned lengths", w)
+
+
+PARTS: dict[str, Callable[[AnnealPlan, int], Iterator[Row]]] = {
+    "orders": _orders,
+    "sweeps": _sweeps,
+    "errors": _errors,
+    "coefficients": _coefficients,
+    "instances": _instances,
+    "together": _together,
+    "drawn": _drawn,
+    "loads": _loads,
+}
 
 
 # ---- tables

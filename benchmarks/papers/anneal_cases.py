@@ -20,8 +20,8 @@ from headway.policy.forecast.latency import profiles
 from headway.policy.forecast.latency.laws import SloAware
 from headway.policy.forecast.latency.sampled import PUBLISHED
 from headway.policy.forecast.lengths.gaussian import GaussianLengths
-from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.registry import find
+from headway.ports import Lengths
 from headway.simulate.forecasts import Oracle
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
@@ -81,10 +81,7 @@ class AnnealCase:
         if isinstance(error, float):
             off = error * rng.standard_normal(self.output.size)
             return np.asarray(np.maximum(self.output * (1 + off), 1.0))
-        lengths = GaussianLengths()
-        for task, outputs in ((_TASKS[1], _code(_PROFILED, rng)[1]), (_TASKS[0], _chat(_PROFILED, rng)[1])):
-            for output in outputs.tolist():
-                lengths.add(task, output)
+        lengths = profiled(rng)
         tasks = [_TASKS[int(code)] for code in self.code]
         if error == "mean":
             return np.array([lengths.profile(task)[0] for task in tasks])
@@ -163,12 +160,18 @@ def slo_scale() -> float:
     return 10 * alone / _E2E
 
 
-def simulated(recipe: str, load: Workload, limit: int, *, learned: bool = False) -> Worth:
-    """Return a recipe's figures for a workload on the event simulator.
+def profiled(rng: np.random.Generator, draws: np.random.Generator | None = None) -> GaussianLengths:
+    """Return Gaussian profiles of both tasks, of `_PROFILED` earlier answers each. draws: as in `GaussianLengths`."""
+    lengths = GaussianLengths(draws=draws)
+    for task, outputs in ((_TASKS[1], _code(_PROFILED, rng)[1]), (_TASKS[0], _chat(_PROFILED, rng)[1])):
+        for output in outputs.tolist():
+            lengths.add(task, output)
+    return lengths
 
-    learned: forecast answers from earlier answers to the same task; otherwise their lengths are known.
-    """
-    lengths = TaskLengths() if learned else Oracle(load)
+
+def simulated(recipe: str, load: Workload, limit: int, lengths: Lengths | None = None) -> Worth:
+    """Return a recipe's figures for a workload on the event simulator. lengths: None = the true ones are known."""
+    lengths = lengths or Oracle(load)
     outcome = Simulation(find(recipe), [engine(limit)], load, lengths).run()
     first, whole = outcome.first - load.arrival, outcome.end - load.arrival
     tpot = (outcome.end - outcome.first) / np.maximum(load.output - 1, 1)

@@ -31,12 +31,13 @@ from benchmarks.papers.bros_claims import (
 from benchmarks.papers.observers import TokenDeadlines, inside
 from benchmarks.papers.parts import PaperPart, part
 from benchmarks.papers.quoted import quoted
+from benchmarks.papers.slower import SlowerLatency
 from headway.policy.forecast.latency import profiles
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.lengths import draw
 from headway.simulate.workload.traffic import Workload, concat, poisson, single
-from headway.types import Batch, Floats, Instance, Ints, Slo
+from headway.types import Floats, Instance, Ints, Slo
 from headway.whatif.output.plots import line_legend, png, sheet
 from headway.whatif.output.results import SIMULATED, Ask
 
@@ -205,26 +206,12 @@ def measure(system: str, case: ClaimCase, workload: Workload, rate: float, durat
     return ClaimPoint(system, case, rate, seed, judge(workload, outcome, tokens, duration, clock[1:]))
 
 
-class _Slower(profiles.FixedLatency):
-    """A latency profile whose iterations take `factor` times as long. Not for compiled loops."""
-
-    def __init__(self, profile: profiles.LatencyProfile, factor: float) -> None:
-        super().__init__(profile.law)
-        self._factor = factor
-
-    def seconds(self, batch: Batch) -> float:
-        return self._factor * super().seconds(batch)
-
-    def prefill_seconds(self, tokens: Floats) -> Floats:
-        return self._factor * super().prefill_seconds(tokens)
-
-
 def instance(case: ClaimCase) -> InstanceSpec:
     """Return the case's engine, with host memory for the systems that copy KV."""
     profile = profiles.load(case.profile)
     assert profile.kv_tokens is not None
     shape = Instance("e0", "default", RUNNING, profile.kv_tokens // profile.block_size, profile.block_size, LONGEST)
-    latency = _Slower(profile, case.slower)
+    latency = SlowerLatency(profile, case.slower)
     return InstanceSpec(shape, latency, SLOTS, BUDGET, profile.copy_seconds(), host_tokens=HOST_TOKENS)
 
 

@@ -73,6 +73,7 @@ def full() -> EcoServePlan:
     experiments = (
         PaperPart("rates", (TableCase(),), (*ABLATION, PAPER_TEXT, ORACLE, *BASELINES)),
         PaperPart("copies", (TableCase(copies=2.0), TableCase(copies=5.0)), _COMPARED),
+        PaperPart("slower", (TableCase(steps=2.0),), _COMPARED),
         PaperPart("long", (TableCase(span=5.0),), (ECOSERVE, ORACLE, BASE)),
     )
     return EcoServePlan(experiments, None, 1.0, 3, 6, True)
@@ -149,11 +150,14 @@ def _compile(seed: int) -> None:
         trial(name, DATA[0], 5.0, load, seed)
 
 
-def _rates(plan: EcoServePlan, data: Data, name: str) -> tuple[float, ...]:
-    """Return the rates of a system: those of the sweep and of Table 2."""
+def _rates(plan: EcoServePlan, data: Data, name: str, steps: float = 1.0) -> tuple[float, ...]:
+    """Return the rates of a system: those of the sweep and, with the profile's iterations, of Table 2."""
     if plan.rates is not None:
-        return plan.rates[data.name]
-    return tuple(sorted({*(data.low if name in MAX_ALLOCATION else data.rates), data.rate}))
+        chosen = plan.rates[data.name]
+    else:
+        swept = data.low if name in MAX_ALLOCATION else data.rates
+        chosen = swept if steps != 1 else tuple(sorted({*swept, data.rate}))
+    return tuple(rate / steps for rate in chosen)
 
 
 def _planned(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, Data, float, int, str]]:
@@ -161,16 +165,16 @@ def _planned(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCa
     for (case, systems), data in product(cases, DATA):
         for name in systems:
             spread = case == TableCase() and name in _SPREAD
-            for rate, seed in product(_rates(plan, data, name), seeds if spread else seeds[:1]):
+            for rate, seed in product(_rates(plan, data, name, case.steps), seeds if spread else seeds[:1]):
                 yield case, data, rate, seed, name
 
 
 def _trials(plan: EcoServePlan, seeds: Sequence[int]) -> Iterator[tuple[TableCase, PaperTrial]]:
     """Run every system at every rate; rates far beyond saturation run for a third of the time."""
     for case, data, rate, seed, name in _planned(plan, seeds):
-        share = plan.share * case.span / (3 if is_beyond(data, rate) else 1)
-        load = workload(data, rate, data.seconds * share, seed)
-        yield case, trial(name, data, rate, load, seed, copies=case.copies)
+        share = plan.share * case.span * case.steps / (3 if is_beyond(data, rate * case.steps) else 1)
+        load = workload(data, rate, data.seconds * share, seed, case.steps)
+        yield case, trial(name, data, rate, load, seed, copies=case.copies, steps=case.steps)
 
 
 # ---- plots

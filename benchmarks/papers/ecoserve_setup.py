@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.papers.quoted import quoted
+from benchmarks.papers.slower import SlowerLatency
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency import profiles
 from headway.policy.pack.baselines.chunked import Chunked
@@ -186,14 +187,17 @@ def tables(data: Data) -> tuple[Quantiles, Quantiles]:
     return prompt, table(source.output, data.output)
 
 
-def workload(data: Data, rate: float, seconds: float, seed: int) -> Workload:
-    """Return Poisson arrivals with Table 2's lengths, of at most `LONGEST` tokens, and SLOs of `SLO_SCALE`."""
+def workload(data: Data, rate: float, seconds: float, seed: int, steps: float = 1.0) -> Workload:
+    """Return Poisson arrivals with Table 2's lengths, of at most `LONGEST` tokens, and SLOs of `SLO_SCALE`.
+
+    steps: of the engine, as in `instance`.
+    """
     rng = np.random.default_rng(seed)
     at = poisson(rate, seconds, rng)
     shares, (prompts, outputs) = tied(SOURCES[data.name].rho, at.size, rng), tables(data)
     prompt, output = _whole(prompts.at(shares[0])), _whole(outputs.at(shares[1]))
     kept = np.flatnonzero(prompt + output <= LONGEST)
-    return with_slo(single(at, prompt, output).take(kept), instance(), SLO_SCALE)
+    return with_slo(single(at, prompt, output).take(kept), instance(steps=steps), SLO_SCALE)
 
 
 def _whole(tokens: Floats) -> Ints:
@@ -217,15 +221,16 @@ def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
 # ---- engine and systems
 
 
-def instance(copies: float = 1.0) -> InstanceSpec:
+def instance(copies: float = 1.0, steps: float = 1.0) -> InstanceSpec:
     """Return the engine of 2.1: OPT-13B on an A100 with 12 GB of KV in blocks of 32 tokens.
 
     copies: factor of the copy times to the host
+    steps: factor of the iterations' times
     """
     profile = profiles.load(PROFILE)
     blocks = int(KV_BYTES // (profile.kv_bytes_per_token * BLOCK))
     shape = Instance("e0", "default", MAX_RUNNING, blocks, BLOCK, LONGEST)
-    return InstanceSpec(shape, profile.latency(), SLOTS, BUDGET, profile.copy_seconds() * copies)
+    return InstanceSpec(shape, SlowerLatency(profile, steps), SLOTS, BUDGET, profile.copy_seconds() * copies)
 
 
 def _allocations() -> int:

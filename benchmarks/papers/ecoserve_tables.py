@@ -48,13 +48,19 @@ _FIELDS: dict[str, Callable[[PaperTrial], float]] = {
 
 
 class TableCase(NamedTuple):
-    """The conditions of compared trials: factors of the copy times to the host and of the arrivals' duration."""
+    """The conditions of compared trials: factors of the copy times to the host, of the arrivals' duration, and of the
+    iterations' times.
+
+    With longer iterations all rates are lower, and arrivals last longer, by the same factor.
+    """
 
     copies: float = 1.0
     span: float = 1.0
+    steps: float = 1.0
 
     def __str__(self) -> str:
-        return f"copies x{self.copies:g}" + (f", arrivals x{self.span:g}" if self.span != 1 else "")
+        span = f", arrivals x{self.span:g}" if self.span != 1 else ""
+        return f"copies x{self.copies:g}{span}" + (f", iterations x{self.steps:g}" if self.steps != 1 else "")
 
 
 Trials = dict[TableCase, list[PaperTrial]]
@@ -194,8 +200,8 @@ def _is_swept(t: PaperTrial, data: str, system: str, seed: int) -> bool:
 
 
 def _paper(case: TableCase, value: float) -> float | None:
-    """Return the paper's figure for the plain case, else None: the paper states no cost of copies."""
-    return value if case == TableCase() else None
+    """Return the paper's figure where only the iterations may differ, else None: it states no cost of copies."""
+    return value if case._replace(steps=1.0) == TableCase() else None
 
 
 def _mean(id: str, system: str, setting: str, found: Sequence[float | None], unit: str) -> Row:

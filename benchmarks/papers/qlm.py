@@ -17,6 +17,7 @@ from rich.progress import track
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.parts import PaperPart, part, run_each
 from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
+from benchmarks.papers.qlm_orders import plan_orders
 from benchmarks.papers.qlm_plots import plots
 from benchmarks.papers.qlm_tables import COLD, QLM, QlmResults, QlmTrial, claims, rows, trial
 from benchmarks.papers.qlm_workloads import CV, FIVE, ONE, RUNNING, TWELVE, QlmSetting
@@ -26,13 +27,13 @@ from headway.whatif.output.results import SIMULATED, Ask
 MULTI = (QLM, "vllm-model-swap", "edf-model-swap", "shepherd", "headway")
 # `edf` also overtakes what runs, `edf-model-swap` only what waits, as QLM's EDF.
 SINGLE = (QLM, "vllm", "edf-model-swap", "edf", "shepherd", "least-loaded", "llm-d-like", "headway")
-LOADED = (QLM, "edf", "shepherd", "headway")
+LOADED = (QLM, "vllm", "edf", "shepherd", "headway")
 # Without load balancing: groups at random. Without an order that considers model swaps: groups by deadline.
 ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-deadline")
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
 ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
-_MEASURED = {"delta": "deltas", "estimator": "estimated", "planning": "queues"}
+_MEASURED = {"delta": "deltas", "estimator": "estimated", "planning": "queues", "orders": "ordered"}
 _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
@@ -42,6 +43,7 @@ class QlmPlan:
 
     queues: lengths of the queues for which planning is timed.
     estimated: requests in the queues whose waits are forecast; 0 = no forecasts.
+    ordered: small plans whose order is compared with the best of all; 0 = none.
     deltas: group sizes, in batches.
     delta_setting: the workload on which group sizes are compared.
     """
@@ -49,6 +51,7 @@ class QlmPlan:
     experiments: tuple[PaperPart[QlmSetting], ...]
     queues: tuple[int, ...]
     estimated: int
+    ordered: int
     deltas: tuple[int, ...]
     delta_setting: QlmSetting
 
@@ -65,6 +68,11 @@ def _single(seconds: float) -> QlmSetting:
 def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
     """Return one model from a little to far above its capacity, with ten seeds."""
     return tuple(replace(single, load=load, interactive=s, seeds=10) for load in (1.2, 2.0, 3.0) for s in _SHARES)
+
+
+def _multi_loads(multi: QlmSetting) -> tuple[QlmSetting, ...]:
+    """Return several models from a little to far above the capacity."""
+    return tuple(replace(multi, load=load) for load in (1.2, 2.0, 3.0))
 
 
 def _limits(single: QlmSetting) -> tuple[QlmSetting, ...]:
@@ -94,6 +102,7 @@ def full() -> QlmPlan:
         (
             PaperPart("tail", tuple(replace(multi, tail=t) for t in (0.2, 0.5, 1.0)), MULTI),
             PaperPart("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
+            PaperPart("multi-loads", _multi_loads(multi), MULTI),
             PaperPart("multi-ablation", (multi,), ABLATION),
             PaperPart("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
             PaperPart("loads", _loads(single), LOADED),
@@ -108,6 +117,7 @@ def full() -> QlmPlan:
         ),
         (1_000, 10_000, 100_000, 400_000),
         4000,
+        20,
         (1, 2, 4, 8, 16),
         multi,
     )
@@ -120,6 +130,7 @@ def quick() -> QlmPlan:
         (PaperPart("multi", (multi,), MULTI), PaperPart("single", (single,), SINGLE[:5])),
         (10_000,),
         2000,
+        0,
         (1, 4),
         multi,
     )
@@ -158,4 +169,5 @@ def run(plan: QlmPlan, seed: int, *, bar: bool) -> QlmResults:
     estimated = (estimates(*one, plan.estimated, seed) for one in shown(profiles, "estimating"))
     forecasts = [*chain.from_iterable(estimated)]
     planned = [planning(find(QLM), queued, _PLANNED, seed) for queued in shown(plan.queues, "planning")]
-    return QlmResults(trials, deltas, forecasts, planned)
+    orders = [*shown(plan_orders(find(QLM), plan.ordered, seed), "small plans", plan.ordered)]
+    return QlmResults(trials, deltas, forecasts, planned, orders)

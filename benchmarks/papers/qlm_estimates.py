@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from benchmarks.papers.qlm_workloads import (
     INTERACTIVE,
     LONGEST,
     RUNNING,
+    QlmModel,
     QlmSetting,
     burst,
     capacity,
@@ -90,7 +91,7 @@ def _inefficiency(profile: str, pace: Pace) -> float:
 # ---- planning time
 
 
-class _Timed(Planner):
+class TimedPlanner(Planner):
     """A planner whose plans and event handlers are timed.
 
     noting: wall seconds of event handlers. planning: wall seconds of plans and of background computation.
@@ -149,14 +150,8 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes
     The plan places and orders every group of the queue.
     """
     setting = QlmSetting("planning", (("a100", gpus),), FIVE, 1.0, 1.0)
-    timed = _Timed(recipe.planner())
-    core = Controller(timed, TaskLengths(), max_queued=1 << 40)
-    for spec in setting.instances():
-        core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
-    requests = _crowd(queued, gpus * RUNNING, seed)
-    for request in itertools.islice(requests, gpus * RUNNING):  # from these the planner learns the kinds of requests
-        core.on(Arrived(request), request.arrival)
-        timed.generate(core.cluster, request.arrival)
+    requests = crowd(FIVE, queued, gpus * RUNNING, seed)
+    timed, core = filled(recipe, setting, itertools.islice(requests, gpus * RUNNING))
     timed.noting = timed.planning = now = 0.0
     gc.disable()  # nothing is freed while the queue is filled
     for request in requests:
@@ -169,15 +164,27 @@ def planning(recipe: Recipe, queued: int, gpus: int, seed: int) -> PlanningTimes
     return PlanningTimes(queued, gpus, noting, timed.planning)
 
 
-def _crowd(queued: int, before: int, seed: int) -> Iterator[Request]:
-    """Yield ShareGPT requests for five models, a fifth of them latency-sensitive: some, then a queue at once.
+def filled(recipe: Recipe, setting: QlmSetting, requests: Iterable[Request]) -> tuple[TimedPlanner, Controller]:
+    """Return a planner and its controller with requests, from which it has learned the kinds of requests."""
+    timed = TimedPlanner(recipe.planner())
+    core = Controller(timed, TaskLengths(), max_queued=1 << 40)
+    for spec in setting.instances():
+        core.note(InstanceUp(SimulatedInstance(spec, recipe).instance()), 0.0)
+    for request in requests:
+        core.on(Arrived(request), request.arrival)
+        timed.generate(core.cluster, request.arrival)
+    return timed, core
+
+
+def crowd(chosen: Sequence[QlmModel], queued: int, before: int, seed: int) -> Iterator[Request]:
+    """Yield ShareGPT requests for these models, a fifth of them latency-sensitive: some, then a queue at once.
 
     The first requests arrive at 100 per second, the queue within a second.
     """
     rng, count = np.random.default_rng(seed), before + queued
     prompts, _ = lengths.draw("sharegpt", count, rng)
-    models, urgent = rng.integers(0, len(FIVE), count).tolist(), (rng.random(count) < 0.2).tolist()
+    models, urgent = rng.integers(0, len(chosen), count).tolist(), (rng.random(count) < 0.2).tolist()
     for i, prompt in enumerate(prompts.tolist()):
         at = i / 100 if i < before else before / 100 + (i - before) / queued
         slo, tier = (INTERACTIVE, "interactive") if urgent[i] else (BATCH, "batch")
-        yield Request(f"r{i}", FIVE[models[i]].name, prompt, ANSWER, at, slo, task=tier, tier=tier)
+        yield Request(f"r{i}", chosen[models[i]].name, prompt, ANSWER, at, slo, task=tier, tier=tier)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.papers.qlm_estimates import Estimate, PlanningTimes
+from benchmarks.papers.qlm_orders import SOLVER_S, PlanOrders
 from benchmarks.papers.qlm_workloads import QlmSetting
 from benchmarks.papers.quoted import quoted
 from headway.policy.recipes.recipe import Recipe
@@ -47,12 +48,14 @@ class QlmResults:
 
     trials: by experiment.
     deltas: by group size.
+    orders: of small plans, beside the best of all.
     """
 
     trials: Mapping[str, Sequence[QlmTrial]]
     deltas: Mapping[int, QlmTrial]
     estimates: Sequence[Estimate]
     planning: Sequence[PlanningTimes]
+    orders: Sequence[PlanOrders] = ()
 
 
 def trial(system: str, recipe: Recipe, setting: QlmSetting, seed: int) -> QlmTrial:
@@ -121,7 +124,22 @@ def _estimates(results: QlmResults) -> list[Row]:
         paper = _GROUP_PAPER if one.queued == 400_000 else None
         found.append(Row("plan.us_per_request", QLM, setting, one.us_per_request, "us", paper))
         found.append(Row("plan.arrival_us", QLM, setting, one.arrival_us, "us"))
-    return found
+    return found + (_orders(results.orders) if results.orders else [])
+
+
+def _orders(orders: Sequence[PlanOrders]) -> list[Row]:
+    """Return how far the search and HiGHS are from the best of all orders, in % of its cost."""
+    groups = [one.items for one in orders]
+    setting = f"{len(orders)} plans of {min(groups)} to {max(groups)} items, 2 instances"
+    found = []
+    for name, each in (
+        ("search", [one.search_gap_pct for one in orders]),
+        (f"HiGHS, {SOLVER_S:g} s", [one.program_gap_pct for one in orders]),
+    ):
+        found.append(Row("plan.gap_to_best_pct", name, f"{setting}, mean", float(np.mean(each)), "%"))
+        found.append(Row("plan.gap_to_best_pct", name, f"{setting}, largest", max(each), "%"))
+    proved = 100 * float(np.mean([one.proved for one in orders]))
+    return [*found, Row("plan.proved_pct", f"HiGHS, {SOLVER_S:g} s", setting, proved, "%")]
 
 
 # ---- claims
@@ -140,9 +158,15 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...], str, float | None], ...] = (
     ("attainment", "edf-model-swap", ("multi",), "points", None),
     ("attainment", "shepherd", ("multi",), "points", _ATTAINMENT["shepherd"]),
     ("attainment", "vllm", ("single",), "points", _ATTAINMENT["vllm"]),
+    ("attainment", "vllm", ("queue",), "points", _ATTAINMENT["vllm"]),
     ("attainment", "edf-model-swap", ("single",), "points", None),
     ("attainment", "edf", ("single",), "points", None),
     ("attainment", "shepherd", ("single",), "points", _ATTAINMENT["shepherd"]),
+    ("attainment", "shepherd", ("queue",), "points", _ATTAINMENT["shepherd"]),
+    (LATENCY_SENSITIVE, "vllm-model-swap", ("multi", "multi-loads"), "points", _ATTAINMENT["vllm"]),
+    (LATENCY_SENSITIVE, "shepherd", ("multi", "multi-loads"), "points", _ATTAINMENT["shepherd"]),
+    (LATENCY_SENSITIVE, "vllm", ("single", "loads"), "points", _ATTAINMENT["vllm"]),
+    (LATENCY_SENSITIVE, "shepherd", ("single", "loads"), "points", _ATTAINMENT["shepherd"]),
     ("throughput.req_per_s", "vllm-model-swap", ("tail", "multi"), "times", _MULTI_TIMES),
     ("throughput.req_per_s", "edf-model-swap", ("tail", "multi"), "times", _MULTI_TIMES),
     ("throughput.req_per_s", "shepherd", ("tail", "multi"), "times", _MULTI_TIMES),
@@ -170,10 +194,11 @@ def claims(results: QlmResults) -> list[Row]:
         trials = [one for experiment in experiments for one in results.trials.get(experiment, ())]
         if other == "qlm-random":
             trials = [one for one in trials if _uneven(one.setting)]
-        theirs = {one.setting: one.figures[name] for one in trials if one.system == other}
-        mine = {one.setting: one.figures[name] for one in trials if one.system == QLM}
+        theirs = {one.setting: one.figures.get(name) for one in trials if one.system == other}
+        mine = {one.setting: one.figures.get(name) for one in trials if one.system == QLM}
         pairs = [(setting, mine[setting], theirs[setting]) for setting in mine if setting in theirs]
-        compared = [(_compared(how, a, b), setting) for setting, a, b in pairs if a is not None and b]
+        known = [(setting, a, b) for setting, a, b in pairs if a is not None and b is not None]
+        compared = [(_compared(how, a, b), setting) for setting, a, b in known if b or how == "points"]
         if compared:
             best, setting = max(compared, key=lambda one: one[0])
             unit = "points" if how == "points" else "x"

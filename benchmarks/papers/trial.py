@@ -79,11 +79,12 @@ def trial(
     seed: int,
     *,
     copies: float = 1.0,
+    steps: float = 1.0,
     options: Options | None = None,
     padding: float | None = None,
 ) -> PaperTrial:
     """Run a system on a workload; `options` replace those of an EcoServe variant."""
-    place, clock, packers = instance(copies), list[float](), list[Packer]()
+    place, clock, packers = instance(copies, steps), list[float](), list[Packer]()
     recipe = system(name, data, options)
 
     def packer(spec: EngineSpec) -> Packer:

@@ -66,7 +66,7 @@ def test_the_event_simulator_is_a_second_host() -> None:
 
 def test_it_prints_rows_with_the_paper_s_figures(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = bench.AnnealPlan(2, (4, 10), {1: 4, 2: 4, 4: 4}, ((4,), 1), ((1.0,), 6, (2,), 1))
-    bench.main(Ask(as_json=True, quick=True, seed=1), tiny)
+    bench.main(Ask(as_json=True, quick=True, seed=1), plan=tiny)
     report = json.loads(capsys.readouterr().out)
     assert (report["bench"], report["host"]) == ("anneal", "sim")
     rows = {(row["id"], row["system"], row["setting"]): row for row in report["rows"]}

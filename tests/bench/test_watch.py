@@ -75,6 +75,7 @@ def test_a_run_ends_when_it_is_told_to() -> None:
         ("bros", 0, None, None, "plain KV blocks, no host room"),
         ("bros", None, None, None, "plain KV blocks, no host room"),
         ("ecoserve", 1000, None, None, "plain KV blocks, unbounded host room, learned lengths, padded"),
+        ("anneal-paper", 1000, None, None, "learned lengths, drawn"),
         ("slack", 1000, None, None, ""),
     ],
 )

@@ -207,16 +207,18 @@ def test_a_schedule_is_bounded(size: int, limit: int) -> None:
 def test_beyond_the_most_that_are_annealed_the_order_is_by_deadline_and_best_effort_is_last() -> None:
     cost = costs([(10, 10, 1, 8.0)] * 6)
     due = np.array([6.0, 5.0, 4.0, 3.0, 2.0, np.inf])
-    order = sequence(cost, due, np.isfinite(due), 1, 0, most=2)
+    order, first = sequence(cost, due, np.isfinite(due), 1, 0, most=2)
     assert sorted(order[:2].tolist()) == [3, 4]
     assert order[2:].tolist() == [2, 1, 0, 5]
-    assert sequence(cost[:0], due[:0], due[:0] > 0, 1, 0).size == 0
+    assert first == 1
+    none, first = sequence(cost[:0], due[:0], due[:0] > 0, 4, 0)
+    assert (none.size, first) == (0, 4)
 
 
 def test_lost_requests_do_not_keep_others_from_being_annealed() -> None:
     cost = costs([(10, 300, 1, 0.5)] * 3 + [(10, 100, 1, 8.0)] * 2)
     due = np.array([1.0, 2.0, 3.0, 40.0, 39.0])
-    order = sequence(cost, due, due > 0, 1, 0, most=2)
+    order, _ = sequence(cost, due, due > 0, 1, 0, most=2)
     assert sorted(order[:2].tolist()) == [3, 4]
     assert order[2:].tolist() == [0, 1, 2]
 

@@ -240,6 +240,19 @@ def test_a_gaussian_forecast_is_sorted_within_bounds_and_a_guess_at_first() -> N
     assert (later.samples[0], later.samples[-1]) == (1.0, 300.0)
 
 
+def test_with_a_generator_a_gaussian_forecast_is_one_draw() -> None:
+    seeded = [GaussianLengths(draws=np.random.default_rng(seed)) for seed in (3, 3, 4)]
+    for lengths in seeded:
+        assert lengths.forecast(request(max_tokens=100)).samples.tolist() == [100]
+        for tokens in (150, 250) * 8:
+            lengths.learn(request(), tokens)
+    drawn = [[lengths.forecast(request()) for _ in range(200)] for lengths in seeded]
+    assert {(one.samples.size, one.guess) for some in drawn for one in some} == {(1, False)}
+    values = [[one.mean for one in some] for some in drawn]
+    assert values[0] == values[1] != values[2]
+    assert np.mean(values[0]) == pytest.approx(200, abs=15)
+
+
 @pytest.mark.parametrize("made", [TaskLengths, GaussianLengths])
 def test_made_up_tasks_are_forgotten_and_those_in_use_are_not(made: type[TaskLengths] | type[GaussianLengths]) -> None:
     lengths = made()

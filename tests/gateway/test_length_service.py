@@ -71,6 +71,15 @@ def test_a_prompt_of_token_ids_is_forecast_from_its_task_and_counted(serve: Serv
         assert gateway.metric('headway_forecasts_total{by="task_no_text"}') == 1
 
 
+def test_a_recipe_with_drawn_lengths_tells_the_engine_one_draw(serve: Serve, fake: Fake) -> None:
+    with serve(recipe="anneal-paper") as gateway:
+        for i in range(16):
+            chat(gateway, SHORT, 200 if i % 2 else 20)
+        told = [left(gateway, fake, SHORT) for _ in range(6)]
+    assert len(set(told)) > 3, "each request has its own draw"
+    assert all(1 <= tokens <= 900 and tokens == int(tokens) for tokens in told)
+
+
 def test_other_recipes_read_no_prompt(gateway: Gateway) -> None:
     assert isinstance(gateway.inner.lengths, TaskService)
     assert "headway_forecast" not in gateway.get("/metrics").text

@@ -58,13 +58,13 @@ program: st.SearchStrategy[Program] = st.lists(
 )
 
 
-@pytest.mark.parametrize("pull", [True, False])
+@pytest.mark.parametrize("options", [{}, {"pull": False}, {"batches": True}], ids=["queue", "inside", "batches"])
 @given(program, st.integers(1, 4))
 @settings(max_examples=20)
-def test_no_request_is_lost_or_sent_twice(pull: bool, steps: Program, most: int) -> None:
+def test_no_request_is_lost_or_sent_twice(options: dict[str, bool], steps: Program, most: int) -> None:
     """Two models, unlike instances, instances that die and come back, clients that leave."""
     fleet = [instance("m0", 2), instance("m1", 3, blocks=40), instance("n0", 1, model="n", lead=0)]
-    place, up = Place(Annealed(most, pull=pull), *fleet), {one.id: one for one in fleet}
+    place, up = Place(Annealed(most, **options), *fleet), {one.id: one for one in fleet}
     for now, (what, which, size) in enumerate(steps, start=1):
         if what <= 4:
             model, slo = "mn"[which % 2], SLOS[which]
@@ -154,6 +154,30 @@ def test_without_pull_the_packer_decides() -> None:
     place = Place(Annealed(pull=False), instance("e0", 1, lead=0))
     sent = [c for i in range(4) for c in place.come(ask(f"r{i}", float(i)))]
     assert [(c.id, c.rank) for c in sent if isinstance(c, Send)] == [(f"r{i}", 0.0) for i in range(4)]
+
+
+def test_with_batches_an_engine_gets_one_when_the_one_before_has_ended() -> None:
+    """Four requests in two batches: when one of a batch ends, its place stays empty until the other has ended, too."""
+    place = Place(Annealed(batches=True), instance("e0", 2, lead=0))
+    place.come(ask("first", 0.0))
+    for i in range(4):
+        place.come(ask(f"r{i}", 1.0, answer=200, slo=Slo(e2e=500.0)))
+    assert list(place.inside) == ["first"], "nothing joins a batch under way"
+    inside = []
+    while place.inside:
+        inside.append(len(place.inside))
+        place.end(next(iter(place.inside)), 2.0)
+    assert inside == [1, 2, 1, 2, 1]
+
+
+def test_with_batches_their_size_is_annealed() -> None:
+    """Both meet their SLO alone, one after the other; in one batch the tight one would be late."""
+    place = Place(Annealed(batches=True), _with_latency(2, lambda batch: 0.1 if batch.decodes > 1 else 0.01))
+    place.come(ask("first", 0.0))
+    for id, slo in {"tight": Slo(ttft=50.0, tpot=0.02), "loose": Slo(e2e=60.0)}.items():
+        place.come(ask(id, 1.0, answer=200, slo=slo))
+    place.end("first", 1.0)
+    assert len(place.inside) == 1
 
 
 def test_the_latency_of_an_instance_decides_what_can_be_met() -> None:

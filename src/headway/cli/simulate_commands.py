@@ -22,7 +22,7 @@ _RECIPES = (
     "EcoServe and its ablation ecoserve-d, ecoserve-sd, ecoserve-sdo, "
     "ecoserve, to the letter ecoserve-paper, each with -oracle: ecoserve-d-oracle, ecoserve-sd-oracle, "
     "ecoserve-sdo-oracle, ecoserve-oracle, ecoserve-paper-oracle; SLO-aware scheduling anneal, "
-    "anneal-queue; QLM and its ablation qlm, qlm-no-evict, "
+    "anneal-queue, anneal-draws, anneal-batches, anneal-paper; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
     "hermes, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
     "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr, tgi; "

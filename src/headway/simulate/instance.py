@@ -358,6 +358,9 @@ def pools(use: KvUse, spec: InstanceSpec) -> bool:
     return use.saves and not use.reserves and spec.host_tokens is not None
 
 
+_LENGTHS = {"padded": "learned lengths, padded", "drawn": "learned lengths, drawn", "oracle": "true lengths"}
+
+
 def describe(recipe: Recipe, spec: InstanceSpec) -> str:
     """Say how a recipe is simulated on an instance, unless with plain blocks and learned lengths."""
     parts, use = [], recipe.packer(spec.engine_spec(OnlineLatency())).kv
@@ -368,7 +371,7 @@ def describe(recipe: Recipe, spec: InstanceSpec) -> str:
     if spec.prefix_caching:
         parts.append("prefix caching")
     if recipe.lengths != "learned":
-        parts.append("true lengths" if recipe.lengths == "oracle" else "learned lengths, padded")
+        parts.append(_LENGTHS[recipe.lengths])
     return ", ".join(parts)
 
 

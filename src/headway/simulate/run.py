@@ -17,6 +17,7 @@ import numpy as np
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.core.controller import Controller
+from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
@@ -64,7 +65,7 @@ class Simulation:
     scale: models whose engines come and go; the fleet is the one at the start. decide: how many there should be.
     history: arrivals before the run by model, in negative seconds, that the forecast has seen.
     day_s: seconds of a day of the traffic.
-    seed: of failures at random times.
+    seed: of failures at random times, and of lengths that a recipe draws.
     fast: run as one compiled loop where every part of the run can be; the outcome is the same.
     """
 
@@ -90,6 +91,8 @@ class Simulation:
             self.lengths = Padded(self.lengths, QUANTILE)
         elif self.recipe.lengths == "oracle":
             self.lengths = Oracle(self.workload)
+        elif self.recipe.lengths == "drawn" and not isinstance(self.lengths, GaussianLengths):
+            self.lengths = GaussianLengths(draws=np.random.default_rng(self.seed))
 
     def run(self, progress: Callable[[int], None] | None = None, observer: Observer | None = None) -> Outcome:
         """Run to the end of the last request, or `until`.

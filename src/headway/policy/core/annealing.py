@@ -208,8 +208,12 @@ def _swap(now: Mapping, position: int, other: int) -> None:
     now.places[other]["request"] = one
 
 
-def sequence(costs: Records, due: Floats, promised: Bools, limit: int, seed: int, most: int = MOST_ANNEALED) -> Ints:
-    """Return the order in which an engine should serve its requests, given in order of arrival.
+def sequence(
+    costs: Records, due: Floats, promised: Bools, limit: int, seed: int, most: int = MOST_ANNEALED
+) -> tuple[Ints, int]:
+    """Return the order in which an engine should serve its requests, given in order of arrival, and its first batch.
+
+    The first batch is the number of requests that the search puts into it, `limit` where nothing is searched.
 
     costs: records of `mapping.COST`, with due (instants) and promised (it has an SLO) of the same requests.
     The first `most` of the promised ones by their deadline are annealed, those that are lost even in a batch
@@ -219,10 +223,11 @@ def sequence(costs: Records, due: Floats, promised: Bools, limit: int, seed: int
     rows = np.flatnonzero(promised)
     by_due = rows[np.lexsort((due[rows], _is_lost(costs[rows])))]
     head = np.sort(by_due[:most])
-    order = head
+    order, first = head, 1 if head.size else limit
     if head.size > 1:
-        order, _ = anneal(costs, head, limit, Schedule.of(head.size, limit), seed)
-    return np.concatenate([order, by_due[most:], np.flatnonzero(~promised)])
+        order, sizes = anneal(costs, head, limit, Schedule.of(head.size, limit), seed)
+        first = int(sizes[0])
+    return np.concatenate([order, by_due[most:], np.flatnonzero(~promised)]), first
 
 
 def _is_lost(costs: Records) -> Bools:

@@ -66,7 +66,7 @@ class Annealed(Packer):
         due = now + np.minimum(targets.ttft, targets.e2e)
         costs = self._costs(jobs, chosen, targets, now)
         seed = self.seed + int(jobs.serial[rows].max(initial=0))
-        order = sequence(costs, due, promised, self.spec.max_running, seed)
+        order, _ = sequence(costs, due, promised, self.spec.max_running, seed)
         return np.asarray(np.concatenate([first, rest[order]]), np.int64)
 
     def _costs(self, jobs: Jobs, rows: Ints, targets: Targets, now: float) -> Records:

@@ -114,15 +114,16 @@ class Annealed(Planner):
         cost of an event is bounded.
     seed: of the search.
     pull: requests wait here; otherwise they only are assigned here, and wait inside the engine.
+    batches: an engine gets a batch, of the annealed size, once the one before has ended. Otherwise only the order
+        is sent: an engine with continuous batching fills its batch as requests end.
 
-    Batch sizes are annealed with the order, but only the order is sent: an engine with continuous batching
-    fills its batch as requests end. A request with no SLO goes behind all that have one.
+    A request with no SLO goes behind all that have one.
     """
 
     pull = True
 
-    def __init__(self, most: int = MOST_ANNEALED, seed: int = 0, *, pull: bool = True) -> None:
-        self._most, self._seed, self.pull = most, seed, pull
+    def __init__(self, most: int = MOST_ANNEALED, seed: int = 0, *, pull: bool = True, batches: bool = False) -> None:
+        self._most, self._seed, self.pull, self._batches = most, seed, pull, batches
         self._ttft, self._tpot, self._e2e = RequestColumn(), RequestColumn(), RequestColumn()
         self._home = RequestColumn()
         self._homeless: dict[int, int] = {}  # row -> serial number
@@ -214,24 +215,28 @@ class Annealed(Planner):
     # ---- request scheduling
 
     def _line(self, cluster: Cluster, name: str, now: float) -> Ints:
-        """Return what is inside an instance and then the first of its queue, none if it is full."""
+        """Return what is inside an instance and then the first of its queue, none if it is full.
+
+        With `batches` none if anything is inside; the rest is annealed anew for each batch.
+        """
         backlog, instance, queue = cluster.backlog, cluster.instances[name], self._queues[name]
         if not self.pull:
             return np.array(queue.drain(backlog), np.int64)
         inside = cluster.inside(name).rows
         room = instance.window - inside.size
-        if room <= 0:
+        if room <= 0 or (self._batches and inside.size):
             return np.empty(0, np.int64)
         queue.settle(backlog, self._most, now)
-        if queue.changed and len(queue.head) > 1:
-            queue.head = self._sequence(cluster, instance, queue.head, now)
+        if (queue.changed and len(queue.head) > 1) or (self._batches and queue.head):
+            queue.head, first = self._sequence(cluster, instance, queue.head, now)
+            room = min(room, first) if self._batches else room
         queue.changed = False
         return np.concatenate([inside, queue.first(backlog, room)])
 
     def _sequence(
         self, cluster: Cluster, instance: Instance, head: list[tuple[int, int]], now: float
-    ) -> list[tuple[int, int]]:
-        """Return the annealed order of requests that wait for an instance."""
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return the annealed order of requests that wait for an instance, and the size of the first batch."""
         backlog = cluster.backlog
         head = sorted(head)
         rows = np.array([row for _, row in head])
@@ -242,10 +247,10 @@ class Annealed(Planner):
         prompt, output = backlog.prompt[rows], _output(backlog, rows)
         costs = costs_of(self._law(instance), prompt, prompt, output, targets, wait)
         promised = np.ones(rows.size, np.bool_)
-        order = sequence(
+        order, first = sequence(
             costs, backlog.due[rows], promised, instance.max_running, self._seed + cluster.version, self._most
         )
-        return [head[i] for i in order.tolist()]
+        return [head[i] for i in order.tolist()], first
 
     def _until_free(self, cluster: Cluster, instance: Instance) -> float:
         """Return about how long a full instance takes until the next request can begin.

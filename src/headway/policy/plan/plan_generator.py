@@ -76,13 +76,11 @@ def improve(situation: Situation, exact: int, time_limit: float, *, eager: bool)
     eager: any better order is worth the change: an instance idles, or is about to load a model for long.
     """
     problem, before = situation.problem, situation.order
-    least, each, most = _MOVES
-    moves = min(least + each * len(situation.items), most)
     placed = int(before.length.sum()) == len(situation.items)
     starts = [QueueOrder(*greedy(problem)), *([before] if placed else [])]
     starts = [start for start in starts if int(start.length.sum()) == len(situation.items)] or starts[:1]
     best = min(starts, key=lambda start: float(cost_of(problem, start.items, start.length)))
-    items, length, cost = search(problem, best.items, best.length, moves, seeded(_SEED))
+    items, length, cost = search(problem, best.items, best.length, moves_of(len(situation.items)), seeded(_SEED))
     found = QueueOrder(items, length)
     if len(situation.items) <= exact and int(length.sum()) == len(situation.items):
         solution = stochastic.solve(problem, found, time_limit)
@@ -91,6 +89,12 @@ def improve(situation: Situation, exact: int, time_limit: float, *, eager: bool)
     if placed and cost > limit:
         return None
     return found
+
+
+def moves_of(items: int) -> int:
+    """Return the moves of the search for this number of items."""
+    least, each, most = _MOVES
+    return min(least + each * items, most)
 
 
 def prepare() -> None:

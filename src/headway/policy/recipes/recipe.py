@@ -18,15 +18,15 @@ class Recipe:
     about: one line for people.
     planner: makes a planner.
     packer: makes a packer for one engine.
-    lengths: the length forecasts that it is meant for: learned while serving, those padded, or an oracle's
-        true lengths, which only a simulation has.
+    lengths: the length forecasts that it is meant for: learned while serving, those padded, one drawn from each
+        task's normal distribution, or an oracle's true lengths, which only a simulation has.
     """
 
     name: str
     about: str
     planner: Callable[[], Planner]
     packer: Callable[[EngineSpec], Packer]
-    lengths: Literal["learned", "padded", "oracle"] = "learned"
+    lengths: Literal["learned", "padded", "drawn", "oracle"] = "learned"
 
     @property
     def wants(self) -> KvUse:

@@ -24,6 +24,7 @@ from headway.gateway import tasks
 from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
 from headway.gateway.control.lengths.history import keep, recall
 from headway.gateway.watch.metrics import Metrics
+from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
 from headway.policy.forecast.lengths.predictor import Predictor, features
 from headway.policy.forecast.lengths.ridge import History, Model, fit
@@ -63,7 +64,9 @@ async def open_lengths(
     history: the file that keeps answers over restarts (`history.py`); None = they are not kept.
     """
     if recipe.lengths != "padded":
-        yield TaskService()
+        yield TaskService(
+            GaussianLengths(draws=np.random.default_rng(0)) if recipe.lengths == "drawn" else TaskLengths()
+        )
         return
     one_thread()
     path = locate(settings.embedding)
@@ -80,10 +83,10 @@ async def open_lengths(
 
 
 class TaskService:
-    """Forecasts from each task's last answers; it reads no prompt."""
+    """Forecasts from each task's answers; it reads no prompt."""
 
-    def __init__(self) -> None:
-        self.lengths: Lengths = TaskLengths()
+    def __init__(self, lengths: Lengths) -> None:
+        self.lengths = lengths
 
     async def read(self, request: Request, text: str | None) -> None:
         """Do nothing."""

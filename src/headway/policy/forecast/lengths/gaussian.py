@@ -1,7 +1,7 @@
 """Output lengths per task as a normal distribution (SLO-aware 4.2, 5.1): its mean and deviation, learned.
 
-The paper draws one whole number from it for each request (`draw`). As a forecast it is the distribution's
-quantiles, so that planners take its mean.
+The paper draws one whole number from it for each request: with a generator (`draws`) that is the forecast. Without one
+the forecast is the distribution's quantiles, so that planners take its mean.
 """
 
 from __future__ import annotations
@@ -42,17 +42,21 @@ class GaussianLengths:
     """A normal distribution of output tokens per task, over all of its answers; `MOST_TASKS` tasks.
 
     Before the first answer the forecast is `prior` tokens; none is below 1 or above the request's max_tokens.
+    draws: a forecast is one draw by this generator, instead of the distribution.
     """
 
-    def __init__(self, prior: int = 256) -> None:
-        self._prior = prior
+    def __init__(self, prior: int = 256, draws: np.random.Generator | None = None) -> None:
+        self._prior, self._draws = prior, draws
         self._tasks: OrderedDict[str, _Moments] = OrderedDict()  # in the order of their answers
 
     def forecast(self, request: Request) -> Forecast:
-        """Return the distribution of the answer's tokens, sorted."""
-        mean, deviation = self.profile(request.task)
-        samples = np.clip(mean + deviation * _NORMAL, 1.0, request.max_tokens)
+        """Return the distribution of the answer's tokens, sorted, or one draw from it."""
         known = self._tasks.get(request.task)
+        if self._draws is not None:
+            samples = np.array([float(min(self.draw(request.task, self._draws), request.max_tokens))])
+        else:
+            mean, deviation = self.profile(request.task)
+            samples = np.clip(mean + deviation * _NORMAL, 1.0, request.max_tokens)
         return Forecast(samples, guess=known is None or known.count < TELLING)
 
     def learn(self, request: Request, output_tokens: int) -> None:
