@@ -8,7 +8,7 @@ the engine (`Via`): all between the two, from keys and limits to the queue, is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ import grpc.aio
 from starlette.types import ASGIApp, Message, Scope
 
 from headway.config import Server
-from headway.engines.vllm.process.connection import HttpResponse, Part, engine_error
+from headway.engines.vllm.process.connection import EngineGone, HttpResponse, Part, engine_error
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.errors import error_response
@@ -118,7 +118,9 @@ class Exchange:
         self._watcher: Watcher | None = None
         self._over = False  # the answer has gone out, or the client has left
         self._subset: frozenset[str] | None = None
-        self._request_ended = self._request_trailers = False
+        self._client_headers: frozenset[str] = frozenset()  # their names
+        self._body_until = 0.0  # instant (the loop's) by which the whole body must have come
+        self._request_ended = self._request_given = self._request_trailers = False  # given: to the app
         self._response: _Response | None = None
         self._start: Message = {}
         self._immediate = bytearray()
@@ -147,6 +149,8 @@ class Exchange:
             await self.refuse(RequestError("Proxies are served /v1 only.", "Use Headway's port.", status=404))
             return
         self._subset = _subset_of(first.metadata_context)
+        self._client_headers = frozenset(name for name, _ in headers_of(first.request_headers))
+        self._body_until = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         self._request_ended = first.request_headers.end_of_stream
         self._task = task = asyncio.ensure_future(app(scope, self._receive, self._send))
         try:
@@ -232,19 +236,21 @@ class Exchange:
 
     async def _receive(self) -> Message:
         body = b""
-        if self._request_ended:
+        if self._request_given:
             await asyncio.Event().wait()  # until the exchange ends
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                kind, message = await self.next()
-        except ConnectionResetError:
-            return {"type": "http.disconnect"}
-        except TimeoutError:
-            raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
-        self._request_trailers = kind == "request_trailers"
-        if kind == "request_body":
-            body = message.body
-        self._request_ended = self._request_trailers or message.end_of_stream
+        if not self._request_ended:
+            try:
+                async with asyncio.timeout_at(self._body_until):
+                    kind, message = await self.next()
+            except ConnectionResetError:
+                return {"type": "http.disconnect"}
+            except TimeoutError:
+                raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
+            self._request_trailers = kind == "request_trailers"
+            if kind == "request_body":
+                body = message.body
+            self._request_ended = self._request_trailers or message.end_of_stream
+        self._request_given = self._request_ended
         return {"type": "http.request", "body": body, "more_body": not self._request_ended}
 
     async def _send(self, message: Message) -> None:
@@ -262,7 +268,7 @@ class Exchange:
         if not self._begun:
             self._begun = True
             await self._write(response_headers=changed_headers(mutation(self._headers, ("content-length",))))
-        for part in _parts(body):
+        for part, _ in _parts(body):
             await self._write(response_body=streamed(part))
         if not more:
             await self._end(self._response)
@@ -313,6 +319,7 @@ class Exchange:
         engine.count(1)
         try:
             await self._forward(engine, path, body, more)
+            del body  # the engine has it (`InFlightRequest.note_begun`)
             try:
                 async with asyncio.timeout_at(deadline):
                     _, message = await self.next()
@@ -324,7 +331,9 @@ class Exchange:
             engine.count(-1)
 
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
-        address = self._pool.addresses[engine.id]
+        address = self._pool.addresses.get(engine.id)  # it may have moved since the request was planned
+        if address is None:
+            raise EngineGone(engine.id, "its address is not known")
         headers: dict[str, str | bytes] = {
             ":path": urlsplit(engine.url).path + path,
             "content-type": "application/json",
@@ -337,16 +346,15 @@ class Exchange:
         remove = ("content-length", "x-api-key", *(() if engine.key is not None else ("authorization",)))
         changes = changed_headers(mutation(headers, remove))
         await self._write(request_headers=changes, dynamic_metadata={NAMESPACE: {DESTINATION: address}})
-        *parts, last = _parts(b"".join(body))
-        for part in parts:
-            await self._write(request_body=streamed(part))
-        await self._write(request_body=streamed(last, end=not self._request_trailers))
+        for part, last in _parts(b"".join(body)):
+            await self._write(request_body=streamed(part, end=last and not self._request_trailers))
         if self._request_trailers:
             await self._write(request_trailers={})
 
 
-def _parts(body: bytes) -> list[bytes]:
-    return [body[at : at + _PART] for at in range(0, len(body), _PART)]
+def _parts(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield the parts of a body, and of each whether it is the last."""
+    return ((body[at : at + _PART], at + _PART >= len(body)) for at in range(0, len(body), _PART))
 
 
 def _subset_of(metadata: Any) -> frozenset[str] | None:
