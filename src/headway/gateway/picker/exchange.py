@@ -21,7 +21,7 @@ from headway.config import Server
 from headway.engines.vllm.process.connection import EngineGone, HttpResponse, Part, engine_error
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
-from headway.gateway.errors import error_response
+from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, Watcher
 from headway.gateway.in_flight import VIA
 from headway.gateway.picker.messages import (
@@ -36,6 +36,10 @@ from headway.types import Request
 
 DESTINATION, NAMESPACE = "x-gateway-destination-endpoint", "envoy.lb"
 SUBSET, SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
+# Headers of the client that its engine gets. Others could command it: vLLM reads X-data-parallel-rank and X-Session-ID.
+_PASSED = frozenset({"content-type", "accept", "host", "x-request-id", "traceparent", "tracestate"})
+_PASSED_PREFIXES = (":", "x-forwarded-", "x-envoy-")  # the last are Envoy's, which it lets no picker change
+_REMOVED = frozenset({"authorization", "content-length", "x-api-key"})  # also where the picker is not told of them
 _PART = 62_000  # bytes of a body in one message; some proxies take no more than 64 KiB
 _REST_S = 1.0  # for the end of an engine's response whose last event has come
 
@@ -128,8 +132,11 @@ class Exchange:
 
     # ---- for the call
 
-    async def serve(self, app: ASGIApp) -> None:
-        """Serve the request by the gateway's app; what the client leaves ends there, too."""
+    async def serve(self, app: ASGIApp, tasks: set[asyncio.Task[None]]) -> None:
+        """Serve the request by the gateway's app; what the client leaves ends there, too.
+
+        tasks: that are in progress, the app's among them while it serves; the gateway cancels them when it stops.
+        """
         try:
             async with asyncio.timeout(self._limits.head_timeout_s):
                 first = await self._context.read()
@@ -152,16 +159,30 @@ class Exchange:
         self._client_headers = frozenset(name for name, _ in headers_of(first.request_headers))
         self._body_until = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         self._request_ended = first.request_headers.end_of_stream
-        self._task = task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self._task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        await self._finish(self._task, tasks)
+
+    async def _finish(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for the app's task; it ends with this one, when the client or its proxy has gone."""
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         try:
             await asyncio.shield(task)
-        except asyncio.CancelledError:  # the client, or its proxy, has gone
-            self._leave()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
+        except asyncio.CancelledError:
+            if (this := asyncio.current_task()) is not None and this.cancelling():
+                self._leave()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+            if not (self._over or self._begun):  # the gateway has cancelled the app's task
+                await self.refuse(stopped())
         finally:
             if self._read is not None:
                 self._read.cancel()
+
+    async def _lose(self) -> None:
+        """Leave, and let the task that calls learn that before it meets an error of the connection."""
+        self._leave()
+        await asyncio.sleep(0)
 
     def _leave(self) -> None:
         """End the work on the request, unless it is answered, as its client has gone."""
@@ -194,14 +215,20 @@ class Exchange:
             message = grpc.aio.EOF
         self._read = None
         if message is grpc.aio.EOF:
-            self._leave()
+            await self._lose()
             raise ConnectionResetError("Envoy has ended the call")
         kind = message.WhichOneof("request")
         return kind, getattr(message, kind)
 
     async def _write(self, **fields: Any) -> None:
-        with suppress(grpc.aio.BaseError):  # the call has ended, as the next one to read learns
-            await self._context.write(ProcessingResponse(**fields))
+        """Write a message; when Envoy does not take it in `write_timeout_s`, its client counts as gone."""
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                await self._context.write(ProcessingResponse(**fields))
+        except grpc.aio.BaseError:  # the call has ended, as the next one to read learns
+            return
+        except TimeoutError:
+            await self._lose()
 
     # ---- for the app: a client's connection
 
@@ -343,7 +370,8 @@ class Exchange:
         }
         if engine.key is not None:
             headers["authorization"] = f"Bearer {engine.key}"
-        remove = ("content-length", "x-api-key", *(() if engine.key is not None else ("authorization",)))
+        others = {one for one in self._client_headers if one not in _PASSED and not one.startswith(_PASSED_PREFIXES)}
+        remove = sorted((others | _REMOVED) - {name.lower() for name in headers})
         changes = changed_headers(mutation(headers, remove))
         await self._write(request_headers=changes, dynamic_metadata={NAMESPACE: {DESTINATION: address}})
         for part, last in _parts(b"".join(body)):

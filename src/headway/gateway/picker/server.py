@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,14 +30,19 @@ from headway.gateway.picker.messages import (
 from headway.policy.recipes.registry import find
 
 SERVICE, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
+_DRAIN_S = 10.0**9  # the gateway itself ends what takes longer than server.drain_s
+_LAST_WORDS_S = 1.0  # for calls whose requests have ended
 log = logging.getLogger("headway.gateway")
 
 
 @asynccontextmanager
-async def picking(config: Config, app: ASGIApp, state: AppState) -> AsyncIterator[None]:
-    """Serve proxies at `picker.port` until the block ends; then requests in progress have `server.drain_s`.
+async def picking(
+    config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]
+) -> AsyncIterator[None]:
+    """Serve proxies at `picker.port` until the block ends, and begin no exchanges once the gateway is being stopped.
 
-    app: serves requests over HTTP, too. ConfigError when the port is taken.
+    app: serves requests over HTTP, too. in_progress: tasks of requests, those of proxies among them; they have ended
+    when the block ends, as the gateway waits for them or cancels them. ConfigError when the port is taken.
     """
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     address = netloc(config.server.host, config.picker.port or 0)
@@ -47,16 +53,20 @@ async def picking(config: Config, app: ASGIApp, state: AppState) -> AsyncIterato
             server.add_secure_port(address, _credentials(config.server.tls))
     except RuntimeError as error:
         raise ConfigError(f"The picker cannot listen at {address}: {error}.", "Set another picker.port.") from error
-    picker = _Picker(config, app, state)
+    picker = _Picker(config, app, state, in_progress)
     server.add_generic_rpc_handlers(picker.handlers)
     await server.start()
     log.info("the picker listens at %s", address)
+
+    async def drain() -> None:
+        await state.stopping.wait()
+        await server.stop(_DRAIN_S)
+
     try:
-        async with tasks.running(picker.addresses.follow):
+        async with tasks.running(picker.addresses.follow, drain):
             yield
     finally:
-        drain = config.server.drain_s
-        await server.stop(None if drain == "streams" else drain)
+        await server.stop(_LAST_WORDS_S)
 
 
 def _credentials(tls: Tls) -> Any:
@@ -76,8 +86,8 @@ def _credentials(tls: Tls) -> Any:
 class _Picker:
     """Serves the calls."""
 
-    def __init__(self, config: Config, app: ASGIApp, state: AppState) -> None:
-        self._config, self._app, self._state = config, app, state
+    def __init__(self, config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]) -> None:
+        self._config, self._app, self._state, self._in_progress = config, app, state, in_progress
         engines = state.gateway.dispatcher.engines
         self.addresses, self._open = Addresses(engines), 0
         self._pool = Pool(engines, self.addresses, find(config.recipe).planner().restricts)
@@ -113,6 +123,6 @@ class _Picker:
             return
         self._open += 1
         try:
-            await exchange.serve(self._app)
+            await exchange.serve(self._app, self._in_progress)
         finally:
             self._open -= 1
