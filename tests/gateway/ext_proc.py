@@ -188,10 +188,11 @@ class Channel:
 
 
 @asynccontextmanager
-async def connected(port: int, ca: bytes | None = None) -> AsyncIterator[Channel]:
+async def connected(port: int, ca: bytes | None = None, *, window: bool = True) -> AsyncIterator[Channel]:
+    """Open a connection. window: what it takes without being read may grow beyond HTTP/2's 64 KiB."""
     address = f"127.0.0.1:{port}"
     if ca is None:
-        made = grpc.aio.insecure_channel(address)
+        made = grpc.aio.insecure_channel(address, options=[("grpc.http2.bdp_probe", int(window))])
     else:
         made = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
     async with made as channel:

@@ -15,6 +15,7 @@ import pytest
 from headway.config import Key, Picker, Tls, parse
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.gateway import tasks
 from headway.gateway.picker.messages import NOT_SERVING, SERVING
 from headway.gateway.picker.server import picking
 from testing.servers.certificates import Authority
@@ -22,6 +23,7 @@ from tests.gateway.conftest import Serve
 from tests.gateway.ext_proc import Call, Channel, chat, connected, head, whole
 from tests.gateway.gateway import DEAD, Fake, Gateway, until
 from tests.gateway.test_engines import order, states
+from tests.gateway.test_stop import stop
 
 Opened = tuple[Gateway, Channel]
 Open = Callable[..., Any]
@@ -68,7 +70,7 @@ async def test_a_request_is_forwarded_to_its_engine_with_metadata_for_the_schedu
         sent = await call.forwarded()
         assert sent.address == fake.url.removeprefix("http://")
         assert sent.headers[":path"] == "/v1/chat/completions"
-        assert set(sent.removed) == {"authorization", "content-length", "x-api-key"}
+        assert set(sent.removed) == {"authorization", "content-length", "x-api-key", "x-slo-ttft-ms"}
         assert sent.fields["vllm_xargs"]["headway_ttft"] == 0.5
         id = sent.headers["x-request-id"]
         assert id in gateway.controller.requests
@@ -78,6 +80,24 @@ async def test_a_request_is_forwarded_to_its_engine_with_metadata_for_the_schedu
         await soon(lambda: not gateway.controller.requests)
         assert gateway.newest() == ("done", None)
         assert gateway.metric('headway_tokens_total{kind="output"') == 5
+
+
+async def test_an_engine_gets_no_headers_of_the_client_that_could_command_it(opened: Open) -> None:
+    passed = {"accept": "*/*", "x_forwarded_for": "10.0.0.1", "x_request_id": "mine", "traceparent": "00-1"}
+    taken = {"X_data_parallel_rank": "1", "X_Session_ID": "s", "cookie": "c", "user_agent": "curl", "x_headway_a": "0"}
+    async with opened(engine={"api_key": "sk-engine"}) as (_, channel):
+        sent = await (await channel.asked(**passed, **taken)).forwarded()
+        removed = {name.lower().replace("_", "-") for name in taken}
+        assert set(sent.removed) == {"content-length", "x-api-key", *removed}
+        assert sent.headers["authorization"] == "Bearer sk-engine"
+        assert sent.headers["x-request-id"] != "mine"
+
+
+async def test_background_requests_are_the_gateways_own_whatever_the_proxy_allows(opened: Open, fake: Fake) -> None:
+    async with opened() as (gateway, channel):
+        answer = await (await channel.asked(chat(background=True), subset=["10.0.0.1:80"])).immediate()
+        assert answer.status == 202
+        assert await asyncio.to_thread(gateway.newest) == ("done", None)
 
 
 async def test_a_body_may_come_in_parts_and_end_with_trailers(opened: Open) -> None:
@@ -150,6 +170,13 @@ async def test_an_answer_that_is_too_long_for_envoy_is_refused(opened: Open) -> 
             assert answer.status == status
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_request_without_a_body_is_refused_at_once(opened: Open, path: str) -> None:
+    async with opened() as (_, channel), asyncio.timeout(10):
+        answer = await (await channel.begun(path=path, end=True)).immediate()
+        assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
 # ---- decisions
 
 
@@ -189,6 +216,37 @@ async def test_a_client_that_leaves_frees_its_place(opened: Open) -> None:
         reasons = [reason for _, reason in gateway.jobs().values()]
         assert reasons.count("client_gone: disconnected") == 2
         assert gateway.inner.dispatcher.engines["e0"]._open == window
+
+
+async def test_a_client_that_leaves_by_half_is_no_lost_engine(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened() as (gateway, channel):
+        call = await channel.asked()
+        await call.forwarded()
+        await call.call.done_writing()
+        assert await asyncio.to_thread(gateway.newest) == ("failed", "client_gone: disconnected")
+        assert await call.read() is grpc.aio.EOF
+        assert await call.call.code() is grpc.StatusCode.OK
+        assert "went away" not in caplog.text
+        half = await channel.begun()
+        await half.call.done_writing()
+        assert await half.read() is grpc.aio.EOF
+
+
+async def test_a_proxy_that_takes_nothing_is_left(opened: Open) -> None:
+    body = chat(messages=[{"role": "user", "content": "word " * 200_000}], truncate_prompt_tokens=64)
+    limits = {"write_timeout_s": 0.5, "max_body_kib": 2**14}
+    async with opened(server=limits) as (gateway, _), connected(gateway.config.picker.port or 0, window=False) as slow:
+        await slow.asked(body, parts=40)
+        await soon(gateway.jobs)
+        assert await asyncio.to_thread(gateway.newest) == ("failed", "client_gone: disconnected")
+        await soon(lambda: not gateway.controller.requests)
+
+
+async def answering(channel: Channel) -> Call:
+    """Return a new request that was forwarded."""
+    call = await channel.asked()
+    await call.forwarded()
+    return call
 
 
 async def test_only_endpoints_that_the_proxy_allows_are_named(opened: Open, fake: Fake, others: list[Fake]) -> None:
@@ -302,6 +360,19 @@ async def test_a_proxy_that_does_not_stream_bodies_is_told_so(opened: Open) -> N
             await call.read()
 
 
+async def test_a_body_has_one_time_limit_for_all_of_it(opened: Open) -> None:
+    async with opened(server={"body_timeout_s": 1.0}) as (_, channel), asyncio.timeout(10):
+        call = await channel.begun()
+
+        async def drip() -> None:
+            while True:
+                await call.send(request_body={"body": b" "})
+                await asyncio.sleep(0.3)
+
+        async with tasks.running(drip):
+            assert (await call.immediate()).status == 408
+
+
 async def test_an_engine_that_takes_too_long_is_given_up(opened: Open) -> None:
     async with opened(engine={"request_timeout_s": 0.3}) as (gateway, channel):
         call = await channel.asked()
@@ -364,6 +435,33 @@ async def test_five_hundred_streams_at_once(opened: Open) -> None:
         assert not gateway.controller.requests
 
 
+# ---- the end of the gateway
+
+
+@pytest.mark.parametrize("drain", ["streams", 600])
+async def test_requests_end_in_peace_and_none_begin_while_the_gateway_drains(opened: Open, drain: Any) -> None:
+    async with opened(server={"drain_s": drain}) as (gateway, channel):
+        call = await answering(channel)
+        await asyncio.to_thread(stop, gateway)
+        await soon(gateway.server._state.stopping.is_set)
+        with pytest.raises(grpc.aio.AioRpcError):
+            async with connected(gateway.config.picker.port or 0) as late:
+                await late.status()
+        await finished(call)
+    assert gateway.newest() == ("done", None)
+
+
+@pytest.mark.parametrize(("drain", "times"), [(0, 1), ("streams", 2)], ids=["no drain", "Ctrl-C twice"])
+async def test_what_is_cut_short_says_why(opened: Open, drain: Any, times: int) -> None:
+    async with opened(server={"drain_s": drain}) as (gateway, channel):
+        sent, waits = await answering(channel), await channel.begun()
+        gateway.server.last_connections_s = 0.0
+        await asyncio.to_thread(stop, gateway, times)
+        for call in (sent, waits):
+            answer = await call.immediate()
+            assert (answer.status, answer.error["code"]) == (503, "gateway_stopped")
+
+
 # ---- health, TLS, settings
 
 
@@ -391,5 +489,5 @@ async def test_a_port_that_is_taken_is_an_error(gateway: Gateway) -> None:
         parse(ports)
     taken = replace(gateway.config, picker=Picker(gateway.config.server.port))
     with pytest.raises(ConfigError, match="The picker cannot listen"):
-        async with picking(taken, cast(Any, None), cast(Any, None)):
+        async with picking(taken, cast(Any, None), cast(Any, None), set()):
             pass

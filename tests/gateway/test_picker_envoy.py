@@ -20,6 +20,7 @@ from testing.servers import envoy
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, WEB, Fake, Gateway, until
 from tests.gateway.test_request_ends import events, fakes
+from tests.gateway.test_stop import stop
 
 pytestmark = pytest.mark.skipif(envoy.PROGRAM is None, reason="no envoy here: make envoy")
 Proxied = Callable[..., AbstractContextManager[tuple[Gateway, str]]]
@@ -62,12 +63,13 @@ def ask(gateway: Gateway, url: str, **fields: Any) -> httpx.Response:
 
 def test_answers_and_streams_pass_envoy_and_are_accounted(proxied: Proxied, fake: Fake) -> None:
     with proxied() as (gateway, url):
-        answer = ask(gateway, url, headers={"authorization": "Bearer sk-client"})
+        mine = {"authorization": "Bearer sk-client", "x-data-parallel-rank": "1", "x-session-id": "s", "cookie": "c"}
+        answer = ask(gateway, url, headers=mine)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 8)
         assert answer.headers["x-headway-class"] == "default"
         seen = fake.last()["headers"]
         assert seen["x-gateway-destination-endpoint"] == f"127.0.0.1:{fake.port}"
-        assert "authorization" not in seen
+        assert not mine.keys() & seen.keys()
         assert fake.last()["body"]["vllm_xargs"]["headway_id"] == answer.headers["x-request-id"]
         stream = ask(gateway, url, stream=True)
         assert (stream.status_code, events(stream)[-1]) == (200, "[DONE]")
@@ -140,8 +142,9 @@ def test_only_endpoints_of_the_subset_get_requests(proxied: Proxied, fake: Fake,
 
 def test_errors_are_in_openais_shape(proxied: Proxied, mortal: Fake) -> None:
     with proxied(mortal) as (gateway, url):
-        bad = WEB.post(url + CHAT, content=b"{")
-        assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
+        for content in (b"{", None):
+            bad = WEB.post(url + CHAT, content=content)
+            assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
         refused = ask(gateway, url, **fakes(end="400"))
         assert (refused.status_code, "error" in refused.json()) == (400, True)
         failed = ask(gateway, url, stream=True, **fakes(end="error"))
@@ -187,3 +190,18 @@ def test_what_is_refused_after_it_was_forwarded_leaves_its_engine(proxied: Proxi
         assert events(broken)[-2]["error"]["code"] == "engine_timeout"
         until(lambda: fake.last()["open"] == 0)
         assert ask(gateway, url).status_code == 200
+
+
+@pytest.mark.parametrize("drain", ["streams", 0])
+def test_the_end_of_the_gateway_is_that_of_envoys_requests(proxied: Proxied, fake: Fake, drain: object) -> None:
+    with ThreadPoolExecutor(1) as pool, proxied(server={"drain_s": drain}) as (gateway, url):
+        held = pool.submit(ask, gateway, url, **fakes(hold=f"end {drain}"))
+        until(lambda: fake.last()["open"] == 1)
+        stop(gateway)
+        until(gateway.server._state.stopping.is_set)
+        if drain:
+            fake.release(f"end {drain}")
+            assert held.result(10).status_code == 200
+        else:
+            assert (held.result(10).status_code, held.result().json()["error"]["code"]) == (503, "gateway_stopped")
+    until(lambda: fake.last()["open"] == 0)

@@ -204,7 +204,7 @@ class GatewayServer(uvicorn.Server):
             from headway.gateway.picker.server import picking
         except ImportError as error:
             raise ConfigError(f"picker.port needs gRPC: {error}.", "pip install 'headway[picker]'") from error
-        return picking(self._settings, self._served, state)
+        return picking(self._settings, self._served, state, self.server_state.tasks)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests in progress end, at most `drain_s`; send an error to clients whose requests are cut short.

@@ -276,7 +276,7 @@ class AppState(Access):
         kept = 0 if parsed.kept is None else len(parsed.kept.content)
         held.resize(max(len(data), len(parsed.upstream.content)) + kept)
         via: Via | None = request.scope.get(VIA)
-        if via is not None:
+        if via is not None and not parsed.background:  # that is sent by the gateway itself
             parsed = replace(parsed, request=via.restricted(parsed.request))
         parsed = await self.gateway.path.admit(parsed, key)
         self._learn_prefix(parsed)

@@ -8,7 +8,7 @@ the engine (`Via`): all between the two, from keys and limits to the queue, is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,10 @@ import grpc.aio
 from starlette.types import ASGIApp, Message, Scope
 
 from headway.config import Server
-from headway.engines.vllm.process.connection import HttpResponse, Part, engine_error
+from headway.engines.vllm.process.connection import EngineGone, HttpResponse, Part, engine_error
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
-from headway.gateway.errors import error_response
+from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, Watcher
 from headway.gateway.in_flight import VIA
 from headway.gateway.picker.messages import (
@@ -36,6 +36,10 @@ from headway.types import Request
 
 DESTINATION, NAMESPACE = "x-gateway-destination-endpoint", "envoy.lb"
 SUBSET, SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
+# Headers of the client that its engine gets. Others could command it: vLLM reads X-data-parallel-rank and X-Session-ID.
+_PASSED = frozenset({"content-type", "accept", "host", "x-request-id", "traceparent", "tracestate"})
+_PASSED_PREFIXES = (":", "x-forwarded-", "x-envoy-")  # the last are Envoy's, which it lets no picker change
+_REMOVED = frozenset({"authorization", "content-length", "x-api-key"})  # also where the picker is not told of them
 _PART = 62_000  # bytes of a body in one message; some proxies take no more than 64 KiB
 _REST_S = 1.0  # for the end of an engine's response whose last event has come
 
@@ -118,7 +122,9 @@ class Exchange:
         self._watcher: Watcher | None = None
         self._over = False  # the answer has gone out, or the client has left
         self._subset: frozenset[str] | None = None
-        self._request_ended = self._request_trailers = False
+        self._client_headers: frozenset[str] = frozenset()  # their names
+        self._body_until = 0.0  # instant (the loop's) by which the whole body must have come
+        self._request_ended = self._request_given = self._request_trailers = False  # given: to the app
         self._response: _Response | None = None
         self._start: Message = {}
         self._immediate = bytearray()
@@ -126,8 +132,11 @@ class Exchange:
 
     # ---- for the call
 
-    async def serve(self, app: ASGIApp) -> None:
-        """Serve the request by the gateway's app; what the client leaves ends there, too."""
+    async def serve(self, app: ASGIApp, tasks: set[asyncio.Task[None]]) -> None:
+        """Serve the request by the gateway's app; what the client leaves ends there, too.
+
+        tasks: that are in progress, the app's among them while it serves; the gateway cancels them when it stops.
+        """
         try:
             async with asyncio.timeout(self._limits.head_timeout_s):
                 first = await self._context.read()
@@ -147,17 +156,33 @@ class Exchange:
             await self.refuse(RequestError("Proxies are served /v1 only.", "Use Headway's port.", status=404))
             return
         self._subset = _subset_of(first.metadata_context)
+        self._client_headers = frozenset(name for name, _ in headers_of(first.request_headers))
+        self._body_until = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         self._request_ended = first.request_headers.end_of_stream
-        self._task = task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self._task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        await self._finish(self._task, tasks)
+
+    async def _finish(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for the app's task; it ends with this one, when the client or its proxy has gone."""
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         try:
             await asyncio.shield(task)
-        except asyncio.CancelledError:  # the client, or its proxy, has gone
-            self._leave()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
+        except asyncio.CancelledError:
+            if (this := asyncio.current_task()) is not None and this.cancelling():
+                self._leave()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+            if not (self._over or self._begun):  # the gateway has cancelled the app's task
+                await self.refuse(stopped())
         finally:
             if self._read is not None:
                 self._read.cancel()
+
+    async def _lose(self) -> None:
+        """Leave, and let the task that calls learn that before it meets an error of the connection."""
+        self._leave()
+        await asyncio.sleep(0)
 
     def _leave(self) -> None:
         """End the work on the request, unless it is answered, as its client has gone."""
@@ -190,14 +215,20 @@ class Exchange:
             message = grpc.aio.EOF
         self._read = None
         if message is grpc.aio.EOF:
-            self._leave()
+            await self._lose()
             raise ConnectionResetError("Envoy has ended the call")
         kind = message.WhichOneof("request")
         return kind, getattr(message, kind)
 
     async def _write(self, **fields: Any) -> None:
-        with suppress(grpc.aio.BaseError):  # the call has ended, as the next one to read learns
-            await self._context.write(ProcessingResponse(**fields))
+        """Write a message; when Envoy does not take it in `write_timeout_s`, its client counts as gone."""
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                await self._context.write(ProcessingResponse(**fields))
+        except grpc.aio.BaseError:  # the call has ended, as the next one to read learns
+            return
+        except TimeoutError:
+            await self._lose()
 
     # ---- for the app: a client's connection
 
@@ -232,19 +263,21 @@ class Exchange:
 
     async def _receive(self) -> Message:
         body = b""
-        if self._request_ended:
+        if self._request_given:
             await asyncio.Event().wait()  # until the exchange ends
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                kind, message = await self.next()
-        except ConnectionResetError:
-            return {"type": "http.disconnect"}
-        except TimeoutError:
-            raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
-        self._request_trailers = kind == "request_trailers"
-        if kind == "request_body":
-            body = message.body
-        self._request_ended = self._request_trailers or message.end_of_stream
+        if not self._request_ended:
+            try:
+                async with asyncio.timeout_at(self._body_until):
+                    kind, message = await self.next()
+            except ConnectionResetError:
+                return {"type": "http.disconnect"}
+            except TimeoutError:
+                raise RequestError("The body did not come in time.", "Send it at once.", status=408) from None
+            self._request_trailers = kind == "request_trailers"
+            if kind == "request_body":
+                body = message.body
+            self._request_ended = self._request_trailers or message.end_of_stream
+        self._request_given = self._request_ended
         return {"type": "http.request", "body": body, "more_body": not self._request_ended}
 
     async def _send(self, message: Message) -> None:
@@ -262,7 +295,7 @@ class Exchange:
         if not self._begun:
             self._begun = True
             await self._write(response_headers=changed_headers(mutation(self._headers, ("content-length",))))
-        for part in _parts(body):
+        for part, _ in _parts(body):
             await self._write(response_body=streamed(part))
         if not more:
             await self._end(self._response)
@@ -313,6 +346,7 @@ class Exchange:
         engine.count(1)
         try:
             await self._forward(engine, path, body, more)
+            del body  # the engine has it (`InFlightRequest.note_begun`)
             try:
                 async with asyncio.timeout_at(deadline):
                     _, message = await self.next()
@@ -324,7 +358,9 @@ class Exchange:
             engine.count(-1)
 
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
-        address = self._pool.addresses[engine.id]
+        address = self._pool.addresses.get(engine.id)  # it may have moved since the request was planned
+        if address is None:
+            raise EngineGone(engine.id, "its address is not known")
         headers: dict[str, str | bytes] = {
             ":path": urlsplit(engine.url).path + path,
             "content-type": "application/json",
@@ -334,19 +370,19 @@ class Exchange:
         }
         if engine.key is not None:
             headers["authorization"] = f"Bearer {engine.key}"
-        remove = ("content-length", "x-api-key", *(() if engine.key is not None else ("authorization",)))
+        others = {one for one in self._client_headers if one not in _PASSED and not one.startswith(_PASSED_PREFIXES)}
+        remove = sorted((others | _REMOVED) - {name.lower() for name in headers})
         changes = changed_headers(mutation(headers, remove))
         await self._write(request_headers=changes, dynamic_metadata={NAMESPACE: {DESTINATION: address}})
-        *parts, last = _parts(b"".join(body))
-        for part in parts:
-            await self._write(request_body=streamed(part))
-        await self._write(request_body=streamed(last, end=not self._request_trailers))
+        for part, last in _parts(b"".join(body)):
+            await self._write(request_body=streamed(part, end=last and not self._request_trailers))
         if self._request_trailers:
             await self._write(request_trailers={})
 
 
-def _parts(body: bytes) -> list[bytes]:
-    return [body[at : at + _PART] for at in range(0, len(body), _PART)]
+def _parts(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield the parts of a body, and of each whether it is the last."""
+    return ((body[at : at + _PART], at + _PART >= len(body)) for at in range(0, len(body), _PART))
 
 
 def _subset_of(metadata: Any) -> frozenset[str] | None:

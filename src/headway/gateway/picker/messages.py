@@ -8,7 +8,7 @@ are read as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import struct_pb2
@@ -110,7 +110,7 @@ def headers_of(message: Any) -> list[tuple[str, bytes]]:
     return [(one.key.lower(), one.raw_value or one.value.encode()) for one in message.headers.headers]
 
 
-def mutation(headers: Mapping[str, str | bytes], remove: tuple[str, ...] = ()) -> dict[str, Any]:
+def mutation(headers: Mapping[str, str | bytes], remove: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of a `HeaderMutation` that sets some headers and removes others."""
     encoded = {key: value.encode() if isinstance(value, str) else value for key, value in headers.items()}
     sets = [{"header": {"key": key, "raw_value": value}, "append_action": OVERWRITE} for key, value in encoded.items()]

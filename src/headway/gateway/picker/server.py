@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc.aio
 from starlette.types import ASGIApp
@@ -16,7 +15,9 @@ from starlette.types import ASGIApp
 from headway.addresses import netloc
 from headway.config import Config, Tls
 from headway.errors import ConfigError, RequestError
+from headway.gateway import tasks
 from headway.gateway.apis.state import AppState
+from headway.gateway.picker.addresses import Addresses
 from headway.gateway.picker.exchange import Exchange, Pool
 from headway.gateway.picker.messages import (
     NOT_SERVING,
@@ -29,18 +30,21 @@ from headway.gateway.picker.messages import (
 from headway.policy.recipes.registry import find
 
 SERVICE, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
-_ADDRESS_S = 5.0  # for which the address of a name counts
+_DRAIN_S = 10.0**9  # the gateway itself ends what takes longer than server.drain_s
+_LAST_WORDS_S = 1.0  # for calls whose requests have ended
 log = logging.getLogger("headway.gateway")
 
 
 @asynccontextmanager
-async def picking(config: Config, app: ASGIApp, state: AppState) -> AsyncIterator[None]:
-    """Serve proxies at `picker.port` until the block ends; then requests in progress have `server.drain_s`.
+async def picking(
+    config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]
+) -> AsyncIterator[None]:
+    """Serve proxies at `picker.port` until the block ends, and begin no exchanges once the gateway is being stopped.
 
-    app: serves requests over HTTP, too. ConfigError when the port is taken.
+    app: serves requests over HTTP, too. in_progress: tasks of requests, those of proxies among them; they have ended
+    when the block ends, as the gateway waits for them or cancels them. ConfigError when the port is taken.
     """
-    picker, server = _Picker(config, app, state), grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers(picker.handlers)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     address = netloc(config.server.host, config.picker.port or 0)
     try:
         if config.server.tls.cert is None:
@@ -49,13 +53,20 @@ async def picking(config: Config, app: ASGIApp, state: AppState) -> AsyncIterato
             server.add_secure_port(address, _credentials(config.server.tls))
     except RuntimeError as error:
         raise ConfigError(f"The picker cannot listen at {address}: {error}.", "Set another picker.port.") from error
+    picker = _Picker(config, app, state, in_progress)
+    server.add_generic_rpc_handlers(picker.handlers)
     await server.start()
     log.info("the picker listens at %s", address)
+
+    async def drain() -> None:
+        await state.stopping.wait()
+        await server.stop(_DRAIN_S)
+
     try:
-        yield
+        async with tasks.running(picker.addresses.follow, drain):
+            yield
     finally:
-        drain = config.server.drain_s
-        await server.stop(None if drain == "streams" else drain)
+        await server.stop(_LAST_WORDS_S)
 
 
 def _credentials(tls: Tls) -> Any:
@@ -75,10 +86,11 @@ def _credentials(tls: Tls) -> Any:
 class _Picker:
     """Serves the calls."""
 
-    def __init__(self, config: Config, app: ASGIApp, state: AppState) -> None:
-        self._config, self._app, self._state = config, app, state
-        self._restricts, self._open = find(config.recipe).planner().restricts, 0
-        self._found: dict[str, tuple[float, str]] = {}  # host and port -> until when, and the address
+    def __init__(self, config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]) -> None:
+        self._config, self._app, self._state, self._in_progress = config, app, state, in_progress
+        engines = state.gateway.dispatcher.engines
+        self.addresses, self._open = Addresses(engines), 0
+        self._pool = Pool(engines, self.addresses, find(config.recipe).planner().restricts)
 
     @property
     def handlers(self) -> tuple[Any, ...]:
@@ -100,9 +112,7 @@ class _Picker:
         return HealthCheckResponse(status=SERVING if alive or ready else NOT_SERVING)
 
     async def _process(self, requests: Any, context: Any) -> None:
-        limit, engines = self._config.picker.max_streams, self._state.gateway.dispatcher.engines
-        pool = Pool(engines, await self._addresses(), self._restricts)
-        exchange = Exchange(context, pool, self._config.server)
+        limit, exchange = self._config.picker.max_streams, Exchange(context, self._pool, self._config.server)
         if self._open >= limit:
             headers = {"retry-after": "1"}
             what, hint = f"{limit} requests are open (picker.max_streams).", "Try again in 1 s."
@@ -113,33 +123,6 @@ class _Picker:
             return
         self._open += 1
         try:
-            await exchange.serve(self._app)
+            await exchange.serve(self._app, self._in_progress)
         finally:
             self._open -= 1
-
-    async def _addresses(self) -> dict[str, str]:
-        """Return IP address and port of each engine by id, of those whose names are known now."""
-        found = {}
-        for id, engine in self._state.gateway.dispatcher.engines.items():
-            if not engine.config.overflow and (address := await self._address(engine.url)) is not None:
-                found[id] = address
-        return found
-
-    async def _address(self, url: str) -> str | None:
-        loop, parts = asyncio.get_running_loop(), urlsplit(url)
-        until, address = self._found.get(parts.netloc, (0.0, ""))
-        if until > loop.time():
-            return address
-        if parts.hostname is None:  # it has not been started yet
-            return None
-        if address:  # for those that ask while it is looked up
-            self._found[parts.netloc] = loop.time() + _ADDRESS_S, address
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            (*_, (host, *_)), *_ = await loop.getaddrinfo(parts.hostname, port)
-        except OSError as error:
-            log.warning("the address of %s cannot be looked up: %s", parts.hostname, error)
-            return address or None
-        address = netloc(str(host), port)
-        self._found[parts.netloc] = loop.time() + _ADDRESS_S, address
-        return address
