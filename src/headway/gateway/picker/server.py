@@ -26,7 +26,6 @@ from headway.gateway.picker.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from headway.policy.recipes.registry import find
 
 SERVICE, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 _ADDRESS_S = 5.0  # for which the address of a name counts
@@ -77,8 +76,11 @@ class _Picker:
 
     def __init__(self, config: Config, app: ASGIApp, state: AppState) -> None:
         self._config, self._app, self._state = config, app, state
-        self._restricts, self._open = find(config.recipe).planner().restricts, 0
+        self._open = 0
         self._found: dict[str, tuple[float, str]] = {}  # host and port -> until when, and the address
+
+    def _restricts(self) -> bool:
+        return self._state.gateway.dispatcher.control.controller.planner.restricts
 
     @property
     def handlers(self) -> tuple[Any, ...]:
