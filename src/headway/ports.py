@@ -38,7 +38,7 @@ class Planner(Protocol):
 
     @property
     def restricts(self) -> bool:
-        """Tell whether it keeps to `Request.engines`: others may leave such a request in the queue for ever."""
+        """Tell whether it keeps to `Request.engines`: others send such a request to any instance of its model."""
         return False
 
     @property

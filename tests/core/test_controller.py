@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.events import Failed, Finished, InstanceUp, Returned, Started, Tick
+from headway.events import Arrived, Failed, Finished, InstanceUp, Returned, Started, Tick
 from headway.policy.core.ranks import ATTAINABLE, DUE, PRIORITY
 from headway.policy.recipes.baselines import ROUTERS
 from headway.policy.recipes.registry import RECIPES, find
@@ -107,6 +107,14 @@ def test_requests_for_one_instance_keep_no_other_instance_idle(recipe: str, prog
         around.end(id, Finished(id, 10))
     assert not around.requests
     assert not around.core.cluster.only
+
+
+@pytest.mark.parametrize("recipe", [name for name in PULLING if not find(name).planner().restricts])
+def test_other_planners_send_what_is_for_one_instance_anywhere(recipe: str) -> None:
+    core = controller(recipe)
+    core.on(InstanceUp(FLEET["e1"]), 0.0)
+    commands = [*core.on(Arrived(request("r", engines=("e0",))), 0.0), *core.on(Tick(), 30.0)]
+    assert [(one.id, one.instance) for one in commands if isinstance(one, Send)] == [("r", "e1")]
 
 
 @EXAMPLES

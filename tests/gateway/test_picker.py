@@ -15,9 +15,11 @@ import pytest
 from headway.config import Key, Picker, Tls, parse
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from headway.events import InstanceDown, InstanceUp
 from headway.gateway import tasks
 from headway.gateway.picker.messages import NOT_SERVING, SERVING
 from headway.gateway.picker.server import picking
+from headway.types import Instance, Loadable
 from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
 from tests.gateway.ext_proc import Call, Channel, chat, connected, head, whole
@@ -290,6 +292,37 @@ async def test_a_recipe_that_keeps_to_no_subset_refuses_one(opened: Open, fake: 
         await soon(gateway.all_up)
         answer = await (await channel.asked(subset=[fake.url.removeprefix("http://")])).immediate()
         assert (answer.status, answer.error["code"]) == (503, "subset_unsupported")
+
+
+async def test_a_planner_that_has_taken_over_keeps_to_no_subset(opened: Open, fake: Fake, others: list[Fake]) -> None:
+    """The recipe's other planner is at work since an engine could load another model, also when that has left."""
+    able = Instance("x", "n", 2, 60, 16, 2048, loaded=Loadable("n", 1.0, 1.0, 2048))
+    async with opened(fake.url, others[0].url) as (gateway, channel):
+        await soon(gateway.all_up)
+        gateway.loop.call_soon_threadsafe(gateway.inner.dispatcher.control.notify, InstanceUp(able))
+        await asyncio.to_thread(until, lambda: not gateway.controller.planner.restricts, 120)
+        gateway.loop.call_soon_threadsafe(gateway.inner.dispatcher.control.notify, InstanceDown("x"))
+        answer = await (await channel.asked(subset=[fake.url.removeprefix("http://")])).immediate()
+        assert (answer.status, answer.error["code"]) == (503, "subset_unsupported")
+
+
+async def test_a_request_ends_with_the_last_endpoint_that_it_may_go_to(
+    opened: Open, fake: Fake, others: list[Fake]
+) -> None:
+    async with opened(fake.url, others[0].url, **one_by_one()) as (gateway, channel):
+        await soon(gateway.all_up)
+        only = [fake.url.removeprefix("http://")]
+        inside = [await channel.asked(subset=only) for _ in range(gateway.controller.cluster.instances["e0"].window)]
+        for call in inside:
+            await call.forwarded()
+        bound = await channel.asked(subset=only)
+        await soon(lambda: gateway.controller.queued == 1)
+        assert (await asyncio.to_thread(order, gateway, "DELETE", "/e0"))[0] == 202
+        answer = await bound.immediate()
+        assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
+        assert (await (await channel.asked()).forwarded()).address not in only
+        for call in inside:
+            await finished(call)
 
 
 # ---- refusals and limits

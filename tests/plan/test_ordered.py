@@ -168,3 +168,49 @@ def test_a_row_set_is_a_set(program: list[tuple[bool, int]]) -> None:
         assert sorted(rows.rows.tolist()) == sorted(plain)
         assert len(rows) == len(plain)
         assert (row in rows) == (row in plain)
+
+
+def test_a_request_for_a_full_instance_takes_no_place_of_another() -> None:
+    """Inside "a" an urgent request has displaced a late one, behind which one for "a" alone ranks, but not inside."""
+    core, now = Controller(Ordered(DUE), TaskLengths(prior=60), 100), 1000.0
+    for name in ("a", "b"):
+        core.on(InstanceUp(Instance(name, "m0", 1, 100, 16, 2048, lead=0)), now)
+
+    def come(id: str, due_s: float, *engines: str) -> list[Command]:
+        request = Request(id, "m0", 10, 10, now, Slo(ttft=due_s), engines=engines)
+        return [*core.on(Arrived(request), now)]
+
+    assert come("late", 50.0, "a") == [Send("late", "a")]
+    assert come("fills b", 1.0, "b") == [Send("fills b", "b")]
+    assert come("urgent", 2.0, "a") == [Send("urgent", "a")]
+    assert not come("bound", 20.0, "a")
+    for id in ("free 0", "free 1", "free 2"):
+        assert not come(id, 30.0)
+    assert [*core.on(Finished("fills b", 5), now)] == [Send("free 0", "b")]
+
+
+@every_kind
+@every_order
+@given(st.lists(st.integers(0, 2**20 - 1), min_size=5, max_size=60))
+def test_what_waits_for_some_instances_keeps_no_others_waiting(kind: int, displaces: bool, program: list[int]) -> None:
+    """All that a planner would send that knows nothing of it, and has planned nothing before, has been sent."""
+    core, now, inside = Controller(Ordered(kind, displaces), TaskLengths(prior=60), 100), 1000.0, list[str]()
+    for name, window, limit in (("a", 1, 300), ("b", 2, 300), ("c", 1, 900)):
+        core.on(InstanceUp(Instance(name, "m0", window, 40, 16, limit, lead=0)), now)
+    for count, choice in enumerate(program):
+        bits = Bits(choice)
+        now += bits.take(3) * 0.4
+        if inside and bits.take(3) == 0:
+            commands = core.on(Finished(inside.pop(bits.take(len(inside))), 5), now)
+        else:
+            slo, only = Slo(ttft=[None, 0.5, 2.0, 9.0][bits.take(4)]), [(), ("a",), ("b",), ("a", "c")][bits.take(4)]
+            size, priority = 1 + bits.take(300), bits.take(3)
+            request = Request(f"q{count}", "m0", size, 10 + bits.take(300), now, slo, priority, engines=only)
+            commands = core.on(Arrived(request), now)
+        inside += [command.id for command in commands if isinstance(command, Send)]
+        cluster = core.cluster.snapshot()
+        assert not Ordered(kind, displaces).plan(cluster, now).send
+        rows, sent = cluster.backlog.row_of, cluster.backlog.sent
+        for id in [id for id, row in rows.items() if row in cluster.only and not sent[row]]:
+            cluster.remove(id)
+        assert not Ordered(kind, displaces).plan(cluster, now).send

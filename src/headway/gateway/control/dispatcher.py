@@ -70,7 +70,7 @@ class Dispatcher:
 
     def _refuse_unavailable(self, in_flight: InFlightRequest) -> None:
         """Refuse a request whose model was given up while it was stored, recovered or answered."""
-        if (unavailable := self.unavailable(in_flight.request.model)) is not None:
+        if (unavailable := self.unavailable(in_flight.request)) is not None:
             in_flight.refuse(unavailable)
 
     def requeue(self, in_flight: InFlightRequest, reason: ReturnReason, aside_s: float = 0.0) -> None:
@@ -169,10 +169,14 @@ class Dispatcher:
 
     # ---- models that are given up
 
-    def unavailable(self, model: str) -> ModelUnavailable | None:
-        """Return the error of a model that no engine has, or all have given up; None = one may still load it."""
+    def unavailable(self, request: Request) -> ModelUnavailable | None:
+        """Return the error of a request whose engines have left or given up its model; None = one may still load it."""
+        model = request.model
         stay = (one for one in self.engines.values() if one.leaving != "remove" and not one.config.overflow)
-        having = [one for one in stay if model in one.models.names]
+        having = [one for one in stay if model in one.models.names and request.may(one.id)]
+        if not having and request.engines:
+            problem = f"None of the engines that this request may go to is left: {', '.join(request.engines)}."
+            return ModelUnavailable(problem, "Send it again.", code="model_unavailable")
         if not having:
             problem, hint = f"No engine has the model {model} any more.", "Use another model, or add an engine for it."
             return ModelUnavailable(problem, hint, code="model_unavailable")
@@ -187,9 +191,9 @@ class Dispatcher:
         )
 
     def refuse_unavailable(self) -> None:
-        """End the queued requests of models that are given up, or that no engine has any more."""
+        """End the queued requests whose models are given up, or whose engines have left."""
         for one in self.in_flight.values():
-            if one.state is RequestState.QUEUED and (error := self.unavailable(one.request.model)) is not None:
+            if one.state is RequestState.QUEUED and (error := self.unavailable(one.request)) is not None:
                 one.refuse(error)
 
     def state(self, id: str) -> str | None:

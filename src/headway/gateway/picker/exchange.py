@@ -8,7 +8,7 @@ the engine (`Via`): all between the two, from keys and limits to the queue, is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,29 +49,37 @@ class Pool:
     """The engines that a proxy may be told.
 
     engines: of the gateway, by id. addresses: IP address and port of each that has one, by id.
-    restricts: the planner keeps to a part of a model's engines.
+    restricts: tells whether the planner at work keeps to a part of a model's engines.
     """
 
     engines: Mapping[str, EngineView]
     addresses: Mapping[str, str]
-    restricts: bool
+    restricts: Callable[[], bool]
 
     def restricted(self, request: Request, subset: frozenset[str] | None) -> Request:
-        """Return a request as `Via.restricted` does. subset: addresses that the proxy allows, None = all."""
+        """Return a request as `Via.restricted` does. subset: addresses that the proxy allows, None = all.
+
+        Of a gateway in parts the planner is elsewhere: it does not restrict once any engine swaps models.
+        """
         model = [one for one in self.engines.values() if request.model in one.models.names]
-        allowed = [one for one in model if self._allowed(one.id, subset)]
+        own = [one for one in model if not one.config.overflow]
+        allowed = [one for one in own if self._allowed(one, subset)]
         if not any(one.serves for one in allowed):
             problem = f"No endpoint is ready for the model {request.model}."
             raise _unavailable(problem, "Try again soon; /ready says what the engines do.", "no_endpoint")
         if len(allowed) == len(model):
             return request
-        if not self.restricts or any(one.models.swaps for one in model):
+        restricts = self.restricts() and not any(one.models.swaps for one in self.engines.values())
+        if not restricts and any(one.id in self.addresses for one in own if one not in allowed):
             problem = "Only a part of the model's engines can serve this proxy, and this recipe cannot keep to it."
             raise _unavailable(problem, "Use recipe headway, and engines with one model.", "subset_unsupported")
         return replace(request, engines=tuple(one.id for one in allowed))
 
-    def _allowed(self, id: str, subset: frozenset[str] | None) -> bool:
-        return id in self.addresses and (subset is None or self.addresses[id] in subset)
+    def _allowed(self, engine: EngineView, subset: frozenset[str] | None) -> bool:
+        address = self.addresses.get(engine.id)
+        if subset is None:
+            return address is not None or not engine.serves  # it may have one when it serves
+        return address in subset
 
 
 def _unavailable(problem: str, hint: str, code: str) -> HeadwayError:

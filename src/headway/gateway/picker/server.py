@@ -27,7 +27,6 @@ from headway.gateway.picker.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from headway.policy.recipes.registry import find
 
 SERVICE, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 _DRAIN_S = 10.0**9  # the gateway itself ends what takes longer than server.drain_s
@@ -90,7 +89,10 @@ class _Picker:
         self._config, self._app, self._state, self._in_progress = config, app, state, in_progress
         engines = state.gateway.dispatcher.engines
         self.addresses, self._open = Addresses(engines), 0
-        self._pool = Pool(engines, self.addresses, find(config.recipe).planner().restricts)
+        self._pool = Pool(engines, self.addresses, self._restricts)
+
+    def _restricts(self) -> bool:
+        return self._state.gateway.dispatcher.control.controller.planner.restricts
 
     @property
     def handlers(self) -> tuple[Any, ...]:

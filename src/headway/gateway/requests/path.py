@@ -110,7 +110,7 @@ class RequestPath:
         """
         if (problem := self._dispatcher.control.problem()) is not None:
             raise HeadwayError(problem, "Try again soon.", status=503, kind="server_error", code="queue_unreachable")
-        unavailable = self._dispatcher.unavailable(parsed.request.model)
+        unavailable = self._dispatcher.unavailable(parsed.request)
         if unavailable is not None:
             raise unavailable
         reject = self.admission(parsed, most)

@@ -35,21 +35,27 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: boo
     """Return the requests to hand to engines now, given the whole virtual queue of each instance.
 
     pull: requests stay in the queue until their instance has room; otherwise all are handed over.
+    `Request.engines` is ignored: a request that its queue's instance must not have would wait there for ever.
     """
     offers = [_offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances]
-    return [Send(str(cluster.backlog.keys[row]), name) for row, name in spread(offers, queues, cluster, now)]
+    return [
+        Send(str(cluster.backlog.keys[row]), name)
+        for row, name in spread(offers, queues, cluster, now, restricts=False)
+    ]
 
 
-def spread(offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float) -> list[tuple[int, str]]:
+def spread(
+    offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float, *, restricts: bool = True
+) -> list[tuple[int, str]]:
     """Return each offered row once, with the instance that gets it: that on which it costs least, if any may have it.
 
-    `placement/cost.py` has the rule; of equal ones the first of the fleet gets it.
+    `placement/cost.py` has the rule; of equal ones the first of the fleet gets it. restricts: as in `Planner`.
     """
     offered: dict[int, set[str]] = {}
     for one in offers:
         for name, count in zip(one.names, one.count, strict=True):
             for row in one.rows[:count]:
-                if cluster.may(row, name):
+                if not restricts or cluster.may(row, name):
                     offered.setdefault(row, set()).add(name)
     if not offered:
         return []

@@ -8,8 +8,9 @@ go, and a plan names only what may be sent now, so its cost does not grow with t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -23,35 +24,35 @@ from headway.ports import Planner
 from headway.types import Backlog, Instance, Ints, Plan, Send
 
 Key = Callable[[Backlog, int], float]
+Only = frozenset[str] | None  # the instances that a request may go to, None = all (`Cluster.only`)
 
 
 @dataclass(slots=True)
 class _Peers:
     """Instances that may serve the same requests, and the queues that these wait in.
 
-    head: the request that was next when they were looked at last.
+    heads: the first requests of the queues when they were looked at last.
     """
 
-    queues: list[WaitingQueue]
     inside: SentOrder
-    head: Entry | None = None
-
-    def next(self) -> Entry | None:
-        """Return the request that is next for these instances."""
-        heads = [queue.head for queue in self.queues if queue.head is not None]
-        return min(heads) if heads else None
+    queues: list[tuple[Only, WaitingQueue]] = field(default_factory=list)
+    heads: list[Entry | None] = field(default_factory=list)
 
     def has_changed(self) -> bool:
-        """Tell whether the head, or what is inside, has changed since this was asked last."""
-        head, last = self.next(), self.head
-        changed = self.inside.changed or head != last
-        self.head, self.inside.changed = head, False
-        return changed and head is not None
+        """Tell whether a head, or what is inside, has changed since this was asked last."""
+        heads = [queue.head for _, queue in self.queues]
+        changed = self.inside.changed or heads != self.heads
+        self.heads, self.inside.changed = heads, False
+        return changed and any(head is not None for head in heads)
 
-    def walk(self, backlog: Backlog, now: float) -> Iterator[Entry]:
-        """Yield the waiting requests in order."""
-        walks = [queue.walk(backlog, now) for queue in self.queues]
+    def walk(self, backlog: Backlog, now: float, full: Container[Only]) -> Iterator[Entry]:
+        """Yield the waiting requests in order, without those that may go to a set of instances in `full` alone."""
+        walks = [_until(only, full, queue.walk(backlog, now)) for only, queue in self.queues]
         return walks[0] if len(walks) == 1 else heapq.merge(*walks)
+
+
+def _until(only: Only, full: Container[Only], walk: Iterator[Entry]) -> Iterator[Entry]:
+    return takewhile(lambda _: only not in full, walk)
 
 
 class Ordered(Planner):
@@ -82,9 +83,9 @@ class Ordered(Planner):
     ) -> None:
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
-        self._queues: dict[tuple[int, int], WaitingQueue] = {}
+        self._queues: dict[tuple[int, int, Only], WaitingQueue] = {}  # by model, place in its limits, and instances
         self._limits: dict[int, list[int]] = {}
-        self._peers: list[_Peers] = []
+        self._peers: dict[tuple[int, int], _Peers] = {}  # by model and place of their limit
         self._inside: dict[int, SentOrder] = {}  # by code of an instance
         self._names: dict[int, str] = {}
         self._fleet: tuple[object, ...] = ()
@@ -121,13 +122,15 @@ class Ordered(Planner):
         """Return what belongs inside an instance by its place in the order, and is not there yet."""
         self._follow_fleet(cluster)
         backlog = cluster.backlog
-        for queue in self._queues.values():
+        for key, queue in [*self._queues.items()]:
             queue.settle(backlog, now)
+            if queue.head is None and key[2] is not None:  # there can be any number of sets
+                del self._queues[key]
+                self._connect()
         if self.counts_late:
-            for peers in self._peers:
+            for peers in self._peers.values():
                 peers.inside.settle(now)
-        # What may go to some instances alone can be next without being sent, which changes nothing.
-        changed = [peers for peers in self._peers if peers.has_changed() or (cluster.only and peers.head is not None)]
+        changed = [peers for peers in self._peers.values() if peers.has_changed()]
         offers = [offer for peers in changed if (offer := self._offers(peers, cluster, now))]
         out = spread(offers, cluster.instances, cluster, now)
         self._put_back({row for row, _ in out})
@@ -140,15 +143,16 @@ class Ordered(Planner):
 
     def _offers(self, peers: _Peers, cluster: Cluster, now: float) -> Offers | None:
         """Return the queued rows that belong inside an instance of these; None when there are none."""
-        inside, rows, backlog = peers.inside, list[int](), cluster.backlog
-        for entry in peers.walk(backlog, now):
+        inside, rows, backlog, full = peers.inside, list[int](), cluster.backlog, set[Only]()
+        for entry in peers.walk(backlog, now, full):
             only = cluster.only.get(entry[4])
-            if only is not None and not inside.has_place(entry, only, self.displaces):
-                continue  # it keeps no others waiting
             size = size_of(backlog, entry[4])
-            if self.pull and not inside.belongs(entry, *size, len(rows), self.displaces):
+            if not self.pull or inside.belongs(entry, *size, len(rows), self.displaces, only):
+                rows.append(entry[4])
+            elif only is None:
                 break
-            rows.append(entry[4])
+            else:
+                full.add(only)  # it keeps none waiting but those for the same instances
         if not rows:
             return None
         return Offers(inside.names, rows, inside.offered if self.pull else [len(rows)] * len(inside.names))
@@ -180,16 +184,27 @@ class Ordered(Planner):
         backlog = cluster.backlog
         if self._fleet_version < 0:
             return  # the first plan looks at the whole backlog
-        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]))
+        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), cluster.only.get(row))
         queue.push(self._entry(backlog, row))
 
-    def _queue(self, model: int, longest: int) -> WaitingQueue:
-        """Return the queue of requests of a model that fit the same instances as one of `longest` tokens."""
+    def _queue(self, model: int, longest: int, only: Only = None) -> WaitingQueue:
+        """Return the queue of requests of a model that fit the same instances as one of `longest` tokens.
+
+        Those for some instances alone have their own, so that they keep no others waiting.
+        """
         limits = self._limits.get(model, [])
         size = next((i for i, limit in enumerate(limits) if longest <= limit), max(len(limits) - 1, 0))
-        if (model, size) not in self._queues:
-            self._queues[model, size] = WaitingQueue(self.kind, self._far_s)
-        return self._queues[model, size]
+        key = model, size, only
+        if key not in self._queues:
+            self._queues[key] = WaitingQueue(self.kind, self._far_s)
+            self._connect()
+        return self._queues[key]
+
+    def _connect(self) -> None:
+        """Let instances have the queues of all requests that they may serve."""
+        for (model, limit), peers in self._peers.items():
+            able = ((key, queue) for key, queue in self._queues.items() if key[0] == model and key[1] <= limit)
+            peers.queues = [(key[2], queue) for key, queue in able]
 
     def _follow_fleet(self, cluster: Cluster) -> None:
         """Group the instances anew when some have come, gone or changed their model.
@@ -206,15 +221,19 @@ class Ordered(Planner):
             self._limits, self._queues = limits, {}
             self._fill(cluster)
         self._peers = self._group(cluster)
-        names = {cluster.code(name): name for peers in self._peers for name in peers.inside.names}
-        self._names = names
-        self._inside = {
-            code: peers.inside for peers in self._peers for code, name in names.items() if name in peers.inside
-        }
+        self._connect()
+        insides = [peers.inside for peers in self._peers.values()]
+        self._names = {cluster.code(name): name for inside in insides for name in inside.names}
+        self._inside = {cluster.code(name): inside for inside in insides for name in inside.names}
 
     def _fill(self, cluster: Cluster) -> None:
         backlog = cluster.backlog
-        rows = np.flatnonzero(backlog.live & ~backlog.sent)
+        waits = backlog.live & ~backlog.sent
+        for row in cluster.only:
+            if waits[row]:
+                self._push(cluster, row)
+                waits[row] = False
+        rows = np.flatnonzero(waits)
         for model in np.unique(backlog.model[rows]).tolist():
             mine = rows[backlog.model[rows] == model]
             limits = self._limits.get(model, [])
@@ -224,19 +243,16 @@ class Ordered(Planner):
                 longest = int(backlog.longest[part[0]])
                 self._queue(model, longest).fill(self._entries(backlog, part))
 
-    def _group(self, cluster: Cluster) -> list[_Peers]:
+    def _group(self, cluster: Cluster) -> dict[tuple[int, int], _Peers]:
         """Return the instances in groups that may serve the same requests."""
         groups: dict[tuple[int, int], list[Instance]] = {}
         for instance in cluster.instances.values():
             model = cluster.code(instance.model)
             groups.setdefault((model, self._limits[model].index(instance.limit)), []).append(instance)
-        return [
-            _Peers(
-                [self._queue(model, limit) for limit in self._limits[model][: size + 1]],
-                SentOrder(self._entries, instances, cluster, self.ahead, self._far_s),
-            )
-            for (model, size), instances in groups.items()
-        ]
+        return {
+            key: _Peers(SentOrder(self._entries, instances, cluster, self.ahead, self._far_s))
+            for key, instances in groups.items()
+        }
 
 
 def _sizes(cluster: Cluster) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from math import ceil
 
 import numpy as np
@@ -120,35 +120,37 @@ class SentOrder:
         self._last[i] = inside[-1] if inside else _NONE
         self.changed = True
 
-    def belongs(self, entry: Entry, tokens: float, places: int, before: int, displaces: bool) -> bool:
+    def belongs(
+        self, entry: Entry, tokens: float, places: int, before: int, displaces: bool, only: Container[str] | None = None
+    ) -> bool:
         """Tell whether a queued request belongs inside an instance, and count it in `offered` of those.
 
         before: requests earlier in this walk; 0 starts a new one. It can only belong where all of them do.
         The first of a virtual queue always belongs inside: the engine itself refuses what can never fit.
         A request needs one free place: its other answers wait inside.
         displaces: it may go before what is inside.
+        only: the instances that it may go to, None = all. One that belongs inside none of these is not counted.
         """
         if before == 0:
             self._before = 0
             self._asked, self.offered = range(len(self.names)), [0] * len(self.names)
             self._blocks = dict.fromkeys(self._size, 0)
-        for size in self._blocks:
-            self._blocks[size] += ceil(tokens / size)
+        earlier = self._blocks
+        self._blocks = {size: blocks + ceil(tokens / size) for size, blocks in earlier.items()}
         free, last = self._free, self._last
         if displaces:
             asked = [i for i in self._asked if free[i] > self._before or entry < last[i]]
         else:
             asked = [i for i in self._asked if free[i] > self._before]
-        self._asked = [i for i in asked if self._fits(i, entry, displaces)]
+        asked = [i for i in asked if self._fits(i, entry, displaces)]
+        if not (asked if only is None else any(self.names[i] in only for i in asked)):
+            self._blocks = earlier
+            return False
+        self._asked = asked
         self._before += places
-        for i in self._asked:
+        for i in asked:
             self.offered[i] = before + 1
-        return bool(self._asked)
-
-    def has_place(self, entry: Entry, names: Iterable[str], displaces: bool) -> bool:
-        """Tell whether one of some instances has a free place, or a request inside that a queued one goes before."""
-        places = (self._place[name] for name in names if name in self._place)
-        return any(self._free[i] > 0 or (displaces and entry < self._last[i]) for i in places)
+        return True
 
     def _fits(self, i: int, entry: Entry, displaces: bool) -> bool:
         """Tell whether there is a slot for a request at its place in an instance, and blocks up to there."""

@@ -32,6 +32,11 @@ class Parrot(Planner):
         self._began = RequestColumn()
         self._order = Ordered(ARRIVAL, displaces=False, key=self._began_at)
 
+    @property
+    def restricts(self) -> bool:
+        """Keep to `Request.engines`, as its order does."""
+        return self._order.restricts
+
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
         """Note when the run of a new request began."""
         if isinstance(event, Arrived):
