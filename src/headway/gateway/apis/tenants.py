@@ -12,13 +12,13 @@ from fastapi.responses import JSONResponse, Response
 
 from headway import clock
 from headway.config import Key
+from headway.config.keys import OTHER
 from headway.gateway.apis.api import error_docs
 from headway.gateway.apis.dashboard.endpoints import view_of
 from headway.gateway.apis.state import AppState
 from headway.gateway.bill import OpenAccount, Unit, limit_of, open_accounts
 from headway.gateway.in_flight import RequestState
 from headway.gateway.watch.history import ANSWERED, FAILED, IN, KEPT, OUT, OWED, HistoryView
-from headway.gateway.watch.label_values import OTHER
 
 PATH = "/v1/headway/tenants"
 _MOST = 64  # tenants in an answer

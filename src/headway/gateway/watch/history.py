@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import clock
-from headway.gateway.watch.label_values import OTHER, FewValues
+from headway.config.keys import OTHER
+from headway.gateway.watch.label_values import FewValues
 from headway.types import Floats
 
 # Windows by name: (seconds, seconds of a bucket).
