@@ -112,6 +112,7 @@ class History:
         self._began = clock.now() if now is None else now
         self.tenant = FewValues().of
         self._rows: dict[RatePair, int] = {}
+        self.partial = set[str]()  # tenants of whom a pair counts among the others
         self._open: dict[RatePair, list[int]] = {}  # since the last `note`
         self._rings = {name: _Ring(*sizes, self._began) for name, sizes in WINDOWS.items()}
 
@@ -134,6 +135,7 @@ class History:
         pair = RatePair(tier, self.tenant(tenant))
         if pair not in self._rows:
             if len(self._rows) >= MOST_PAIRS:
+                self.partial.add(pair.tenant)
                 pair = _OTHERS
             self._rows.setdefault(pair, len(self._rows))
         return pair
