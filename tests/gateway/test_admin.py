@@ -148,7 +148,7 @@ def test_a_tenant_of_whom_a_part_counts_with_the_others_has_no_figures(serve: Se
 def test_budgets_are_not_known_while_the_store_does_not_answer(serve: Serve) -> None:
     with serve(keys=(Key("sk-alpha-123", "alpha", budgets=(Budget("day", tokens=1000),)),)) as gateway:
         with closing(sqlite3.connect(gateway.config.broker.sqlite.path)) as db:
-            db.execute("ALTER TABLE accounts RENAME TO elsewhere")
+            db.execute("ALTER TABLE spent RENAME TO elsewhere")
         body = tenants(gateway)
         assert [(one["id"], one["budgets"]) for one in body["data"]] == [("alpha", None)]
         assert body["budgets_problem"].startswith("Budgets are not known: ")
