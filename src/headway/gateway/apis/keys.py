@@ -72,15 +72,11 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
     async def keys(request: Request) -> Response:
         """List keys with limits, never texts: configured ones, then stored ones, the newest first.
 
-        name: a part of a key's prefix, name or tenant, in any case. ended: false leaves out keys that have ended, which
-        are listed for 30 days. limit: of the keys returned, 100 by default. others: how many more keys match (`found`),
-        and how many do not (`hidden`).
+        name: a part of a prefix, name or tenant. ended: false leaves out keys that have ended (listed for 30 days).
+        limit: 100 by default. others: further keys that match (`found`), and keys that do not (`hidden`).
         """
         state.check_operator(request)
-        search = parse_as(_Search, request.query_params)
-        stored = await state.stored.listed() if (on := state.config.server.stored_keys) else []
-        keys = [*state.configured.values()]
-        return await offload(_BYTES * len(stored), lambda: _found(search, keys, stored, stored_keys=on))
+        return await _listed(state, parse_as(_Search, request.query_params))
 
     @app.post(PATH, status_code=201, responses=_REFUSALS, openapi_extra=_new_key_docs())
     async def create(request: Request) -> Response:
@@ -92,12 +88,9 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         request.scope[DETAIL] = new.id
         return _answer([described(new, clock.now()) | {"key": text}], 201)
 
-    @app.post(
-        f"{PATH}/{{id}}/rotate",
-        status_code=201,
-        responses=_REFUSALS,
-        openapi_extra=body_docs(_Rotation.model_json_schema(), required=False),
-    )
+    rotation = body_docs(_Rotation.model_json_schema(), required=False)
+
+    @app.post(f"{PATH}/{{id}}/rotate", status_code=201, responses=_REFUSALS, openapi_extra=rotation)
     async def rotate(id: str, request: Request) -> Response:
         """Replace a key: the answer has the new one, whose text is shown only now, then the old one."""
         _check(state, request)
@@ -112,6 +105,12 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         """End a key: within a second no gateway accepts it any more. It stays in the list for 30 days."""
         _check(state, request)
         return _answer([described(await state.stored.revoke(id, state.operator(request)), clock.now())])
+
+
+async def _listed(state: AppState, search: _Search) -> Response:
+    stored = await state.stored.listed() if (on := state.config.server.stored_keys) else []
+    keys = [*state.configured.values()]
+    return await offload(_BYTES * len(stored), lambda: _found(search, keys, stored, stored_keys=on))
 
 
 def _found(search: _Search, keys: Sequence[Key], stored: Sequence[StoredKey], *, stored_keys: bool) -> Response:
