@@ -99,6 +99,7 @@ def opened(
     page.add_init_script("sessionStorage.setItem('headway-key', 'sk-operator-1')")
     page.goto(f"{gateway.url}/{query}")
     expect(page.locator("#state")).to_contain_text(re.compile("live,|updated"), timeout=20_000)
+    expect(page.locator(".admin tbody:empty")).to_have_count(0)
     yield page
     page.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,9 +14,13 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
+from typer.testing import CliRunner
 
-from headway.config import Budget, Key, Price, Tier
+from headway import clock
+from headway.cli.main import app
+from headway.config import Budget, Key, Price, Tier, write
 from headway.gateway.bill import window
+from headway.gateway.watch.history import MOST_PAIRS
 from headway.store.queue.keys import StoredKey
 from tests.gateway.conftest import Serve
 from tests.gateway.dashboard_pictures import ENGINES, KEYS, STORED, administered, create_keys, made_up, opened, spend
@@ -122,6 +129,49 @@ def test_tenants_that_have_no_label_are_counted_with_the_others(serve: Serve) ->
         assert {one["window"]["answered"] for one in body["data"]} == {1}
         assert (body["others"]["tenants"], body["others"]["window"]["tokens_in"]) == (6, 60)
         assert by_name(gateway, "?name=tenant-69")["Tenant-69"]["window"] is None
+
+
+def test_a_tenant_of_whom_a_part_counts_with_the_others_has_no_figures(serve: Serve) -> None:
+    with serve(keys=(Key("sk-alpha-123", "alpha"),)) as gateway:
+
+        async def answer() -> None:
+            history = gateway.inner.metrics.history
+            for number in range(MOST_PAIRS + 2):  # of which the last two find no row
+                history.answered(history.pair(f"class-{number}", "alpha"), 0.1, 0.01, 10, 0, 5)
+
+        gateway.do(answer())
+        body = tenants(gateway)
+        assert [(one["id"], one["window"]) for one in body["data"]] == [("alpha", None)]
+        assert body["others"]["window"]["answered"] == MOST_PAIRS + 2
+
+
+def test_budgets_are_not_known_while_the_store_does_not_answer(serve: Serve) -> None:
+    with serve(keys=(Key("sk-alpha-123", "alpha", budgets=(Budget("day", tokens=1000),)),)) as gateway:
+        with closing(sqlite3.connect(gateway.config.broker.sqlite.path)) as db:
+            db.execute("ALTER TABLE spent RENAME TO elsewhere")
+        body = tenants(gateway)
+        assert [(one["id"], one["budgets"]) for one in body["data"]] == [("alpha", None)]
+        assert body["budgets_problem"].startswith("Budgets are not known: ")
+
+
+def test_keys_are_searched_for(serve: Serve) -> None:
+    with serve(keys=(Key("sk-alpha-123", "alpha"),), server={"stored_keys": True}, ready=False) as gateway:
+
+        def found(query: str) -> tuple[list[str], dict[str, int]]:
+            body = gateway.get(f"{STORED}?{query}", headers=OPERATOR).json()
+            return [one["name"] or one["tenant"] for one in body["data"]], body["others"]
+
+        keys = [
+            StoredKey(f"{n:012}", b"%032d" % n, f'{{"tenant": "t", "name": "N{n}"}}', float(n), revoked=end)
+            for n, end in ((1, None), (2, clock.now()), (3, None))
+        ]
+        gateway.do(gateway.inner.broker.put_keys(keys, 0.0))
+        assert found("") == (["alpha", "N3", "N2", "N1"], {"found": 0, "hidden": 0})
+        assert found("ended=false&limit=2") == (["alpha", "N3"], {"found": 1, "hidden": 1})
+        assert found("name=n1") == found("name=HW-000000000001") == (["N1"], {"found": 0, "hidden": 3})
+        for query in ("limit=0", "limit=x", "ended=maybe"):
+            said = error(gateway.get(f"{STORED}?{query}", headers=OPERATOR), 400)
+            assert said["param"] == query.partition("=")[0]
 
 
 def test_keys_of_the_configuration_are_listed_without_their_texts(serve: Serve) -> None:
@@ -265,7 +315,84 @@ def test_a_form_that_is_closed_while_it_is_sent_still_shows_the_key(page: Page, 
     assert small.get("/v1/models", headers={"x-api-key": text}).status_code == 200
 
 
-def test_of_many_keys_some_are_shown_and_the_others_found(page: Page, small: Gateway) -> None:
+def test_the_text_of_a_new_key_waits_for_an_open_form_and_outlives_a_refusal(page: Page, small: Gateway) -> None:
+    sign_in(page, small, 1280)
+    sent = list[Route]()
+    page.route("**/keys", lambda route: sent.append(route) if route.request.method == "POST" else route.continue_())
+    page.click("#create")
+    page.get_by_label("Tenant", exact=True).fill("beta")
+    with page.expect_request("**/keys"):
+        page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    page.click("#add")
+    page.get_by_label("Model").fill("half a name")
+    sent[0].continue_()
+    expect(page.locator("#said")).to_contain_text("was created")
+    expect(page.get_by_label("Model")).to_have_value("half a name")
+    page.keyboard.press("Escape")
+    expect(page.locator("#field-text")).to_be_visible()
+    refusal = {"error": {"message": "No.", "code": "invalid_api_key"}}
+    page.route("**/engines", lambda route: route.fulfill(status=401, json=refusal))
+    expect(page.locator("#asks")).to_be_visible()
+    expect(page.locator("#field-text")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#key")).to_be_focused()
+
+
+def answering(page: Page, path: str, body: dict[str, Any]) -> None:
+    """Let the page get an answer that begins with fields of `body`, instead of those of the gateway."""
+    page.route(f"**/{path}*", lambda route: route.fulfill(json=route.fetch().json() | body))
+
+
+def test_what_a_budget_with_several_limits_says(page: Page, full: Gateway) -> None:
+    one = {"unit": "tokens", "per": "day", "soft": [], "hard": [50, 100], "resets_at": clock.now() + 3600}
+    alpha = by_name(full)["alpha"]
+    said = {
+        60: "of keys with the limit 50: spent: requests are refused",
+        85: "near its limitof keys with the limit 50: spent",
+        100: "monthspent: requests are refused",
+    }
+    sign_in(page, full, 1280)
+    for used, text in said.items():
+        budgets = [one | {"used": used, "per": "month"}]
+        answering(page, "tenants", {"data": [alpha | {"budgets": budgets}], "budgets_problem": None})
+        expect(page.locator("#tenants")).to_contain_text(text)
+    answering(page, "tenants", {"data": [alpha | {"budgets": None}], "budgets_problem": "Budgets are not known: why."})
+    expect(page.locator("#tenants")).to_contain_text("not known")
+    expect(page.locator("#tenants-problem")).to_have_text("Budgets are not known: why.")
+
+
+def test_the_latest_error_of_an_engine_is_shown(page: Page, full: Gateway) -> None:
+    sign_in(page, full, 1280)
+    expect(page.get_by_role("button", name="Why failed e1")).to_be_visible()
+    data = full.get(ENGINES, headers=OPERATOR).json()["data"]
+    with page.expect_response("**/engines"):
+        answering(page, "engines", {"data": [one | {"error": one["error"] and "A later one."} for one in data]})
+    page.wait_for_timeout(100)
+    page.get_by_role("button", name="Why failed e1").click()
+    expect(page.locator("#dialog-text")).to_have_text("A later one.")
+
+
+def test_a_part_that_is_not_answered_is_marked_and_the_others_go_on(page: Page, small: Gateway) -> None:
+    sign_in(page, small, 1280)
+    page.route("**/tenants*", lambda _: None)  # it hangs
+    expect(page.locator("#tenants-problem")).to_contain_text("The gateway does not answer.", timeout=20_000)
+    assert small.post({}, f"{ENGINES}/e1/drain", headers=OPERATOR).status_code == 202
+    expect(page.locator("#engines")).to_contain_text("drained")
+    expect(page.locator("#engines-problem")).to_be_empty()
+
+
+def test_without_a_key_one_request_is_refused(page: Page, small: Gateway) -> None:
+    refused = list[str]()
+    page.on("response", lambda one: refused.append(one.url) if one.status == 401 else None)
+    page.goto(f"{small.url}/admin")
+    expect(page.locator("#key")).to_be_focused()
+    page.wait_for_load_state("networkidle")
+    assert len(refused) == 1
+    assert page.locator("#said").evaluate("node => getComputedStyle(node).display") != "none", "it is a live region"
+
+
+def test_of_many_keys_some_are_shown_and_the_others_found(page: Page, small: Gateway, tmp_path: Path) -> None:
     keys = [StoredKey(f"{number:012}", b"%032d" % number, f'{{"tenant": "t{number}"}}', 1.0) for number in range(130)]
     small.do(small.inner.broker.put_keys(keys, 0.0))
     sign_in(page, small, 1280)
@@ -274,6 +401,9 @@ def test_of_many_keys_some_are_shown_and_the_others_found(page: Page, small: Gat
     page.get_by_label("Find a key").fill("T129")
     expect(page.locator("#keys tr")).to_have_count(1)
     expect(page.locator("#keys-more")).to_have_text("Not shown: 129 keys.")
+    (tmp_path / "headway.toml").write_text(write(small.config))
+    result = CliRunner().invoke(app, ["key", "list", "-c", str(tmp_path / "headway.toml"), "--json"])
+    assert len(json.loads(result.stdout)) == 130
 
 
 @WIDTHS
@@ -338,7 +468,7 @@ def test_tenants_near_their_budgets_and_names_that_are_markup(browser: Browser, 
         expect(alpha).to_contain_text("cost 25 of 50 this month")
         expect(alpha).to_contain_text("soft limit at 40")
         expect(alpha).to_contain_text("of 200")
-        expect(beta).to_contain_text("spent: requests are refused")
+        expect(beta).to_contain_text("nearly spent: most requests are refused")
         expect(row.filter(has_text=NASTY)).to_have_count(1)
         expect(page.locator("#keys tr").filter(has_text=NASTY)).to_have_count(1)
         assert page.title() == "Headway: administration"
@@ -384,7 +514,7 @@ def test_where_no_key_is_configured_the_page_says_so(page: Page, serve: Serve) -
 def test_a_gateway_that_is_gone_leaves_what_was_shown(page: Page, serve: Serve) -> None:
     with serve() as gateway:
         sign_in(page, gateway, 1280)
-    expect(page.locator("#engines-problem")).to_contain_text("This is not current.")
+    expect(page.locator("#engines-problem")).to_contain_text("This is not current (last answer: ")
     expect(page.locator("#engines tr")).to_have_count(1)
 
 

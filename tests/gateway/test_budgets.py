@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -37,7 +38,7 @@ from headway.types import Request, Slo
 from headway.whatif.journal.costs import sums_of
 from tests.gateway.batches import begin, line
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import CHAT, DEAD, SAY, WEB, Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_cli import headway
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import events, fakes
@@ -211,6 +212,57 @@ def test_prices_are_read_again_on_sighup(fake: Fake, tmp_path: Path) -> None:
             cost = price.units(usage["prompt_tokens"], usage["completion_tokens"])
             assert float(answer.headers["x-headway-cost"]) == pytest.approx(cost)
             gateway.do(read_again())
+
+
+@pytest.fixture
+def reloaded(fake: Fake, tmp_path: Path) -> Iterator[tuple[Gateway, Callable[[Config], None]]]:
+    """A gateway with a key, and what has it read another configuration on SIGHUP."""
+    file, config = (
+        tmp_path / "headway.toml",
+        configuration(tmp_path, fake.url, keys=(key(),), server={"stored_keys": True}),
+    )
+    file.write_text(write(config))
+    with serving(config) as gateway:
+        state = gateway.server._state
+        assert state is not None
+
+        async def begin() -> Reload:
+            return Reload(file, state)
+
+        again = gateway.do(begin())
+
+        def reread(new: Config) -> None:
+            file.write_text(write(new))
+            gateway.do(again.run())
+
+        yield gateway, reread
+
+
+def test_a_budget_by_cost_its_price_and_an_engine_come_with_one_sighup(
+    reloaded: tuple[Gateway, Callable[[Config], None]], others: list[Fake]
+) -> None:
+    gateway, reread = reloaded
+    one = replace(gateway.config.engines[0], served_name="smollm2")
+    engines = one, replace(one, url=others[0].url)
+    dear = key(Budget("day", cost=9.0))
+    reread(replace(gateway.config, engines=engines, keys=(dear,), prices=PRICES))
+    until(lambda: [*gateway.controller.cluster.instances] == ["e0", "e1"])
+    assert ask(gateway, dear).status_code == 200
+    added = gateway.post({"url": others[1].url, "served_name": "smollm2"}, "/v1/headway/engines", headers=OPERATOR)
+    assert added.status_code == 202, added.text
+
+
+def test_a_reload_warns_of_stored_keys_whose_models_have_no_price_any_more(
+    reloaded: tuple[Gateway, Callable[[Config], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway, reread = reloaded
+    reread(replace(gateway.config, prices=PRICES))
+    body = {"tenant": "beta", "budgets": [{"per": "day", "cost": 9}]}
+    (made,) = gateway.post(body, "/v1/headway/keys", headers=OPERATOR).json()["data"]
+    reread(replace(gateway.config, prices=PRICES))
+    assert "budget by cost" not in caplog.text
+    reread(gateway.config)
+    assert f"stored keys with a budget by cost ({made['id']}) cannot use smollm2" in caplog.text
 
 
 def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:

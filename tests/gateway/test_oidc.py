@@ -104,7 +104,15 @@ def test_a_token_has_the_limits_of_the_oldest_stored_key(serve: Serve, issuer: I
 
 @pytest.mark.parametrize(
     "claims",
-    [{"tenant": None}, {"tenant": ""}, {"tenant": ["a"]}, {"tenant": "a" * 200}, {"tenant": "a\nb"}, {"scope": None}],
+    [
+        {"tenant": None},
+        {"tenant": ""},
+        {"tenant": ["a"]},
+        {"tenant": "a" * 200},
+        {"tenant": "a\nb"},
+        {"tenant": "(other)"},
+        {"scope": None},
+    ],
 )
 def test_tokens_without_tenant_or_classes(gateway: Gateway, issuer: Issuer, claims: dict[str, Any]) -> None:
     token = issuer.token(**({"scope": "default"} | claims))

@@ -119,6 +119,7 @@ def test_a_key_expires(gateway: Gateway) -> None:
     [
         ({}, "tenant"),
         ({"tenant": ""}, "tenant"),
+        ({"tenant": "(other)"}, "stands for many tenants"),
         ({"tenant": "a", "key": "sk-chosen-123"}, "cannot be chosen"),
         ({"tenant": "a", "classes": ["gold"]}, "unknown class 'gold'"),
         ({"tenant": "a", "budgets": [{"per": "day"}]}, "needs either tokens or a cost"),

@@ -17,6 +17,7 @@ from headway.cli.options import ConfigFile, Json
 
 key_app = typer.Typer(help="API keys in the queue's store (server.stored_keys).", no_args_is_help=True)
 _PATH = "/v1/headway/keys"
+_MOST = 1_000_000  # keys that the gateway lists at once
 _KNOWN = ("id", "prefix", "state", "created_at", "expires_at", "revoked_at", "tenant", "key")
 
 
@@ -34,7 +35,7 @@ Limits = Annotated[
 @key_app.command("list")
 def list_keys(config: ConfigFile = None, server: Server = None, as_json: Json = False) -> None:
     """List the keys of configuration and store: tenant, state, limits; those that ended, for 30 days more."""
-    keys = OperatorClient(config, server, _PATH).call("GET")
+    keys = OperatorClient(config, server, _PATH).call("GET", params={"limit": _MOST})
     if as_json:
         print(json.dumps(keys))
         return

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
-from headway.config.keys import OPERATOR_NAME, TOKEN_PREFIX
+from headway.config.keys import OPERATOR_NAME, OTHER, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
 from headway.config.oidc import Oidc as Oidc
@@ -456,6 +456,9 @@ def key_contradictions(i: int, key: Key, config: Config, where: str) -> Iterator
     if key.label == OPERATOR_NAME or key.label.startswith(TOKEN_PREFIX):
         problem = f"keys.{i} in {where} would be {key.label[:64]!r} in the audit log, like another sender."
         yield ConfigError(problem, "Give it another name.", param=f"keys.{i}.name")
+    if key.tenant == OTHER:
+        problem = f"keys.{i}.tenant in {where} is {OTHER!r}, which stands for many tenants in metrics."
+        yield ConfigError(problem, "Give the tenant another name.", param=f"keys.{i}.tenant")
     for budget in key.budgets:
         if (budget.tokens is None) == (budget.cost is None):
             yield ConfigError(

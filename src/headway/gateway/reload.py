@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.control.own_fleet import OwnFleet
 
+_SHOWN = 5  # keys in a warning
 log = logging.getLogger("headway.gateway")
 
 
@@ -53,7 +54,7 @@ class Reload:
                 return
             self._state.adopt(new)
             await self._note("done", f"{len(new.classes)} classes, {len(new.keys)} keys, {len(new.engines)} engines")
-        for line in self._state.gateway.paces.warnings(new.classes):
+        for line in (*self._state.gateway.paces.warnings(new.classes), *self._unpriced()):
             log.warning("%s", line)
         others = [
             entry.name
@@ -63,6 +64,17 @@ class Reload:
         log.info("%s: %d classes and %d keys reloaded", self._path, len(new.classes), len(new.keys))
         if others:
             log.warning("%s: %s take effect after a restart only", self._path, ", ".join(others))
+
+    def _unpriced(self) -> Iterator[str]:
+        """Yield a warning if stored keys with a budget by cost cannot use a model, as it has no price."""
+        models = sorted(set(self._state.models.engines) - set(self._state.config.prices))
+        stored = self._state.stored.usable() if models else ()
+        if ids := [one.id for one, key in stored if any(budget.cost is not None for budget in key.budgets)]:
+            some = ", ".join(ids[:_SHOWN]) + (", ..." if len(ids) > _SHOWN else "")
+            yield (
+                f"stored keys with a budget by cost ({some}) cannot use {', '.join(models)}: "
+                f"add [prices.{models[0]}], of 0 if it costs nothing"
+            )
 
     async def _note(self, outcome: str, detail: str | None) -> None:
         audit = self._state.gateway.audit
@@ -89,7 +101,8 @@ class Reload:
         """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`."""
         fleet = self._state.gateway.fleet
         before = fleet.config
-        fleet.config = replace(before, classes=config.classes, keys=config.keys)  # overflow engines name some
+        # Its engines are checked against these: overflow engines name some, and budgets by cost need prices.
+        fleet.config = replace(before, classes=config.classes, keys=config.keys, prices=config.prices)
         try:
             await self._change_tables(config.engines)
         except HeadwayError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -13,14 +15,31 @@ from headway.config import Key, key_contradictions, parse
 from headway.errors import RequestError, together
 from headway.gateway.apis.api import body_docs, error_docs
 from headway.gateway.apis.state import AppState
-from headway.gateway.apis.stored_keys import configured, described
+from headway.gateway.apis.stored_keys import configured, described, prefix_of, state_of
+from headway.gateway.offload import offload
 from headway.gateway.parsing.fields import parse_as
 from headway.gateway.watch.audit import DETAIL
+from headway.store.queue.keys import StoredKey
 
 PATH = "/v1/headway/keys"
+_MOST = 1_000_000  # keys in a list
+_BYTES = 200  # of a stored key
 _MOST_S = 10 * 366 * 86_400.0  # of a lifetime: ten years
 _Seconds = Annotated[float, Field(ge=0, le=_MOST_S, allow_inf_nan=False)]
 _REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 503)
+
+
+class _Search(BaseModel):
+    """The keys that are to be listed."""
+
+    name: str = ""
+    ended: bool = True
+    limit: Annotated[int, Field(ge=1, le=_MOST)] = 100
+
+    def finds(self, *texts: str) -> bool:
+        """Return whether the name is part of one of a key's texts."""
+        part = self.name.casefold()
+        return any(part in text.casefold() for text in texts)
 
 
 class _Lifetime(BaseModel):
@@ -51,9 +70,13 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
 
     @app.get(PATH, responses=error_docs(400, 401, 403, 503))
     async def keys(request: Request) -> Response:
-        """List keys with limits, never texts: configured ones, and stored ones until 30 days after their end."""
+        """List keys with limits, never texts: configured ones, then stored ones, the newest first.
+
+        name: a part of a prefix, name or tenant. ended: false leaves out keys that have ended (listed for 30 days).
+        limit: 100 by default. others: further keys that match (`found`), and keys that do not (`hidden`).
+        """
         state.check_operator(request)
-        return await _listed(state)
+        return await _listed(state, parse_as(_Search, request.query_params))
 
     @app.post(PATH, status_code=201, responses=_REFUSALS, openapi_extra=_new_key_docs())
     async def create(request: Request) -> Response:
@@ -65,12 +88,9 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         request.scope[DETAIL] = new.id
         return _answer([described(new, clock.now()) | {"key": text}], 201)
 
-    @app.post(
-        f"{PATH}/{{id}}/rotate",
-        status_code=201,
-        responses=_REFUSALS,
-        openapi_extra=body_docs(_Rotation.model_json_schema(), required=False),
-    )
+    rotation = body_docs(_Rotation.model_json_schema(), required=False)
+
+    @app.post(f"{PATH}/{{id}}/rotate", status_code=201, responses=_REFUSALS, openapi_extra=rotation)
     async def rotate(id: str, request: Request) -> Response:
         """Replace a key: the answer has the new one, whose text is shown only now, then the old one."""
         _check(state, request)
@@ -87,11 +107,24 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         return _answer([described(await state.stored.revoke(id, state.operator(request)), clock.now())])
 
 
-async def _listed(state: AppState) -> Response:
-    """Return the keys; stored_keys: whether keys can be created."""
+async def _listed(state: AppState, search: _Search) -> Response:
     stored = await state.stored.listed() if (on := state.config.server.stored_keys) else []
-    data = [*map(configured, state.configured.values()), *(described(key, clock.now()) for key in stored)]
-    return _answer(data, stored_keys=on)
+    keys = [*state.configured.values()]
+    return await offload(_BYTES * len(stored), lambda: _found(search, keys, stored, stored_keys=on))
+
+
+def _found(search: _Search, keys: Sequence[Key], stored: Sequence[StoredKey], *, stored_keys: bool) -> Response:
+    """Return the keys that a search finds. stored_keys: whether keys can be created."""
+    now = clock.now()
+    found: list[Key | StoredKey] = [key for key in keys if search.finds("", key.label, key.tenant)]
+    for key in sorted(stored, key=lambda one: one.created, reverse=True):
+        if search.ended or state_of(key, now) == "active":
+            limits = json.loads(key.settings) if search.name else {}
+            if search.finds(prefix_of(key), limits.get("name") or "", limits.get("tenant") or ""):
+                found.append(key)
+    shown = [configured(key) if isinstance(key, Key) else described(key, now) for key in found[: search.limit]]
+    others = {"found": len(found) - len(shown), "hidden": len(keys) + len(stored) - len(found)}
+    return _answer(shown, others=others, stored_keys=stored_keys)
 
 
 def _check(state: AppState, request: Request) -> None:

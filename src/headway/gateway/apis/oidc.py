@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import aiohttp
 import jwt
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway import clock
 from headway.addresses import is_secure_url
 from headway.config import Key
-from headway.config.keys import TOKEN_PREFIX
+from headway.config.keys import OTHER, TOKEN_PREFIX
 from headway.config.oidc import Oidc
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.access import TOKEN_ERROR, Sender
@@ -128,7 +128,7 @@ class Tokens:
         subject = subject if subject and subject.isprintable() else "?"
         tenant, until = claim(claims, settings.tenant_claim), float(claims["exp"]) + settings.leeway_s
         classes = None if settings.classes_claim is None else _words(claim(claims, settings.classes_claim))
-        if isinstance(tenant, str) and 0 < len(tenant) <= _LONGEST and tenant.isprintable() and classes != ():
+        if _is_tenant(tenant) and classes != ():
             key = Key(key="token:of an issuer", tenant=tenant, classes=classes, name=f"{TOKEN_PREFIX}{subject}")
         admin = settings.admin_claim is not None and settings.admin_value in _words(claim(claims, settings.admin_claim))
         operator = f"{TOKEN_PREFIX}{subject}" if admin else None
@@ -225,6 +225,10 @@ def claim(claims: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def _is_tenant(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable() and value != OTHER
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -68,8 +68,8 @@ class StoredKeys:
                 away = True
 
     async def listed(self) -> list[StoredKey]:
-        """Return all keys of the store, also those that ended within 30 days, the oldest first."""
-        return sorted(await self._store.keys(0), key=lambda one: one.created)
+        """Return all keys of the store, also those that ended within 30 days."""
+        return await self._store.keys(0)
 
     async def create(self, key: Key, lifetime_s: float | None, actor: str) -> tuple[StoredKey, str]:
         """Store a new key with the limits of `key`; return it, and its text, which is nowhere else.

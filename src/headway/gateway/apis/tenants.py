@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,17 +14,19 @@ from fastapi.responses import JSONResponse, Response
 
 from headway import clock
 from headway.config import Key
+from headway.config.keys import OTHER
+from headway.errors import HeadwayError
 from headway.gateway.apis.api import error_docs
 from headway.gateway.apis.dashboard.endpoints import view_of
 from headway.gateway.apis.state import AppState
 from headway.gateway.bill import OpenAccount, Unit, limit_of, open_accounts
 from headway.gateway.in_flight import RequestState
 from headway.gateway.watch.history import ANSWERED, FAILED, IN, KEPT, OUT, OWED, HistoryView
-from headway.gateway.watch.label_values import OTHER
 
 PATH = "/v1/headway/tenants"
 _MOST = 64  # tenants in an answer
 _COUNTS = {"answered": ANSWERED, "failed": FAILED, "tokens_in": IN, "tokens_out": OUT, "owed": OWED, "kept": KEPT}
+_ANSWER_S = 5.0  # for which the store is waited for
 _LIMITS = "max_queued", "requests_per_min", "tokens_per_min"
 Window = Mapping[str, Mapping[str, int]]  # counts (`_COUNTS`) by tenant
 
@@ -35,39 +39,49 @@ def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
         """List up to 64 tenants, those with most requests first, and the sum of the others.
 
         name: a part of their names, in any case. window: 10m, 1h, 6h or 24h. Budgets count for all gateways of the
-        store, all else is this gateway's.
+        store, all else is this gateway's. A tenant's window is null if it counts with the others, and its budgets are
+        null while the store does not answer. Tenants without a key and beyond the first 64 seen are in the list only
+        while they have requests.
         """
         state.check_operator(request)
         view, part = HistoryView(view_of(request).window), request.query_params.get("name", "").casefold()
         window, (waiting, inside) = _window(state, view), _requests(state)
-        names = [name for name in _ordered(state, window, waiting + inside) if part in name.casefold()]
-        shown, rest = names[:_MOST], names[_MOST:]
-        budgets = await _budgets(state, shown)
-        uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # it may be among the others
+        busy, idle = _found(state, part, window, waiting + inside)
+        shown = [*busy, *islice(idle, max(_MOST - len(busy), 0))][:_MOST]
+        rest = set(busy[_MOST:])
+        keys = {name: _keys(state, name) for name in shown}
+        budgets, problem = await _budgets(state, keys)
+        uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # (other) may include what it did
         data = [
-            _limits(state, name)
-            | {"waiting": waiting[name], "inside": inside[name], "budgets": budgets[name]}
+            _limits(state, name, keys[name])
+            | {"waiting": waiting[name], "inside": inside[name], "budgets": None if budgets is None else budgets[name]}
             | {"window": window.get(name, uncounted)}
             for name in shown
         ]
         others = {
-            "tenants": len(rest),
+            "tenants": len(busy) + len(idle) - len(shown),
             "waiting": sum(waiting[name] for name in rest),
             "inside": sum(inside[name] for name in rest),
             "window": _sum(window.get(name, {}) for name in (*rest, *([] if part else [OTHER]))),
         }
-        body = {"object": "list", "data": data, "others": others, "window_s": view.seconds}
+        body = {"object": "list", "data": data, "others": others, "window_s": view.seconds, "budgets_problem": problem}
         return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
-def _ordered(state: AppState, window: Window, requests: Mapping[str, int]) -> list[str]:
-    """Return all known tenants: those with most requests now, then in the window, then those that only have keys."""
+def _found(
+    state: AppState, part: str, window: Window, requests: Mapping[str, int]
+) -> tuple[list[str], Collection[str]]:
+    """Return the tenants with a part in their name: those that have figures, then those that only have keys.
+
+    The first are in the order of their requests now, then in the window.
+    """
 
     def busy(name: str) -> tuple[int, int, str]:
         return -requests.get(name, 0), -window.get(name, {}).get("answered", 0), name
 
-    active = {*requests, *window} - {OTHER}
-    return [*sorted(active, key=busy), *(name for name in state.by_tenant if name not in active)]
+    active = {*requests, *window, *state.gateway.metrics.history.partial} - {OTHER}
+    found = sorted((name for name in active if part in name.casefold()), key=busy)
+    return found, [name for name in state.by_tenant if name not in active and (not part or part in name.casefold())]
 
 
 def _requests(state: AppState) -> tuple[Counter[str], Counter[str]]:
@@ -80,14 +94,15 @@ def _requests(state: AppState) -> tuple[Counter[str], Counter[str]]:
 
 
 def _window(state: AppState, view: HistoryView) -> Window:
-    """Return what ended in a window."""
+    """Return what ended in a window; tenants of whom a part counts among the others count there as a whole."""
     history, now = state.gateway.metrics.history, clock.now()
     history.note(now)
     pairs, table = history.table(view, now)
     rows = table.counts.sum(axis=1).tolist()
     counts = defaultdict[str, list[Mapping[str, int]]](list)
     for pair, row in zip(pairs, rows, strict=True):
-        counts[pair.tenant].append({name: row[place] for name, place in _COUNTS.items()})
+        tenant = OTHER if pair.tenant in history.partial else pair.tenant
+        counts[tenant].append({name: row[place] for name, place in _COUNTS.items()})
     return {tenant: _sum(of) for tenant, of in counts.items()}
 
 
@@ -102,24 +117,30 @@ def _keys(state: AppState, tenant: str) -> list[Key]:
     return [one.key for one in state.by_tenant.get(tenant, ()) if one.key is not None and one.until > now]
 
 
-def _limits(state: AppState, tenant: str) -> dict[str, Any]:
+def _limits(state: AppState, tenant: str, keys: Sequence[Key]) -> dict[str, Any]:
     """Return a tenant's name, and the limits of the key that allows most; None = no limit."""
-    keys = _keys(state, tenant)
     limits = {name: [getattr(key, name) for key in keys] for name in _LIMITS}
     most = {name: None if not keys or None in of else max(of) for name, of in limits.items()}
     minute = state.gateway.path.usage.used(tenant, clock.now())
     return {"id": tenant, "object": "headway.tenant", "keys": len(keys), "limits": most, "last_minute": minute}
 
 
-async def _budgets(state: AppState, tenants: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return what is used of the budgets of tenants."""
+async def _budgets(
+    state: AppState, keys: Mapping[str, Sequence[Key]]
+) -> tuple[dict[str, list[dict[str, Any]]] | None, str | None]:
+    """Return what is used of the budgets of tenants, or None and why the store does not say. keys: by tenant."""
     now = datetime.now(UTC)
     nothing: dict[Unit, float] = {"tokens": 0.0, "cost": 0.0}
-    budgets = {name: dict.fromkeys(budget for key in _keys(state, name) for budget in key.budgets) for name in tenants}
-    accounts = {name: open_accounts(name, budgets[name], nothing, now) for name in tenants}
+    budgets = {name: dict.fromkeys(budget for key in of for budget in key.budgets) for name, of in keys.items()}
+    accounts = {name: open_accounts(name, of, nothing, now) for name, of in budgets.items()}
     charges = [one.charge for of in accounts.values() for one in of]
-    counted = await state.gateway.broker.counted(charges) if charges else {}
-    return {name: [_budget(one, counted.get(one.name, 0.0)) for one in of] for name, of in accounts.items()}
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            counted = await state.gateway.broker.counted(charges) if charges else {}
+    except (HeadwayError, TimeoutError) as error:
+        why = error.message if isinstance(error, HeadwayError) else f"the store has not answered for {_ANSWER_S:.0f} s."
+        return None, f"Budgets are not known: {why}"
+    return {name: [_budget(one, counted.get(one.name, 0.0)) for one in of] for name, of in accounts.items()}, None
 
 
 def _budget(account: OpenAccount, used: float) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import clock
-from headway.gateway.watch.label_values import OTHER, FewValues
+from headway.config.keys import OTHER
+from headway.gateway.watch.label_values import FewValues
 from headway.types import Floats
 
 # Windows by name: (seconds, seconds of a bucket).
@@ -111,6 +112,7 @@ class History:
         self._began = clock.now() if now is None else now
         self.tenant = FewValues().of
         self._rows: dict[RatePair, int] = {}
+        self.partial = set[str]()  # tenants of whom a pair counts among the others
         self._open: dict[RatePair, list[int]] = {}  # since the last `note`
         self._rings = {name: _Ring(*sizes, self._began) for name, sizes in WINDOWS.items()}
 
@@ -133,6 +135,7 @@ class History:
         pair = RatePair(tier, self.tenant(tenant))
         if pair not in self._rows:
             if len(self._rows) >= MOST_PAIRS:
+                self.partial.add(pair.tenant)
                 pair = _OTHERS
             self._rows.setdefault(pair, len(self._rows))
         return pair

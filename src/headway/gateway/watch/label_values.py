@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from headway.config.keys import OTHER
+
 _MOST = 64
-OTHER = "(other)"
 
 
 class FewValues:

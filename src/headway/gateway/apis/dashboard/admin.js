@@ -1,17 +1,17 @@
 // Administration: signs in, keeps the tables current, and gives orders through the endpoints of `headway key` and `engine`.
-const EVERY_MS = 5000, SAID_MS = 20000;
+const EVERY_MS = 5000, ANSWER_MS = 10000, TYPING_MS = 250, SAID_MS = 20000;
 const KEYS = "v1/headway/keys", ENGINES = "v1/headway/engines";
 const PARTS = {
   tenants: {path: () => `v1/headway/tenants?${new URLSearchParams({window: $("window").value, name: $("find-tenant").value.trim()})}`, show: showTenants},
-  keys: {path: () => KEYS, show: showKeys},
+  keys: {path: () => `${KEYS}?${new URLSearchParams({name: $("find-key").value.trim(), ended: $("ended").checked, limit: SHOWN})}`, show: showKeys, every: 60000},
   engines: {path: () => ENGINES, show: showEngines},
 };
-const asked = {tenants: 0, keys: 0, engines: 0};
+const asked = {}, updated = {};  // by part: what aborts its latest request, and the time of what it shows
 let inside = false;  // the key is an operator's
 
 // Resolves to the answer's body; rejects with message, param and status of the gateway's error.
-async function call(method, path, body) {
-  const answer = await ask(path, {method, ...body && {body: JSON.stringify(body), headers: {"content-type": "application/json"}}});
+async function call(method, path, body, signal) {
+  const answer = await ask(path, {method, signal, ...body && {body: JSON.stringify(body), headers: {"content-type": "application/json"}}});
   const found = await answer.json().catch(() => null);
   if (answer.ok && found) return found;
   throw {status: answer.status, message: `The gateway answers ${answer.status}.`, ...found?.error};
@@ -24,24 +24,37 @@ function say(text) {
   silence = setTimeout(() => { $("said").textContent = ""; }, SAID_MS);
 }
 
-// Reads a part; only the latest of several answers counts.
+// An alert is announced whenever its text is set.
+function setText(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
+
+// Reads a part, in place of the request before.
 async function load(name) {
-  const number = asked[name] += 1, {path, show} = PARTS[name];
+  asked[name]?.abort();
+  const {signal} = asked[name] = new AbortController(), {path, show} = PARTS[name];
   try {
-    const answer = await call("GET", path());
-    if (number !== asked[name]) return;
+    const answer = await call("GET", path(), null, AbortSignal.any([signal, AbortSignal.timeout(ANSWER_MS)]));
+    if (signal.aborted) return;
     enter();
     show(answer);
-    $(`${name}-problem`).textContent = "";
-    $("state").textContent = `updated ${clock(Date.now() / 1000, true)}`;
+    updated[name] = clock(Date.now() / 1000, true);
+    setText(`${name}-problem`, answer.budgets_problem ?? "");
+    $("state").textContent = `updated ${updated[name]}`;
   } catch (error) {
-    if (number !== asked[name]) return;
-    if ([401, 403].includes(error.status)) shut(error);
-    else $(`${name}-problem`).textContent = `This is not current. ${error.message}`;
+    if (signal.aborted) return;
+    const message = error.status ? error.message : "The gateway does not answer.";
+    if (!inside || [401, 403].includes(error.status)) shut({...error, message, status: error.status});
+    else setText(`${name}-problem`, `This is not current${updated[name] ? ` (last answer: ${updated[name]})` : ""}. ${message}`);
   }
 }
 
-const refresh = () => Promise.all(Object.keys(PARTS).map(load));
+// One endpoint says whether the key is an operator's: each refusal is a line of the audit log.
+async function refresh() {
+  const names = Object.keys(PARTS);
+  if (!inside) await load(names.pop());
+  if (inside) await Promise.all(names.map(load));
+}
 
 function reveal() {
   for (const part of document.querySelectorAll(".part, #leave")) part.hidden = !inside;
@@ -58,21 +71,28 @@ function enter() {
 
 function shut({message, status, code}) {
   inside = false;
-  for (const name of Object.keys(PARTS)) { asked[name] += 1; $(name).replaceChildren(); }
-  if ($("dialog").open) $("dialog").close();
+  for (const name of Object.keys(PARTS)) { asked[name]?.abort(); $(name).replaceChildren(); }
+  if ($("dialog").open && !$("dialog").querySelector(".secret")) $("dialog").close();  // nothing else has a new key
   $("state").textContent = "";
   const why = code === "invalid_api_key" ? "" : message;  // the page says that it needs a key
-  $("why").textContent = sessionStorage.getItem("headway-key") && status === 401 ? `This key was not accepted. ${why}` : why;
+  setText("why", sessionStorage.getItem("headway-key") && status === 401 ? `This key was not accepted. ${why}` : why);
   reveal();
   $("key").focus();
 }
 
-async function run() {
-  await refresh();
+// Keeps a part current, whether or not the others are answered.
+async function follow(name) {
   for (;;) {
-    await new Promise(done => setTimeout(done, EVERY_MS));
-    if (inside && !document.hidden) await refresh();
+    await new Promise(done => setTimeout(done, PARTS[name].every ?? EVERY_MS));
+    if (inside && !document.hidden) await load(name);
   }
+}
+
+// Loads a part when nothing more is typed.
+const timers = {};
+function search(name) {
+  clearTimeout(timers[name]);
+  timers[name] = setTimeout(() => load(name), TYPING_MS);
 }
 
 // ---- keys
@@ -82,7 +102,7 @@ function parsed(text) {
   try {
     const found = JSON.parse(text || "{}");
     if (found && typeof found === "object" && !Array.isArray(found)) return found;
-  } catch { /* as for what is no object */ }
+  } catch { /* the same error as for other values */ }
   throw {param: "more", message: "This is not a JSON object. Write {\"name\": value, ...}."};
 }
 
@@ -219,8 +239,9 @@ $("leave").addEventListener("click", () => {
   sessionStorage.removeItem("headway-key");
   location.reload();
 });
-for (const id of ["window", "find-tenant"]) $(id).addEventListener("input", () => load("tenants"));
-for (const id of ["find-key", "ended"]) $(id).addEventListener("input", () => showKeys());
+for (const id of ["window", "find-tenant"]) $(id).addEventListener("input", () => search("tenants"));
+for (const id of ["find-key", "ended"]) $(id).addEventListener("input", () => search("keys"));
 $("create").addEventListener("click", create);
 $("add").addEventListener("click", add);
-run();
+refresh();
+for (const name of Object.keys(PARTS)) follow(name);

@@ -1,6 +1,6 @@
 // The tables of tenants, keys and engines.
 const SHOWN = 100;  // keys; a search finds the others
-const FULL = .999;  // of a limit: no request fits any more
+const FULL = .999;  // of a limit: few requests fit
 const KINDS = {ttft_ms: "TTFT", tpot_ms: "TPOT", itl_ms: "ITL", e2e_ms: "end to end"};
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3}).format;
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
@@ -26,11 +26,19 @@ function meter(used, most, text, notes = [], mark = null) {
   return node;
 }
 
+// What a limit of a budget means for requests; null while it has room.
+function pressed(used, limit) {
+  if (used >= limit) return "spent: requests are refused";
+  if (used >= FULL * limit) return "nearly spent: most requests are refused";
+  return used >= .8 * limit ? "near its limit" : null;
+}
+
 function budget(one) {
   const range = limits => [...new Set(limits.map(compact))].join(" to "), [hard, soft] = [one.hard.at(-1), one.soft.at(-1)];
   const most = hard ?? soft, used = `${one.unit} ${compact(one.used)} of ${range(one.hard.length ? one.hard : one.soft)}`;
   const notes = [], when = one.per === "day" ? "today" : "this month";
-  if (hard && one.used >= .8 * hard) notes.push([one.used >= FULL * hard ? "spent: requests are refused" : "near its limit", "bad"]);
+  if (hard && pressed(one.used, hard)) notes.push([pressed(one.used, hard), "bad"]);
+  if (hard > one.hard[0] && one.used >= FULL * one.hard[0] && one.used < FULL * hard) notes.push([`of keys with the limit ${compact(one.hard[0])}: ${pressed(one.used, one.hard[0])}`, "bad"]);
   if (soft && one.used >= soft) notes.push(["beyond the soft limit: served without promises", "bad"]);
   else if (soft && hard) notes.push([`soft limit at ${range(one.soft)}`, "dim"]);
   notes.push([`resets in ${span(one.resets_at - Date.now() / 1000)}`, "dim"]);
@@ -52,14 +60,14 @@ function requests({inside, waiting, limits: {max_queued: most}}) {
 function showTenants({data, others}) {
   const unknown = window => window === null ? "with the others" : null;
   fill("tenants", data.map(one => [
-    head(one.id, plural(one.keys, "key")), cell(requests(one)), cell(minute(one)), cell(list(one.budgets.map(budget))),
+    head(one.id, plural(one.keys, "key")), cell(requests(one)), cell(minute(one)), cell(one.budgets === null ? "not known" : list(one.budgets.map(budget))),
     cell(unknown(one.window) ?? (one.window.owed ? `${number(100 * one.window.kept / one.window.owed)} % of ${whole(one.window.owed)}` : "-"), "n"),
     cell(unknown(one.window) ?? `${compact(one.window.tokens_in)} / ${compact(one.window.tokens_out)}`, "n"),
   ]));
   const {tenants, waiting, inside, window: rest} = others, names = data.map(one => one.id);
   $("tenants-more").textContent = !names.length ? "No tenant matches." : tenants || rest.answered
     ? `${plural(tenants, "more tenant")}: ${whole(inside)} in engines, ${whole(waiting)} queued, ${compact(rest.tokens_in)} / ${compact(rest.tokens_out)} tokens, `
-      + `${whole(rest.kept)} of ${whole(rest.owed)} promises kept. Search to see them.` : "";
+      + `${whole(rest.kept)} of ${whole(rest.owed)} promises kept. ${tenants ? "Search to see them. " : ""}Tenants without a key, beyond the first 64 seen, are listed only while they have requests.` : "";
   $("tenant-names").replaceChildren(...names.map(name => new Option(name)));
 }
 
@@ -73,13 +81,8 @@ function limitsOf(key) {
   return list(texts.map(text => element("div", "", text)));
 }
 
-let keysSeen = {data: [], stored_keys: true};
-function showKeys(answer = keysSeen) {
-  keysSeen = answer;
-  const part = $("find-key").value.trim().toLowerCase(), ended = $("ended").checked;
-  const fits = key => [key.prefix, key.name, key.tenant].some(text => text?.toLowerCase().includes(part));
-  const all = answer.data.filter(key => fits(key) && (ended || key.id === null || key.state === "active")).sort((a, b) => (b.created_at ?? 1e12) - (a.created_at ?? 1e12));
-  fill("keys", all.slice(0, SHOWN).map(key => {
+function showKeys({data, others, stored_keys: stored}) {
+  fill("keys", data.map(key => {
     const ends = key.revoked_at ?? key.expires_at, active = key.state === "active";
     return [
       key.prefix ? head(`${key.prefix}…`, ...key.name ? [key.name] : []) : head(key.name),
@@ -89,20 +92,21 @@ function showKeys(answer = keysSeen) {
       cell(active ? element("div", "acts", action("Rotate", key.prefix, () => rotate(key)), action("Revoke", key.prefix, () => revoke(key))) : "-"),
     ];
   }));
-  const hidden = answer.data.length - all.length;
-  $("create").hidden = !answer.stored_keys;
+  $("create").hidden = !stored;
   $("keys-more").textContent = [
-    all.length > SHOWN ? `${whole(all.length - SHOWN)} more: search for them.` : "", all.length ? "" : "No key is shown.", hidden ? `Not shown: ${plural(hidden, "key")}.` : "",
-    answer.stored_keys ? "" : "Keys can be created here with server.stored_keys = true.",
+    others.found ? `${whole(others.found)} more: search for them.` : "", data.length ? "" : "No key is shown.", others.hidden ? `Not shown: ${plural(others.hidden, "key")}.` : "",
+    stored ? "" : "Keys can be created here with server.stored_keys = true.",
   ].filter(text => text).join(" ");
 }
 
+let failures = {};  // by engine: a row that stays has the button of an earlier answer
 function showEngines({data}) {
+  failures = Object.fromEntries(data.map(one => [one.id, one.error ?? ""]));
   fill("engines", data.map(one => {
     const state = one.loading ? `loads ${one.loading}` : one.state, notes = [one.waits_for && `waits for ${one.waits_for}`, one.to_roll && "to be replaced"];
     const told = element("div", "", element("span", one.state === "up" ? "good" : "bad", state), ...notes.filter(note => note).map(note => element("small", "dim", note)));
     const acts = element("div", "acts");
-    if (one.error) acts.append(action("Why failed", one.id, () => openForm({title: `Why ${one.id} has failed`, text: one.error, home: "engines-title"})));
+    if (one.error) acts.append(action("Why failed", one.id, () => openForm({title: `Why ${one.id} has failed`, text: failures[one.id], home: "engines-title"})));
     if (one.leaving === "drain") acts.append(action("Use again", one.id, () => useAgain(one)));
     if (one.leaving === null) acts.append(action("Drain", one.id, () => drain(one)));
     if (one.leaving !== "remove") acts.append(action("Remove", one.id, () => remove(one)));

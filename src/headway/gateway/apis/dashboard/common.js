@@ -1,4 +1,4 @@
-// What both pages use: requests to the gateway, and elements. Text never becomes markup: names may be anybody's.
+// Used by both pages: requests to the gateway, and elements. Text is never parsed as HTML, as clients may choose names.
 const $ = id => document.getElementById(id);
 
 // The operator's key is kept until the tab is closed. (An EventSource could not send it.)

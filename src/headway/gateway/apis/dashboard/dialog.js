@@ -13,7 +13,7 @@ function action(text, object, does) {
 function regain(label, home) {
   if (document.activeElement !== document.body) return;
   const button = [...document.querySelectorAll("main button")].find(one => labelOf(one) === label);
-  (button ?? $(home)).focus();
+  (inside ? button ?? $(home) : $("key")).focus();
 }
 
 // field: {name, label, hint, type, value, options, wide, ...attributes of its input}. Returns its input with all around it.
@@ -42,8 +42,9 @@ function showProblem(form, error) {
   input.focus();
 }
 
-// home: id of the heading that gets the focus if the button is gone. send: of the values, by name; it resolves to what
-// is said, and to what is shown then; what it throws is shown here. Without it the form only informs. more: buttons.
+// home: id of the heading that gets the focus if the button is gone. send: a function of the values by name, which
+// resolves to {said, next}: a message, and optionally a function that shows more; its errors are shown in the form.
+// Without send the form only informs. more: further buttons.
 function openForm({title, text = "", fields = [], act, kind = "primary", home, send, more = []}) {
   const dialog = $("dialog"), opener = document.activeElement, label = labelOf(opener);
   const form = document.createElement("form"), cancel = element("button", "", send ? "Cancel" : "Close"), about = element("p", "about", text);
@@ -65,8 +66,10 @@ function openForm({title, text = "", fields = [], act, kind = "primary", home, s
         await closed;
       }
       say(said);
+      const current = refresh();
+      while (next && dialog.open) await new Promise(done => dialog.addEventListener("close", done, {once: true}));
       next?.();
-      await refresh();
+      await current;
       if (!dialog.open) regain(label, home);
     } catch (error) {
       if (form.isConnected) showProblem(form, error);
