@@ -128,9 +128,11 @@ def _end(
 def _print(engines: Sequence[dict[str, Any]]) -> None:
     table = Table("engine", "state", "model", "inside", "restarts", "about")
     for one in engines:
-        more = f" ({one['leaving']})" if one["leaving"] else ", to be replaced" if one["to_roll"] else ""
+        leaving = one["leaving"] if one["leaving"] != "drain" else None  # which the state says
+        more = f" ({leaving})" if leaving else ", to be replaced" if one["to_roll"] else ""
         waits = one["waits_for"] and f"waits for {one['waits_for']}"
         about, *_ = [*str(one["error"] or waits or one["about"] or one["url"] or "").splitlines(), ""]
+        about = about.removesuffix(" Its last lines:")  # which `--json` has
         cells = one["id"], one["state"] + more, one["model"], one["inside"], one["restarts"], about
         table.add_row(*(escape(str(cell)) for cell in cells))
     Console(soft_wrap=True).print(table, highlight=False)
