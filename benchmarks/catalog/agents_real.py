@@ -1,7 +1,7 @@
 """`headway bench agents --real`: the recorded coding agents beside chat on two real vLLM engines, a core each.
 
-Like `benchmarks/catalog/agents.py`, smaller: tokens are divided by `_SCALE` and tools take `_TOOLS_S` at most. The
-engines' KV holds about half of the conversations. Each turn's prompt continues the answer before it.
+A smaller version of `benchmarks/catalog/agents.py`: tokens are divided by `_SCALE`, and tools take `_TOOLS_S` at most.
+The engines' KV holds about half of the conversations. Each prompt continues the conversation with the engine's answers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DRAWN = {"conversation.mean": "mean seconds of an agent", "attainment.promised"
 
 
 class Turn(NamedTuple):
-    """added: tokens of the prompt since the answer before it. answer: tokens. tools_s: seconds of tools after it."""
+    """added: prompt tokens since the previous answer. answer: tokens. tools_s: seconds of tools after it."""
 
     added: int
     answer: int
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """agents: conversations. seconds: within which they begin. turns: most of each. chat: requests per second."""
+    """agents: conversations. seconds: within which they begin. turns: maximum of each. chat: requests per second."""
 
     agents: int = 20
     seconds: float = 120.0
@@ -87,7 +87,7 @@ def main(ask: Ask, systems: tuple[str, ...] = (), load: Load | None = None) -> R
 
 
 def scripts(turns: int) -> list[list[Turn]]:
-    """Return the recorded conversations, scaled, with at most so many turns each."""
+    """Return the recorded conversations, scaled, with at most `turns` turns each."""
     return [scaled(talk[:turns]) for talk in recorded.conversations()]
 
 
@@ -112,12 +112,12 @@ async def _measure(systems: Sequence[str], talks: Sequence[Sequence[Turn]], load
 
 
 async def _run(system: System, talks: Sequence[Sequence[Turn]], load: Load, seed: int) -> list[Row]:
-    """Replay all agents beside chat and return the figures of a system."""
+    """Replay all agents beside chat and return the system's figures."""
     rng = np.random.default_rng(seed)
     begins = np.sort(rng.uniform(0, load.seconds, load.agents))
     calls = mix.calls(mix.Mix("chat", (_CHAT,)), poisson(load.chat, load.seconds, rng), rng)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
-        for engine in range(2):  # the first request of all is slow
+        for engine in range(2):  # the first request of an engine is slow
             await say(http, system, f"{engine}", words(random.Random(engine), 40), 2)
         before = await counters(system.engines)
         urls = system.engines
@@ -140,7 +140,7 @@ async def _run(system: System, talks: Sequence[Sequence[Turn]], load: Load, seed
 
 
 async def _converse(http: aiohttp.ClientSession, system: System, talk: Sequence[Turn], at: float, name: str) -> float:
-    """Return the seconds of a conversation."""
+    """Have a conversation and return its seconds."""
     rng, run = random.Random(f"{system.name} {name}"), f"{system.name}-{name}"
     headers = {"x-headway-app": _APP, "x-headway-run": run, "x-headway-unit": _UNIT}
     await asyncio.sleep(at)

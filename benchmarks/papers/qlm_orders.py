@@ -25,12 +25,12 @@ from headway.policy.recipes.recipe import Recipe
 SOLVER_S = 5.0  # for the stochastic program
 _SETTING = QlmSetting("small plans", (("a100", 2),), FIVE[:2], 1.0, 1.0)
 _QUEUED = (60, 400)  # requests, at least and at most
-_MOST = 10  # items of a plan of which all orders are tried
+_MOST = 10  # items of the largest plans, so that all orders can be tried
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOrders:
-    """The cost of the order that the search finds, of that of HiGHS, and of the best of all.
+    """The costs of the search's order, of that of HiGHS, and of the best order.
 
     items: groups, and what runs. proved: HiGHS proved its own to be the best of the program.
     """
@@ -53,7 +53,7 @@ class PlanOrders:
 
 
 def plan_orders(recipe: Recipe, count: int, seed: int, seconds: float = SOLVER_S) -> Iterator[PlanOrders]:
-    """Yield what is found for the first `count` plans of at most `_MOST` items. seconds: for HiGHS."""
+    """Yield the costs for the first `count` plans of at most `_MOST` items. seconds: time limit of HiGHS."""
     problems = (_problem(recipe, number) for number in itertools.count(seed))
     for problem in itertools.islice((one for one in problems if one.size.size <= _MOST), count):
         *_, cost = search(problem, *greedy(problem), moves_of(problem.size.size), seeded(0))
@@ -62,12 +62,12 @@ def plan_orders(recipe: Recipe, count: int, seed: int, seconds: float = SOLVER_S
 
 
 def _problem(recipe: Recipe, seed: int) -> PlanProblem:
-    """Return the first problem that the plan generator gets of two full instances with a queue for two models."""
+    """Return the plan generator's first problem with two full instances and a queue for two models."""
     queued = int(np.random.default_rng(seed).integers(*_QUEUED))
     requests = [*crowd(_SETTING.models, queued, 2 * RUNNING, seed)]
     timed, core = filled(recipe, _SETTING, requests)
     now, work = requests[-1].arrival, None
-    while work is None:  # until a request is foreseen to be late
+    while work is None:  # until a request is predicted to be late
         now += 1.0
         work = timed.planner.deliberate(core.cluster, now)
     generated = work()
@@ -76,9 +76,9 @@ def _problem(recipe: Recipe, seed: int) -> PlanProblem:
 
 
 def best_cost(p: PlanProblem) -> float:
-    """Return the least cost of all orders. p: of at most about 10 items."""
+    """Return the least cost of all orders. p: with at most about 10 items."""
     free = np.flatnonzero(p.fixed < 0).tolist()
-    least = {0: 0.0}  # by the set of items that have a place on the instances so far
+    least = {0: 0.0}  # by the set of items placed on the instances so far
     for g in range(p.loaded.size):
         here = {mask: _least(p, g, mask, free) for mask in range(1 << len(free))}
         both = ((a | b, before + here[b]) for a, before in least.items() for b in here if not a & b)
@@ -89,7 +89,7 @@ def best_cost(p: PlanProblem) -> float:
 
 
 def _least(p: PlanProblem, g: int, mask: int, free: list[int]) -> float:
-    """Return the least cost of an instance's queue of what runs there and a set of the other items."""
+    """Return the least cost of an instance's queue of its running item and a set of other items."""
     mine = [i for k, i in enumerate(free) if mask >> k & 1]
     seen = np.zeros((3, p.size.size))
     orders = itertools.permutations([*np.flatnonzero(p.fixed == g).tolist(), *mine])

@@ -1,6 +1,6 @@
-"""Two real vLLM engines, a core each, behind Headway, behind a router, or chosen here: for conversations.
+"""Two real vLLM engines, a core each, for conversations: behind Headway, a router, or rules in this module.
 
-Recipes are in front of engines of their own, with Headway's scheduler inside; all others share two stock engines.
+Each recipe gets new engines with Headway's scheduler; all other systems share two stock engines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WORDS += (
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A turn. first: seconds to its first token. gap: longest silence after it. prompt: tokens. text: of the answer."""
+    """A turn. first: seconds to the first token. gap: longest between tokens. prompt: tokens. text: of the answer."""
 
     first: float
     gap: float
@@ -54,7 +54,7 @@ class Said:
 
 @dataclass(slots=True)
 class System:
-    """A running system. choose: the address of a conversation's next turn. inside: requests in progress, by address."""
+    """A running system. choose: conversation -> address for its next turn. inside: requests in progress, by address."""
 
     name: str
     engines: Sequence[str]
@@ -68,7 +68,7 @@ class System:
 
 
 def check(systems: Iterable[str]) -> None:
-    """Raise ConfigError where two engines or these systems cannot run."""
+    """Raise ConfigError if two engines or these systems cannot run here."""
     if len(os.sched_getaffinity(0)) < len(CORES):
         raise ConfigError("Two engines need two cores.", "Run it where this process may use two.")
     if SGLANG_ROUTER in systems and not installed(SGLANG_ROUTER):
@@ -86,7 +86,7 @@ def engines_of(model: str, args: tuple[str, ...] = ()) -> tuple[Engine, ...]:
 async def served(
     systems: Sequence[str], engines: Sequence[Engine], classes: Sequence[str] = ()
 ) -> AsyncIterator[System]:
-    """Yield each system while it runs, recipes first. classes: of requests. EngineError where one does not start."""
+    """Yield each system while it runs, recipes first. classes: of requests. EngineError if one does not start."""
     logs = Path(tempfile.mkdtemp(prefix="headway-conversations-"))
     for name in systems:
         if name not in STOCK:
@@ -129,7 +129,7 @@ async def _router(name: str, urls: Sequence[str], logs: Path) -> AsyncIterator[S
 
 
 async def counters(urls: Sequence[str]) -> dict[str, float]:
-    """Return the prompt tokens that all engines have looked up and found so far."""
+    """Return the prompt tokens that all engines have looked up and found in their caches so far."""
     sums = dict.fromkeys((HITS, QUERIES), 0.0)
     async with aiohttp.ClientSession() as http:
         for url in urls:

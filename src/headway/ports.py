@@ -38,7 +38,7 @@ class Planner(Protocol):
 
     @property
     def restricts(self) -> bool:
-        """Tell whether it keeps to `Request.engines`: others send such a request to any instance of its model."""
+        """Tell whether it keeps to `Request.engines`; other planners send to any instance of the model."""
         return False
 
     @property

@@ -18,7 +18,7 @@ _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
 # In logs, the sender with the operator's key, and how the names of an issuer's tokens begin.
 OPERATOR_NAME, TOKEN_PREFIX = "operator", "token:"
-OTHER = "(other)"  # in metrics and on the dashboard, what stands for all values without a label
+OTHER = "(other)"  # in metrics and on the dashboard: all values without their own label
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

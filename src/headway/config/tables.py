@@ -132,10 +132,10 @@ class Audit:
 
 @dataclass(frozen=True, config=_STRICT)
 class Picker:
-    """The endpoint picker: names the engine of each request to an Envoy, for an InferencePool of Kubernetes.
+    """The endpoint picker: names an engine for each request that comes through Envoy, for a Kubernetes InferencePool.
 
     port: gRPC port at server.host, with TLS if server.tls has a certificate; unset = there is no picker.
-    max_streams: limit of requests that are open, waiting or being answered; above it new ones get a 429.
+    max_streams: limit of open requests, waiting or being answered; further ones get a 429.
     """
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = None

@@ -182,7 +182,7 @@ def accounts_of(key: Key | None, request: Request, price: Price | None, now: dat
 def open_accounts(
     tenant: str, budgets: Collection[Budget], units: Mapping[Unit, float], now: datetime
 ) -> list[OpenAccount]:
-    """Return the accounts of a tenant's budgets; units: to be counted in those of each kind. now: in UTC."""
+    """Return the accounts of a tenant's budgets. units: to be charged, by kind. now: in UTC."""
     kinds = dict.fromkeys((unit_of(one), one.per) for one in budgets)
     return [
         OpenAccount(

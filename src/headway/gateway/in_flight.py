@@ -52,7 +52,7 @@ class TakenBack(Exception):
 
 
 class Via(Protocol):
-    """A proxy that takes one request to its engine, in place of the gateway's own connection (`gateway/picker`).
+    """A proxy that sends one request to its engine, instead of the gateway's own connection (`gateway/picker`).
 
     It can be told one engine, once: the request cannot be taken back from it, and does not go on elsewhere.
     """
@@ -64,7 +64,7 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Return a context as `EngineConnection.open` does."""
+        """Send the request, like `EngineConnection.open`."""
         ...
 
 
@@ -82,7 +82,7 @@ class RequestState(Enum):
 Outcome = Literal["finished", "failed", "refused", "cancelled", "abandoned", "not_stored"]
 # overflow: it goes to an overflow engine. declined: that one did not answer it.
 ReturnReason = Literal["engine_gone", "model_swap", "engine_leaves", "overflow", "declined"]
-VIA = "headway.via"  # in the scope of a request: what takes it to its engine, if it is not the gateway itself
+VIA = "headway.via"  # key in a request's scope: its `Via`, if the gateway does not send it itself
 KEPT = 32 * 1024  # bytes of a stream's body that stay in memory until it ends
 _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
@@ -149,7 +149,7 @@ class InFlightRequest:
     resumes: how often it has gone on at another one.
     bill: who pays for it.
     conversation: that its input and answer are added to, None = to none.
-    via: takes it to its engine, None = the gateway's own connection.
+    via: sends it to its engine, None = the gateway's own connection.
     """
 
     request: Request

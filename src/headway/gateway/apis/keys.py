@@ -30,14 +30,14 @@ _REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 503)
 
 
 class _Search(BaseModel):
-    """The keys that are to be listed."""
+    """The keys to be listed."""
 
     name: str = ""
     ended: bool = True
     limit: Annotated[int, Field(ge=1, le=_MOST)] = 100
 
     def finds(self, *texts: str) -> bool:
-        """Return whether the name is part of one of a key's texts."""
+        """Return whether the name is part of a key's prefix, name or tenant."""
         part = self.name.casefold()
         return any(part in text.casefold() for text in texts)
 
@@ -72,7 +72,7 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
     async def keys(request: Request) -> Response:
         """List keys with limits, never texts: configured ones, then stored ones, the newest first.
 
-        name: a part of a prefix, name or tenant. ended: false leaves out keys that have ended (listed for 30 days).
+        name: part of a prefix, name or tenant. ended: false leaves out keys that have ended (listed for 30 days).
         limit: 100 by default. others: further keys that match (`found`), and keys that do not (`hidden`).
         """
         state.check_operator(request)

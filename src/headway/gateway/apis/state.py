@@ -57,7 +57,7 @@ class AppState(Access):
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
         self._classes: Mapping[str, Tier] = {}  # as configured
         self.configured: dict[bytes, Key] = {}
-        self.by_tenant: dict[str, list[Sender]] = {}  # with keys; its tokens have the limits of the first
+        self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
         self.adopt(self.config)
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
@@ -78,7 +78,7 @@ class AppState(Access):
         return self.parser.models
 
     def adopt(self, new: Config) -> None:
-        """Take over classes, keys and prices; ConfigError, which changes nothing, for a secret that is missing."""
+        """Adopt classes, keys and prices; ConfigError, without any change, if a secret is missing."""
         self.configured = {self.digest(text): key for text, key in revealed(new.keys).items()}
         self._classes = new.classes
         self.config = replace(self.config, prices=new.prices)

@@ -26,22 +26,22 @@ from headway.gateway.watch.history import ANSWERED, FAILED, IN, KEPT, OUT, OWED,
 PATH = "/v1/headway/tenants"
 _MOST = 64  # tenants in an answer
 _COUNTS = {"answered": ANSWERED, "failed": FAILED, "tokens_in": IN, "tokens_out": OUT, "owed": OWED, "kept": KEPT}
-_ANSWER_S = 5.0  # for which the store is waited for
+_ANSWER_S = 5.0  # how long to wait for the store
 _LIMITS = "max_queued", "requests_per_min", "tokens_per_min"
 Window = Mapping[str, Mapping[str, int]]  # counts (`_COUNTS`) by tenant
 
 
 def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
-    """Add the endpoint of tenants."""
+    """Add the endpoint that lists tenants."""
 
     @app.get(PATH, responses=error_docs(400, 401, 403, 503))
     async def tenants(request: Request) -> Response:
         """List up to 64 tenants, those with most requests first, and the sum of the others.
 
-        name: a part of their names, in any case. window: 10m, 1h, 6h or 24h. Budgets count for all gateways of the
-        store, all else is this gateway's. A tenant's window is null if it counts with the others, and its budgets are
-        null while the store does not answer. Tenants without a key and beyond the first 64 seen are in the list only
-        while they have requests.
+        name: part of their names, case-insensitive. window: 10m, 1h, 6h or 24h. Budgets cover all gateways that share
+        the store, all other figures this gateway. A tenant's window is null if it is counted with the others, and its
+        budgets are null while the store does not answer. Tenants without a key and beyond the first 64 seen are listed
+        only while they have requests.
         """
         state.check_operator(request)
         view, part = HistoryView(view_of(request).window), request.query_params.get("name", "").casefold()
@@ -51,7 +51,7 @@ def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
         rest = set(busy[_MOST:])
         keys = {name: _keys(state, name) for name in shown}
         budgets, problem = await _budgets(state, keys)
-        uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # (other) may include what it did
+        uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # (other) may include its figures
         data = [
             _limits(state, name, keys[name])
             | {"waiting": waiting[name], "inside": inside[name], "budgets": None if budgets is None else budgets[name]}
@@ -71,9 +71,9 @@ def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
 def _found(
     state: AppState, part: str, window: Window, requests: Mapping[str, int]
 ) -> tuple[list[str], Collection[str]]:
-    """Return the tenants with a part in their name: those that have figures, then those that only have keys.
+    """Return the tenants whose names contain `part`: those with figures, then those that only have keys.
 
-    The first are in the order of their requests now, then in the window.
+    The former are sorted by their requests now, then by those in the window.
     """
 
     def busy(name: str) -> tuple[int, int, str]:
@@ -85,7 +85,7 @@ def _found(
 
 
 def _requests(state: AppState) -> tuple[Counter[str], Counter[str]]:
-    """Return the requests that wait and those inside engines, by tenant."""
+    """Return the numbers of waiting requests and of those inside engines, by tenant."""
     waiting, inside = Counter[str](), Counter[str]()
     for one in state.gateway.dispatcher.in_flight.values():
         sent = one.state in (RequestState.SENT, RequestState.ANSWERING)
@@ -94,7 +94,7 @@ def _requests(state: AppState) -> tuple[Counter[str], Counter[str]]:
 
 
 def _window(state: AppState, view: HistoryView) -> Window:
-    """Return what ended in a window; tenants of whom a part counts among the others count there as a whole."""
+    """Return the counts of a window; a tenant that is partly counted among the others is counted there as a whole."""
     history, now = state.gateway.metrics.history, clock.now()
     history.note(now)
     pairs, table = history.table(view, now)
@@ -118,7 +118,7 @@ def _keys(state: AppState, tenant: str) -> list[Key]:
 
 
 def _limits(state: AppState, tenant: str, keys: Sequence[Key]) -> dict[str, Any]:
-    """Return a tenant's name, and the limits of the key that allows most; None = no limit."""
+    """Return a tenant's name, usage of the last minute, and highest limits of its keys; None = no limit."""
     limits = {name: [getattr(key, name) for key in keys] for name in _LIMITS}
     most = {name: None if not keys or None in of else max(of) for name, of in limits.items()}
     minute = state.gateway.path.usage.used(tenant, clock.now())
@@ -128,7 +128,7 @@ def _limits(state: AppState, tenant: str, keys: Sequence[Key]) -> dict[str, Any]
 async def _budgets(
     state: AppState, keys: Mapping[str, Sequence[Key]]
 ) -> tuple[dict[str, list[dict[str, Any]]] | None, str | None]:
-    """Return what is used of the budgets of tenants, or None and why the store does not say. keys: by tenant."""
+    """Return the usage of tenants' budgets, or None and the reason why it is unknown. keys: by tenant."""
     now = datetime.now(UTC)
     nothing: dict[Unit, float] = {"tokens": 0.0, "cost": 0.0}
     budgets = {name: dict.fromkeys(budget for key in of for budget in key.budgets) for name, of in keys.items()}
@@ -144,7 +144,7 @@ async def _budgets(
 
 
 def _budget(account: OpenAccount, used: float) -> dict[str, Any]:
-    """Return what is used of a budget; soft, hard: its lowest and highest limit, as keys may have different ones."""
+    """Return the usage of a budget; soft, hard: the lowest and highest limit, as keys may have different ones."""
 
     def limits(*, soft: bool) -> list[float]:
         found = [limit_of(one) for one in account.limits if one.soft is soft]

@@ -1,6 +1,6 @@
-"""An endpoint picker for Envoy: names the engine of each request that a proxy sends (docs/picker.md)."""
+"""An endpoint picker for Envoy: it names the engine for each request of a proxy (docs/picker.md)."""
 
 import os
 
-# gRPC's handlers of forks are for children that use gRPC; the gateway's begin another program at once.
+# gRPC's fork handlers are for child processes that use gRPC; the gateway's children run another program at once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

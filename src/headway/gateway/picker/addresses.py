@@ -1,4 +1,4 @@
-"""The addresses of engines, as a proxy needs them: their names are resolved in the background."""
+"""The IP addresses of engines for a proxy; host names are resolved in the background."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from headway.addresses import netloc
 from headway.engines.vllm.process.view import EngineView
 
-_EVERY_S = 5.0  # between two rounds; also the limit of one name
+_EVERY_S = 5.0  # between two rounds; also the time limit of one name
 Resolve = Callable[[str], Awaitable[str]]  # a name -> its IP address; OSError or UnicodeError
 log = logging.getLogger("headway.gateway")
 
@@ -23,23 +23,23 @@ async def _resolved(name: str) -> str:
 
 
 class Addresses(Mapping[str, str]):
-    """IP address and port of each engine by its id, of those that a proxy may be told and whose names are known.
+    """IP address and port of each engine by its id, of engines whose address is known and that a proxy may use.
 
-    A name that cannot be resolved any more keeps its address.
+    A name that can no longer be resolved keeps its address.
 
-    engines: of the gateway, by id. resolve: by default as the system does it.
+    engines: of the gateway, by id. resolve: the system's resolver by default.
     """
 
     def __init__(self, engines: Mapping[str, EngineView], resolve: Resolve = _resolved) -> None:
         self._engines, self._resolve = engines, resolve
-        self._ips: dict[str, str | None] = {}  # by name, None = not known
+        self._ips: dict[str, str | None] = {}  # by name, None = unknown
         self._failing = set[str]()  # names
-        self._new = asyncio.Event()  # there is a name that has not been resolved yet
+        self._new = asyncio.Event()  # there is a name to be resolved for the first time
 
     def __getitem__(self, id: str) -> str:
         engine = self._engines[id]
         url = urlsplit(engine.url)
-        if url.hostname is None or engine.config.overflow:  # None = it has not been started yet
+        if url.hostname is None or engine.config.overflow:  # None = it has not started yet
             raise KeyError(id)
         if url.hostname not in self._ips and not _is_ip(url.hostname):
             self._new.set()
@@ -66,7 +66,7 @@ class Addresses(Mapping[str, str]):
                 continue
 
     async def resolve(self) -> None:
-        """Resolve the names of all engines, all at once."""
+        """Resolve the names of all engines concurrently."""
         hosts = {urlsplit(one.url).hostname for one in self._engines.values() if not one.config.overflow}
         names = {host for host in hosts if host is not None and not _is_ip(host)}
         self._ips = {name: ip for name, ip in self._ips.items() if name in names}

@@ -1,8 +1,9 @@
 """One stream of Envoy's external processing: a client's request, and the response of its engine.
 
-Envoy sends the request and waits; what the picker sends back is what goes to the engine, whose response passes the
-picker, too. So for the gateway's app (ASGI) an exchange is the connection of a client, and for `RequestPath` that to
-the engine (`Via`): all between the two, from keys and limits to the queue, is the same as for requests over HTTP.
+Envoy sends the request and waits. The picker's reply is the request that Envoy sends to the engine, and the engine's
+response passes through the picker, too. So an exchange is a client's connection for the gateway's ASGI app, and the
+connection to the engine (`Via`) for `RequestPath`. Between the two, from keys and limits to the queue, requests take
+the same path as over HTTP.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from headway.types import Request
 
 DESTINATION, NAMESPACE = "x-gateway-destination-endpoint", "envoy.lb"
 SUBSET, SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
-# Headers of the client that its engine gets. Others could command it: vLLM reads X-data-parallel-rank and X-Session-ID.
+# The client's headers that reach the engine. Others could control it: vLLM reads X-data-parallel-rank and X-Session-ID.
 _PASSED = frozenset({"content-type", "accept", "host", "x-request-id", "traceparent", "tracestate"})
-_PASSED_PREFIXES = (":", "x-forwarded-", "x-envoy-")  # the last are Envoy's, which it lets no picker change
-_REMOVED = frozenset({"authorization", "content-length", "x-api-key"})  # also where the picker is not told of them
-_PART = 62_000  # bytes of a body in one message; some proxies take no more than 64 KiB
-_REST_S = 1.0  # for the end of an engine's response whose last event has come
+_PASSED_PREFIXES = (":", "x-forwarded-", "x-envoy-")  # the last are Envoy's own, which no picker may change
+_REMOVED = frozenset({"authorization", "content-length", "x-api-key"})  # even if the picker does not see them
+_PART = 62_000  # bytes of a body in one message; some proxies accept at most 64 KiB
+_REST_S = 1.0  # to wait for the end of a response after its last event
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The engines that a proxy may be told.
+    """The engines that a proxy may use.
 
     engines: of the gateway, by id. addresses: IP address and port of each that has one, by id.
-    restricts: tells whether the planner at work keeps to a part of a model's engines.
+    restricts: tells whether the current planner keeps to `Request.engines`.
     """
 
     engines: Mapping[str, EngineView]
@@ -59,7 +60,8 @@ class Pool:
     def restricted(self, request: Request, subset: frozenset[str] | None) -> Request:
         """Return a request as `Via.restricted` does. subset: addresses that the proxy allows, None = all.
 
-        Of a gateway in parts the planner is elsewhere: it does not restrict once any engine swaps models.
+        A separate controller's planner is not in this process. It does not restrict once any engine swaps models, so
+        this is checked here.
         """
         model = [one for one in self.engines.values() if request.model in one.models.names]
         own = [one for one in model if not one.config.overflow]
@@ -78,7 +80,7 @@ class Pool:
     def _allowed(self, engine: EngineView, subset: frozenset[str] | None) -> bool:
         address = self.addresses.get(engine.id)
         if subset is None:
-            return address is not None or not engine.serves  # it may have one when it serves
+            return address is not None or not engine.serves  # it may have one by the time it serves
         return address in subset
 
 
@@ -87,7 +89,7 @@ def _unavailable(problem: str, hint: str, code: str) -> HeadwayError:
 
 
 class _Response:
-    """The engine's response as it comes through the proxy: `HttpResponse` and its `Content` in one."""
+    """The engine's response, as the proxy passes it on: both `HttpResponse` and its `Content`."""
 
     content_length = None
 
@@ -96,7 +98,7 @@ class _Response:
         self.status = int(self.headers.pop(":status", "0"))
         self._exchange, self._deadline = exchange, deadline
         self._ended, self._rest = bool(message.end_of_stream), b""
-        self.trailers = False  # they have come
+        self.trailers = False  # they have arrived
 
     @property
     def content(self) -> _Response:
@@ -106,7 +108,7 @@ class _Response:
         return self._ended and not self._rest
 
     async def read(self, n: int = -1) -> bytes:
-        """Return what has come, at most `n` bytes, empty at the end; TimeoutError when the request takes too long."""
+        """Return the next bytes, at most `n`, empty at the end; TimeoutError when the request takes too long."""
         while not self._rest and not self._ended:
             async with asyncio.timeout_at(self._deadline):
                 kind, message = await self._exchange.next()
@@ -118,32 +120,32 @@ class _Response:
 
 
 class Exchange:
-    """An exchange; `serve` serves it to its end. It is the request's `Via`, and its connection for `ResponseStream`.
+    """A stream of Envoy's messages; `serve` handles it. It is the request's `Via`, and its connection for the app.
 
     context: of the gRPC call.
     """
 
     def __init__(self, context: Any, pool: Pool, limits: Server) -> None:
         self._context, self._pool, self._limits = context, pool, limits
-        self._read: asyncio.Task[Any] | None = None  # one at a time; one that was waited for in vain goes on
+        self._read: asyncio.Task[Any] | None = None  # one at a time; it goes on after a timeout
         self._task: asyncio.Task[None] | None = None  # of the app
         self._watcher: Watcher | None = None
-        self._over = False  # the answer has gone out, or the client has left
+        self._over = False  # the answer has been sent, or the client has left
         self._subset: frozenset[str] | None = None
         self._client_headers: frozenset[str] = frozenset()  # their names
-        self._body_until = 0.0  # instant (the loop's) by which the whole body must have come
-        self._request_ended = self._request_given = self._request_trailers = False  # given: to the app
+        self._body_until = 0.0  # event loop's time by which the whole body must have arrived
+        self._request_ended = self._request_given = self._request_trailers = False  # given = passed to the app
         self._response: _Response | None = None
         self._start: Message = {}
         self._immediate = bytearray()
-        self._begun = False  # the head of the response has gone out
+        self._begun = False  # the head of the response has been sent
 
     # ---- for the call
 
     async def serve(self, app: ASGIApp, tasks: set[asyncio.Task[None]]) -> None:
-        """Serve the request by the gateway's app; what the client leaves ends there, too.
+        """Serve the request with the gateway's app; if the client leaves, the request ends.
 
-        tasks: that are in progress, the app's among them while it serves; the gateway cancels them when it stops.
+        tasks: those in progress; the app's is added while it runs. The gateway cancels them when it stops.
         """
         try:
             async with asyncio.timeout(self._limits.head_timeout_s):
@@ -171,7 +173,7 @@ class Exchange:
         await self._finish(self._task, tasks)
 
     async def _finish(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
-        """Wait for the app's task; it ends with this one, when the client or its proxy has gone."""
+        """Wait for the app's task; if this task is cancelled because the client or its proxy has left, end it, too."""
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         try:
@@ -188,12 +190,12 @@ class Exchange:
                 self._read.cancel()
 
     async def _lose(self) -> None:
-        """Leave, and let the task that calls learn that before it meets an error of the connection."""
+        """End the work, and let the calling task see its cancellation before an error of the connection."""
         self._leave()
         await asyncio.sleep(0)
 
     def _leave(self) -> None:
-        """End the work on the request, unless it is answered, as its client has gone."""
+        """End the work on the request because its client has left, unless it is already answered."""
         if self._over or self._task is None:
             return
         self._over = True
@@ -210,7 +212,7 @@ class Exchange:
         await self._answer_now()
 
     async def next(self) -> tuple[str, Any]:
-        """Return the next message, and what it is; ConnectionResetError when there is none any more."""
+        """Return the kind of the next message, and the message; ConnectionResetError at the end."""
         if self._read is None:
             self._read = asyncio.create_task(self._context.read())
         try:
@@ -219,7 +221,7 @@ class Exchange:
             if not self._read.cancelled() or (self._task is not None and self._task.cancelling()):
                 raise
             message = grpc.aio.EOF  # the call was cancelled, not this task
-        except grpc.aio.BaseError:  # it has ended
+        except grpc.aio.BaseError:  # the call has ended
             message = grpc.aio.EOF
         self._read = None
         if message is grpc.aio.EOF:
@@ -229,11 +231,11 @@ class Exchange:
         return kind, getattr(message, kind)
 
     async def _write(self, **fields: Any) -> None:
-        """Write a message; when Envoy does not take it in `write_timeout_s`, its client counts as gone."""
+        """Write a message; if Envoy does not accept it within `write_timeout_s`, the client counts as gone."""
         try:
             async with asyncio.timeout(self._limits.write_timeout_s):
                 await self._context.write(ProcessingResponse(**fields))
-        except grpc.aio.BaseError:  # the call has ended, as the next one to read learns
+        except grpc.aio.BaseError:  # the call has ended; the next read notices it
             return
         except TimeoutError:
             await self._lose()
@@ -241,11 +243,11 @@ class Exchange:
     # ---- for the app: a client's connection
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell this watcher when the client has left."""
+        """Notify this watcher when the client leaves."""
         self._watcher = watcher
 
     def join_head(self) -> None:
-        """Send the head with the body that comes next; Envoy does so itself."""
+        """Do nothing: Envoy itself sends the head with the next part of the body."""
 
     def _scope(self, message: Any) -> Scope:
         headers = headers_of(message)
@@ -314,7 +316,7 @@ class Exchange:
         return {name: value for name, value in pairs if name != "content-length"}
 
     async def _end(self, response: _Response) -> None:
-        """End the response once the engine's has ended: Envoy would close that connection, which others can use."""
+        """End the response after the engine's has ended, because Envoy would close a connection that can be reused."""
         with suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(_REST_S):
                 while await response.read():
@@ -325,7 +327,7 @@ class Exchange:
             await self._write(response_trailers={})
 
     async def _give_up(self) -> None:
-        """Refuse an answer of the gateway that is too long: Envoy takes such answers as a whole."""
+        """Refuse an answer of the gateway that is too long; Envoy takes such answers as a whole."""
         self._immediate.clear()
         problem = "The answer is longer than server.max_answer_mib."
         await self.refuse(EngineError(problem, "Use Headway's port.", code="answer_too_long"))
@@ -333,12 +335,12 @@ class Exchange:
             self._task.cancel()
 
     async def _answer_now(self) -> None:
-        """Answer in the place of an engine."""
+        """Send an immediate response, without an engine."""
         self._over = True
         status, headers = {"code": self._start["status"]}, mutation(self._headers)
         await self._write(immediate_response={"status": status, "headers": headers, "body": bytes(self._immediate)})
 
-    # ---- for the path of the request: the way to its engine
+    # ---- for `RequestPath`: the connection to the engine
 
     def restricted(self, request: Request) -> Request:
         """Return the request as `Via.restricted` does."""
@@ -348,7 +350,7 @@ class Exchange:
     async def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AsyncIterator[HttpResponse]:
-        """Let the proxy send the request to an engine, and wait for the response, as `EngineConnection.open` does."""
+        """Have the proxy send the request to an engine, and wait for the response, like `EngineConnection.open`."""
         seconds = engine.config.request_timeout_s
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         engine.count(1)
@@ -366,7 +368,7 @@ class Exchange:
             engine.count(-1)
 
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
-        address = self._pool.addresses.get(engine.id)  # it may have moved since the request was planned
+        address = self._pool.addresses.get(engine.id)  # it may have changed since the request was planned
         if address is None:
             raise EngineGone(engine.id, "its address is not known")
         headers: dict[str, str | bytes] = {
@@ -389,12 +391,12 @@ class Exchange:
 
 
 def _parts(body: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of a body, and of each whether it is the last."""
+    """Yield the parts of a body, each with whether it is the last."""
     return ((body[at : at + _PART], at + _PART >= len(body)) for at in range(0, len(body), _PART))
 
 
 def _subset_of(metadata: Any) -> frozenset[str] | None:
-    """Return the addresses that a proxy allows, None = it names none: a list, or a text with commas between them."""
+    """Return the addresses that a proxy allows (a list or comma-separated text), None = it names none."""
     if SUBSET_NAMESPACE not in metadata.filter_metadata:
         return None
     fields = metadata.filter_metadata[SUBSET_NAMESPACE].fields

@@ -1,9 +1,9 @@
-"""The protobuf messages of Envoy's external processing and of gRPC's health checks, as far as the picker uses them.
+"""Protobuf messages of Envoy's external processing and of gRPC's health checks: the fields that the picker uses.
 
 Names and numbers are those of envoy/service/ext_proc/v3/external_processor.proto, envoy/config/core/v3/base.proto and
-grpc/health/v1/health.proto; what else Envoy sends is skipped, as protobuf skips all unknown fields. Packages with all
-of Envoy's messages (`xds-protos`) replace files of OpenTelemetry's and Google's packages, which the gateway uses. Enums
-are read as numbers.
+grpc/health/v1/health.proto; protobuf skips all other fields that Envoy sends. Enums are read as numbers. Packages with
+all of Envoy's messages (`xds-protos`) are not used, because they overwrite files of OpenTelemetry's and Google's
+packages, which the gateway needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 FULL_DUPLEX = 4  # of BodySendMode: bodies are streamed both ways
 OVERWRITE = 2  # of HeaderAppendAction: OVERWRITE_IF_EXISTS_OR_ADD
 SERVING, NOT_SERVING = 1, 2  # of HealthCheckResponse.ServingStatus
-_PACKAGE = "headway.picker"  # of this pool alone: on the wire messages have no names
+_PACKAGE = "headway.picker"  # only in this descriptor pool: names are not sent
 _SCALARS = {"bool": 8, "string": 9, "bytes": 12, "int32": 5}
 # Message -> field -> (number, type); "*" = repeated, "%" = a map from strings.
 _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
@@ -63,8 +63,8 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
     "HealthCheckRequest": {"service": (1, "string")},
     "HealthCheckResponse": {"status": (1, "int32")},
 }
-_ONE_OF = {"ProcessingRequest": "request", "ProcessingResponse": "response"}  # message -> its choice of a field
-_BESIDE = {"metadata_context", "protocol_config", "dynamic_metadata"}  # fields outside the message's choice
+_ONE_OF = {"ProcessingRequest": "request", "ProcessingResponse": "response"}  # message -> name of its oneof
+_BESIDE = {"metadata_context", "protocol_config", "dynamic_metadata"}  # fields outside the oneof
 
 
 def _message(name: str, fields: Mapping[str, tuple[int, str]]) -> DescriptorProto:
@@ -106,7 +106,7 @@ HealthCheckRequest, HealthCheckResponse = _CLASSES["HealthCheckRequest"], _CLASS
 
 
 def headers_of(message: Any) -> list[tuple[str, bytes]]:
-    """Return the headers of an `HttpHeaders`, their names in lower case."""
+    """Return the headers of an `HttpHeaders`, with names in lower case."""
     return [(one.key.lower(), one.raw_value or one.value.encode()) for one in message.headers.headers]
 
 
@@ -118,7 +118,7 @@ def mutation(headers: Mapping[str, str | bytes], remove: Sequence[str] = ()) -> 
 
 
 def changed_headers(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `HeadersResponse` with a mutation."""
+    """Return the fields of a `HeadersResponse` with a header mutation."""
     return {"response": {"header_mutation": changes}}
 
 

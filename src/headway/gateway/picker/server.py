@@ -29,8 +29,8 @@ from headway.gateway.picker.messages import (
 )
 
 SERVICE, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
-_DRAIN_S = 10.0**9  # the gateway itself ends what takes longer than server.drain_s
-_LAST_WORDS_S = 1.0  # for calls whose requests have ended
+_DRAIN_S = 10.0**9  # the gateway itself ends requests after server.drain_s
+_LAST_WORDS_S = 1.0  # to finish calls whose requests have ended
 log = logging.getLogger("headway.gateway")
 
 
@@ -38,10 +38,10 @@ log = logging.getLogger("headway.gateway")
 async def picking(
     config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]
 ) -> AsyncIterator[None]:
-    """Serve proxies at `picker.port` until the block ends, and begin no exchanges once the gateway is being stopped.
+    """Serve proxies at `picker.port` until the block ends; accept no new calls once the gateway is stopping.
 
-    app: serves requests over HTTP, too. in_progress: tasks of requests, those of proxies among them; they have ended
-    when the block ends, as the gateway waits for them or cancels them. ConfigError when the port is taken.
+    app: that also serves requests over HTTP. in_progress: tasks of requests, also of those from proxies; the gateway
+    awaits or cancels them before the block ends. ConfigError when the port is taken.
     """
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     address = netloc(config.server.host, config.picker.port or 0)
@@ -69,7 +69,7 @@ async def picking(
 
 
 def _credentials(tls: Tls) -> Any:
-    """Return credentials whose certificate is read for each new connection, as its files may change."""
+    """Return credentials that read the certificate for each new connection, because its files may change."""
 
     def read() -> Any:
         try:
@@ -83,7 +83,7 @@ def _credentials(tls: Tls) -> Any:
 
 
 class _Picker:
-    """Serves the calls."""
+    """Handlers of the gRPC calls."""
 
     def __init__(self, config: Config, app: ASGIApp, state: AppState, in_progress: set[asyncio.Task[None]]) -> None:
         self._config, self._app, self._state, self._in_progress = config, app, state, in_progress
@@ -106,7 +106,7 @@ class _Picker:
         return tuple(grpc.method_handlers_generic_handler(name, some) for name, some in methods.items())
 
     async def _check(self, request: Any, context: Any) -> Any:
-        """Answer a health check: alive, or ready as `/ready` is."""
+        """Answer a health check: whether the gateway is alive, or ready as in `/ready`."""
         if request.service not in ("", "liveness", "readiness", SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         alive = request.service == "liveness"

@@ -112,7 +112,7 @@ class History:
         self._began = clock.now() if now is None else now
         self.tenant = FewValues().of
         self._rows: dict[RatePair, int] = {}
-        self.partial = set[str]()  # tenants of whom a pair counts among the others
+        self.partial = set[str]()  # tenants with a pair that is counted among the others
         self._open: dict[RatePair, list[int]] = {}  # since the last `note`
         self._rings = {name: _Ring(*sizes, self._began) for name, sizes in WINDOWS.items()}
 

@@ -114,8 +114,8 @@ class Annealed(Planner):
         cost of an event is bounded.
     seed: of the search.
     pull: requests wait here; otherwise they only are assigned here, and wait inside the engine.
-    batches: an engine gets a batch, of the annealed size, once the one before has ended. Otherwise only the order
-        is sent: an engine with continuous batching fills its batch as requests end.
+    batches: an engine gets the next batch, of the annealed size, once the previous one has ended. Otherwise only the
+        order is sent: an engine with continuous batching fills its batch as requests end.
 
     A request with no SLO goes behind all that have one.
     """
@@ -215,9 +215,9 @@ class Annealed(Planner):
     # ---- request scheduling
 
     def _line(self, cluster: Cluster, name: str, now: float) -> Ints:
-        """Return what is inside an instance and then the first of its queue, none if it is full.
+        """Return the requests inside an instance and then the first of its queue; empty if it is full.
 
-        With `batches` none if anything is inside; the rest is annealed anew for each batch.
+        With `batches` it is empty while requests are inside; the queue is annealed again for each batch.
         """
         backlog, instance, queue = cluster.backlog, cluster.instances[name], self._queues[name]
         if not self.pull:

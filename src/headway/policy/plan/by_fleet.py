@@ -43,7 +43,7 @@ class ByFleet(Planner):
 
     @property
     def restricts(self) -> bool:
-        """Tell whether the planner at work keeps to `Request.engines`."""
+        """Tell whether the current planner keeps to `Request.engines`."""
         return self._planner.restricts
 
     @property

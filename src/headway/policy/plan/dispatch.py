@@ -35,7 +35,7 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: boo
     """Return the requests to hand to engines now, given the whole virtual queue of each instance.
 
     pull: requests stay in the queue until their instance has room; otherwise all are handed over.
-    `Request.engines` is ignored: a request that its queue's instance must not have would wait there for ever.
+    `Request.engines` is ignored: otherwise a request in the queue of an instance outside it would wait for ever.
     """
     offers = [_offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances]
     return [
@@ -47,9 +47,9 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: boo
 def spread(
     offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float, *, restricts: bool = True
 ) -> list[tuple[int, str]]:
-    """Return each offered row once, with the instance that gets it: that on which it costs least, if any may have it.
+    """Return each offered row once, with the allowed instance on which it costs least; leave out rows without one.
 
-    `placement/cost.py` has the rule; of equal ones the first of the fleet gets it. restricts: as in `Planner`.
+    `placement/cost.py` has the rule; of equal instances the first of the fleet gets it. restricts: as in `Planner`.
     """
     offered: dict[int, set[str]] = {}
     for one in offers:

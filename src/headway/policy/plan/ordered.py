@@ -31,7 +31,7 @@ Only = frozenset[str] | None  # the instances that a request may go to, None = a
 class _Peers:
     """Instances that may serve the same requests, and the queues that these wait in.
 
-    heads: the first requests of the queues when they were looked at last.
+    heads: the first requests of the queues at the last check.
     """
 
     inside: SentOrder
@@ -39,14 +39,14 @@ class _Peers:
     heads: list[Entry | None] = field(default_factory=list)
 
     def has_changed(self) -> bool:
-        """Tell whether a head, or what is inside, has changed since this was asked last."""
+        """Tell whether a head, or the requests inside, have changed since the last call."""
         heads = [queue.head for _, queue in self.queues]
         changed = self.inside.changed or heads != self.heads
         self.heads, self.inside.changed = heads, False
         return changed and any(head is not None for head in heads)
 
     def walk(self, backlog: Backlog, now: float, full: Container[Only]) -> Iterator[Entry]:
-        """Yield the waiting requests in order, without those that may go to a set of instances in `full` alone."""
+        """Yield the waiting requests in order, except those restricted to a set of instances in `full`."""
         walks = [_until(only, full, queue.walk(backlog, now)) for only, queue in self.queues]
         return walks[0] if len(walks) == 1 else heapq.merge(*walks)
 
@@ -83,9 +83,9 @@ class Ordered(Planner):
     ) -> None:
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
-        self._queues: dict[tuple[int, int, Only], WaitingQueue] = {}  # by model, place in its limits, and instances
+        self._queues: dict[tuple[int, int, Only], WaitingQueue] = {}  # by model, index of its limit, and instances
         self._limits: dict[int, list[int]] = {}
-        self._peers: dict[tuple[int, int], _Peers] = {}  # by model and place of their limit
+        self._peers: dict[tuple[int, int], _Peers] = {}  # by model and index of their limit
         self._inside: dict[int, SentOrder] = {}  # by code of an instance
         self._names: dict[int, str] = {}
         self._fleet: tuple[object, ...] = ()
@@ -93,7 +93,7 @@ class Ordered(Planner):
 
     @property
     def restricts(self) -> bool:
-        """Tell that a request may be one for some instances alone."""
+        """Tell that it keeps to `Request.engines`."""
         return True
 
     @property
@@ -124,7 +124,7 @@ class Ordered(Planner):
         backlog = cluster.backlog
         for key, queue in [*self._queues.items()]:
             queue.settle(backlog, now)
-            if queue.head is None and key[2] is not None:  # there can be any number of sets
+            if queue.head is None and key[2] is not None:  # there may be many sets of instances
                 del self._queues[key]
                 self._connect()
         if self.counts_late:
@@ -152,7 +152,7 @@ class Ordered(Planner):
             elif only is None:
                 break
             else:
-                full.add(only)  # it keeps none waiting but those for the same instances
+                full.add(only)  # only requests for the same instances wait behind it
         if not rows:
             return None
         return Offers(inside.names, rows, inside.offered if self.pull else [len(rows)] * len(inside.names))
@@ -190,7 +190,7 @@ class Ordered(Planner):
     def _queue(self, model: int, longest: int, only: Only = None) -> WaitingQueue:
         """Return the queue of requests of a model that fit the same instances as one of `longest` tokens.
 
-        Those for some instances alone have their own, so that they keep no others waiting.
+        Each set of instances (`only`) has its own queue, so that its requests do not block others.
         """
         limits = self._limits.get(model, [])
         size = next((i for i, limit in enumerate(limits) if longest <= limit), max(len(limits) - 1, 0))
@@ -201,7 +201,7 @@ class Ordered(Planner):
         return self._queues[key]
 
     def _connect(self) -> None:
-        """Let instances have the queues of all requests that they may serve."""
+        """Give each group of instances the queues of all requests that they may serve."""
         for (model, limit), peers in self._peers.items():
             able = ((key, queue) for key, queue in self._queues.items() if key[0] == model and key[1] <= limit)
             peers.queues = [(key[2], queue) for key, queue in able]

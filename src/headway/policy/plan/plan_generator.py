@@ -92,7 +92,7 @@ def improve(situation: Situation, exact: int, time_limit: float, *, eager: bool)
 
 
 def moves_of(items: int) -> int:
-    """Return the moves of the search for this number of items."""
+    """Return how many moves the search makes for this number of items."""
     least, each, most = _MOVES
     return min(least + each * items, most)
 

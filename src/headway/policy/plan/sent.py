@@ -129,7 +129,7 @@ class SentOrder:
         The first of a virtual queue always belongs inside: the engine itself refuses what can never fit.
         A request needs one free place: its other answers wait inside.
         displaces: it may go before what is inside.
-        only: the instances that it may go to, None = all. One that belongs inside none of these is not counted.
+        only: the instances that it may go to, None = all. If it belongs inside none of these, it is not counted.
         """
         if before == 0:
             self._before = 0

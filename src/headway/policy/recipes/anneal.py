@@ -2,8 +2,8 @@
 
 `anneal` finds the order inside each engine, where what runs can pause; `anneal-queue` in front of it, as the
 paper has it. `anneal` is the better of the two in every setting of `headway bench papers anneal`. `anneal-queue`
-has two options by the paper's text: `anneal-draws` plans with lengths drawn from a normal distribution per task (5.1),
-`anneal-batches` keeps the annealed batches apart (4.4), `anneal-paper` does both.
+has variants closer to the paper's text: `anneal-draws` plans with lengths drawn from a normal distribution per task
+(5.1), `anneal-batches` sends the annealed batches one after another (4.4), `anneal-paper` does both.
 """
 
 from __future__ import annotations

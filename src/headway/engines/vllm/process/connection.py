@@ -100,7 +100,7 @@ class Content(Protocol):
 
 
 class HttpResponse(Protocol):
-    """The response of an engine: aiohttp's, or one that another proxy brings (`gateway/picker`)."""
+    """The response of an engine: from aiohttp, or through another proxy (`gateway/picker`)."""
 
     @property
     def status(self) -> int: ...

@@ -1,4 +1,4 @@
-// Administration: signs in, keeps the tables current, and gives orders through the endpoints of `headway key` and `engine`.
+// Administration: signs in, refreshes the tables, and calls the endpoints that `headway key` and `headway engine` use.
 const EVERY_MS = 5000, ANSWER_MS = 10000, TYPING_MS = 250, SAID_MS = 20000;
 const KEYS = "v1/headway/keys", ENGINES = "v1/headway/engines";
 const PARTS = {
@@ -6,10 +6,10 @@ const PARTS = {
   keys: {path: () => `${KEYS}?${new URLSearchParams({name: $("find-key").value.trim(), ended: $("ended").checked, limit: SHOWN})}`, show: showKeys, every: 60000},
   engines: {path: () => ENGINES, show: showEngines},
 };
-const asked = {}, updated = {};  // by part: what aborts its latest request, and the time of what it shows
+const asked = {}, updated = {};  // by part: the AbortController of its latest request, and the time of the data shown
 let inside = false;  // the key is an operator's
 
-// Resolves to the answer's body; rejects with message, param and status of the gateway's error.
+// Resolves to the body of the answer; rejects with message, param and status of the gateway's error.
 async function call(method, path, body, signal) {
   const answer = await ask(path, {method, signal, ...body && {body: JSON.stringify(body), headers: {"content-type": "application/json"}}});
   const found = await answer.json().catch(() => null);
@@ -29,7 +29,7 @@ function setText(id, text) {
   if ($(id).textContent !== text) $(id).textContent = text;
 }
 
-// Reads a part, in place of the request before.
+// Loads a part; aborts an earlier request for it.
 async function load(name) {
   asked[name]?.abort();
   const {signal} = asked[name] = new AbortController(), {path, show} = PARTS[name];
@@ -49,7 +49,7 @@ async function load(name) {
   }
 }
 
-// One endpoint says whether the key is an operator's: each refusal is a line of the audit log.
+// Only one endpoint is asked whether the key is an operator's, because each refusal is a line of the audit log.
 async function refresh() {
   const names = Object.keys(PARTS);
   if (!inside) await load(names.pop());
@@ -72,15 +72,15 @@ function enter() {
 function shut({message, status, code}) {
   inside = false;
   for (const name of Object.keys(PARTS)) { asked[name]?.abort(); $(name).replaceChildren(); }
-  if ($("dialog").open && !$("dialog").querySelector(".secret")) $("dialog").close();  // nothing else has a new key
+  if ($("dialog").open && !$("dialog").querySelector(".secret")) $("dialog").close();  // only it shows a new key
   $("state").textContent = "";
-  const why = code === "invalid_api_key" ? "" : message;  // the page says that it needs a key
+  const why = code === "invalid_api_key" ? "" : message;  // the page itself says that a key is needed
   setText("why", sessionStorage.getItem("headway-key") && status === 401 ? `This key was not accepted. ${why}` : why);
   reveal();
   $("key").focus();
 }
 
-// Keeps a part current, whether or not the others are answered.
+// Refreshes a part, independently of the others.
 async function follow(name) {
   for (;;) {
     await new Promise(done => setTimeout(done, PARTS[name].every ?? EVERY_MS));
@@ -88,7 +88,7 @@ async function follow(name) {
   }
 }
 
-// Loads a part when nothing more is typed.
+// Loads a part when typing pauses.
 const timers = {};
 function search(name) {
   clearTimeout(timers[name]);
@@ -97,7 +97,7 @@ function search(name) {
 
 // ---- keys
 
-// Further settings of a form, as JSON.
+// A form's field for further settings, as JSON.
 function parsed(text) {
   try {
     const found = JSON.parse(text || "{}");
@@ -106,7 +106,7 @@ function parsed(text) {
   throw {param: "more", message: "This is not a JSON object. Write {\"name\": value, ...}."};
 }
 
-// The values that were entered, those of `counts` as numbers.
+// The values entered; those named in `counts` as numbers.
 const entered = (values, counts) => Object.fromEntries(Object.entries(values).filter(([, value]) => value !== "").map(([name, value]) => [name, counts.includes(name) ? Number(value) : value]));
 const count = {type: "number", min: 1, step: 1};
 

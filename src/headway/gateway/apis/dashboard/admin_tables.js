@@ -1,6 +1,6 @@
 // The tables of tenants, keys and engines.
-const SHOWN = 100;  // keys; a search finds the others
-const FULL = .999;  // of a limit: few requests fit
+const SHOWN = 100;  // keys; search finds the others
+const FULL = .999;  // share of a limit above which few requests fit
 const KINDS = {ttft_ms: "TTFT", tpot_ms: "TPOT", itl_ms: "ITL", e2e_ms: "end to end"};
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3}).format;
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
@@ -14,7 +14,7 @@ function head(name, ...under) {
   return th;
 }
 
-// What is used of a limit: a bar, and the same in words. mark: share of the limit at which a soft one is.
+// Usage of a limit: a bar and text. mark: position of the soft limit, as a share of the limit.
 function meter(used, most, text, notes = [], mark = null) {
   const share = used / most, node = bar([[share, share >= FULL ? "var(--orange)" : share >= .8 ? "var(--amber)" : "var(--blue)"]], text);
   if (mark !== null && mark < 1) {
@@ -26,7 +26,7 @@ function meter(used, most, text, notes = [], mark = null) {
   return node;
 }
 
-// What a limit of a budget means for requests; null while it has room.
+// The effect of a budget's limit on requests; null while usage is low.
 function pressed(used, limit) {
   if (used >= limit) return "spent: requests are refused";
   if (used >= FULL * limit) return "nearly spent: most requests are refused";
@@ -99,7 +99,7 @@ function showKeys({data, others, stored_keys: stored}) {
   ].filter(text => text).join(" ");
 }
 
-let failures = {};  // by engine: a row that stays has the button of an earlier answer
+let failures = {};  // by engine; buttons of kept rows find the latest one here
 function showEngines({data}) {
   failures = Object.fromEntries(data.map(one => [one.id, one.error ?? ""]));
   fill("engines", data.map(one => {

@@ -7,7 +7,7 @@ const ask = (path, more) => {
   return fetch(path, {cache: "no-store", ...more, headers: {...more?.headers, ...key && {authorization: `Bearer ${key}`}}});
 };
 
-// An instant in the viewer's time, with the day if it is another one than today.
+// A time in the viewer's time zone, with the date if it is not today.
 function clock(at, precise = false) {
   const date = new Date(1000 * at), far = date.toDateString() !== new Date().toDateString();
   return date.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...precise && {second: "2-digit"}, ...precise && far && {month: "short", day: "numeric"}});
@@ -26,8 +26,8 @@ const named = name => Object.assign(element("span", "name", name), {title: name}
 const labelOf = node => node.ariaLabel ?? node.textContent;
 const cell = (content, kind) => element("td", kind, content ?? "-");
 
-// rows: of cells, one for each column of the table's head, whose name a card shows beside the cell. A row that is as
-// it was stays, so that neither the focus nor a selection is lost every second.
+// rows: lists of cells, one per column; cards show the column's name beside the cell. Unchanged rows are kept, so that
+// focus and selection survive updates.
 function fill(id, rows) {
   const body = document.getElementById(id), names = [...body.parentNode.tHead.rows[0].cells].map(th => th.textContent);
   const focused = body.contains(document.activeElement) ? labelOf(document.activeElement) : null;
@@ -46,7 +46,7 @@ function fill(id, rows) {
   }
 }
 
-// A bar of [share, colour], with what it says beneath.
+// A bar of parts [share, colour], with text beneath.
 function bar(parts, caption) {
   const box = element("div", "bar");
   for (const [share, shade] of parts) {

@@ -1,6 +1,6 @@
-// Forms over the page, one at a time: to create and add, and to confirm what cannot be undone.
+// Modal forms, one at a time: to create and add, and to confirm actions that cannot be undone.
 
-// The label of an action that several rows have names its object.
+// The label of a button that several rows have; it includes the row's object.
 function action(text, object, does) {
   const button = element("button", "", text);
   button.type = "button";
@@ -9,14 +9,15 @@ function action(text, object, does) {
   return button;
 }
 
-// The focus goes back to the button of a form, which may have been drawn anew, or to the heading above its place.
+// Focus returns to the button that opened the form, which may have been drawn again, or to the heading above it.
 function regain(label, home) {
   if (document.activeElement !== document.body) return;
   const button = [...document.querySelectorAll("main button")].find(one => labelOf(one) === label);
   (inside ? button ?? $(home) : $("key")).focus();
 }
 
-// field: {name, label, hint, type, value, options, wide, ...attributes of its input}. Returns its input with all around it.
+// field: {name, label, hint, type, value, options, wide, ...attributes of its input}. Returns the input with
+// its label, hint and problem.
 function fieldOf({name, label, hint, type = "text", value = "", options, wide = ["textarea", "checkbox"].includes(type), ...more}) {
   const input = document.createElement(options ? "select" : type === "textarea" ? type : "input");
   if (options) input.append(...options.map(([key, text]) => new Option(text, key)));
@@ -30,7 +31,7 @@ function fieldOf({name, label, hint, type = "text", value = "", options, wide = 
   return element("div", wide ? "field wide" : "field", ...parts, under, problem);
 }
 
-// Says what is wrong beside the field that it is about, or else above the buttons.
+// Shows an error beside its field, or above the buttons if it has none.
 function showProblem(form, error) {
   for (const node of form.querySelectorAll(".problem")) node.textContent = "";
   for (const input of form.elements) input.removeAttribute("aria-invalid");
@@ -42,9 +43,9 @@ function showProblem(form, error) {
   input.focus();
 }
 
-// home: id of the heading that gets the focus if the button is gone. send: a function of the values by name, which
-// resolves to {said, next}: a message, and optionally a function that shows more; its errors are shown in the form.
-// Without send the form only informs. more: further buttons.
+// home: id of the heading that gets the focus if the button is gone. send: takes the values by name and resolves to
+// {said, next}: a message, and optionally a function that shows more; errors are shown in the form. Without send the
+// form only shows text. more: further buttons.
 function openForm({title, text = "", fields = [], act, kind = "primary", home, send, more = []}) {
   const dialog = $("dialog"), opener = document.activeElement, label = labelOf(opener);
   const form = document.createElement("form"), cancel = element("button", "", send ? "Cancel" : "Close"), about = element("p", "about", text);
@@ -60,7 +61,7 @@ function openForm({title, text = "", fields = [], act, kind = "primary", home, s
     submit.ariaBusy = "true";
     try {
       const {said, next} = await send(Object.fromEntries([...form.elements].filter(one => one.name).map(one => [one.name, one.type === "checkbox" ? one.checked : one.value.trim()])));
-      if (form.isConnected) {  // else it was closed while this was sent
+      if (form.isConnected) {  // otherwise it was closed in the meantime
         const closed = new Promise(done => dialog.addEventListener("close", done, {once: true}));
         dialog.close();
         await closed;
@@ -81,22 +82,22 @@ function openForm({title, text = "", fields = [], act, kind = "primary", home, s
   });
   cancel.addEventListener("click", () => dialog.close());
   dialog.onclose = () => {
-    if (dialog.open) return;  // the event of a form before this one
-    dialog.replaceChildren();  // a key's text, too
+    if (dialog.open) return;  // the event is from an earlier form
+    dialog.replaceChildren();  // removes the text of a key, too
     regain(label, home);
   };
   dialog.replaceChildren(form);
   dialog.showModal();
 }
 
-// Shows the text of a new key, which nothing keeps.
+// Shows the text of a new key, which is stored nowhere.
 function showSecret({key, id}) {
   const copy = element("button", "primary", "Copy");
   copy.type = "button";
   copy.addEventListener("click", async () => {
     const input = $("field-text");
     input.select();
-    try {  // pages without HTTPS have no clipboard
+    try {  // there is no clipboard without HTTPS
       await navigator.clipboard.writeText(input.value);
       copy.textContent = "Copied";
     } catch {

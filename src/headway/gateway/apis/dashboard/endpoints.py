@@ -1,4 +1,4 @@
-"""`GET /`, `GET /admin`: the dashboard's pages. `GET /headway/live`: the data that the first one shows.
+"""`GET /`, `GET /admin`: the dashboard's pages. `GET /headway/live`: the data of the first one.
 
 `GET /headway/explain`: the story of one request, for operators.
 """
@@ -26,8 +26,8 @@ from headway.gateway.watch.history import FINEST, WINDOWS, HistoryView
 
 _MOST_VIEWERS = 32  # with the operator's key, and as many without: these cannot take its places
 _LONGEST_ID, _DAY_S, _MOST_DAYS = 512, 86400.0, 3650
-_PART = re.compile(r"/\* (\w+\.(?:css|js)) \*/")  # stands in a page for the text of a file
-# A page is whole: it loads nothing, runs no script but the one with this digest, and is shown in no other page.
+_PART = re.compile(r"/\* (\w+\.(?:css|js)) \*/")  # placeholder in a page for the text of a file
+# A page loads nothing, runs no script except the one with this digest, and cannot be embedded in other pages.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -89,7 +89,7 @@ def _add_pages(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def show_dashboard() -> Response:
-        """Return the page; it contains no data of this gateway."""
+        """Return the overview page; it contains no data of this gateway."""
         return HTMLResponse(**dashboard)
 
     @app.get("/admin", include_in_schema=False)
@@ -99,7 +99,7 @@ def _add_pages(app: FastAPI) -> None:
 
 
 def _page(name: str) -> dict[str, Any]:
-    """Return a page with its style and its scripts, each where the page names its file, and its headers."""
+    """Return a page with the text of its style and script files, and its headers."""
     folder = files("headway.gateway.apis.dashboard")
     page = _PART.sub(lambda part: folder.joinpath(part[1]).read_text("utf-8"), folder.joinpath(name).read_text("utf-8"))
     script = page.partition("<script>")[2].partition("</script>")[0]

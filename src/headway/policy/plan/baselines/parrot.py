@@ -34,7 +34,7 @@ class Parrot(Planner):
 
     @property
     def restricts(self) -> bool:
-        """Keep to `Request.engines`, as its order does."""
+        """Tell whether it keeps to `Request.engines`."""
         return self._order.restricts
 
     def on(self, event: Event, cluster: Cluster, now: float) -> None:
