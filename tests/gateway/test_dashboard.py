@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -315,7 +316,7 @@ def test_an_id_opens_its_story_by_the_keyboard(page: Page, serve: Serve) -> None
         expect(button).to_be_focused()
         page.keyboard.press("Enter")
         expect(page.locator("#verdict")).to_contain_text("against an SLO of", timeout=60_000)
-        expect(page.locator("#states tr").first).to_contain_text("outside")
+        expect(page.locator("#states tr").first).to_contain_text(re.compile("outside|unseen"))  # a moment may be either
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate(FAULTS) == []
         page.keyboard.press("Escape")

@@ -182,7 +182,7 @@ def test_what_is_refused_after_it_was_forwarded_leaves_its_engine(proxied: Proxi
     with proxied(engine={"request_timeout_s": 1.0}) as (gateway, url):
         before = fake.last()["aborted"]
         for stream in (False, True):
-            late = ask(gateway, url, stream=stream, **fakes(hold="late"))
+            late = ask(gateway, url, stream=stream, **fakes(hold="refused late"))
             assert (late.status_code, late.json()["error"]["code"]) == (504, "engine_timeout")
         until(lambda: fake.last()["aborted"] == before + 2)
         broken = ask(gateway, url, stream=True, **fakes(tokens=40, delay=0.1) | {"max_tokens": 40})

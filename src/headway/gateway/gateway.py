@@ -172,10 +172,11 @@ async def _counters(config: Config) -> dict[str, TokenCounter]:
 def _wire(
     config: Config, lengths: Lengths, metrics: Metrics, log_dir: Path | None, link: WireLink | None, paces: Paces
 ) -> LocalGateway | RemoteGateway:
+    planner = find(config.recipe).planner()
     if link is not None:
-        waits = controller_of(replace(config, scale={}), NoPlanner(), lengths)  # the controller elsewhere scales
+        waits = controller_of(replace(config, scale={}), NoPlanner(planner), lengths)  # the controller elsewhere scales
         return RemoteGateway.of(config, waits, metrics, link)
-    controller = controller_of(config, find(config.recipe).planner(), lengths)
+    controller = controller_of(config, planner, lengths)
     add = paces.add if measures(config) else None
     return LocalGateway.of(
         config, controller, metrics, lambda listener: engine_maker(config, log_dir, listener, metrics, add)

@@ -35,7 +35,15 @@ log = logging.getLogger("headway.gateway")
 
 
 class NoPlanner(Planner):
-    """Plans nothing: the controller that leads does."""
+    """Plans nothing: the controller that leads does. planner: such a one as that controller has."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._restricts = planner.restricts
+
+    @property
+    def restricts(self) -> bool:
+        """Tell whether that planner keeps to `Request.engines`."""
+        return self._restricts
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         return Plan()
