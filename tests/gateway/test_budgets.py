@@ -192,6 +192,20 @@ def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve) -> None:
 # ---- costs
 
 
+@pytest.mark.parametrize("wrong", [-1, "0.15", None])
+def test_a_price_that_is_wrong_is_named(wrong: object) -> None:
+    price = {"answer": 2.0} if wrong is None else {"prompt": wrong, "answer": 2.0}
+    with pytest.raises(ConfigError, match=r"prices.smollm2.prompt"):
+        parse({"prices": {"smollm2": price}})
+
+
+def test_what_is_more_than_the_whole_budget_need_not_wait() -> None:
+    (account,) = accounts_of(
+        key(Budget("day", tokens=100)), Request("a", "m", 10, 500, 0.0, tenant="alpha"), None, NOON
+    )
+    assert "smaller max_tokens: it is more than the whole budget" in account.refusal(0.0, NOON).hint
+
+
 def test_prices_are_read_again_on_sighup(fake: Fake, tmp_path: Path) -> None:
     file, dear = tmp_path / "headway.toml", replace(PRICE, answer=10 * PRICE.answer)
 

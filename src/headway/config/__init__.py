@@ -357,12 +357,21 @@ def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> 
     try:
         config = _validated(data)
     except ValidationError as error:
-        others = unrelated(_contradictions(_validated(valid_part(data, error)), where), error)
+        others = unrelated(_contradictions(_without(data, error), where), error)
         # pydantic's message would quote the input, including API keys
         raise together([explain(error, where, Config, _TABLES), *others]) from None
     if checked:
         check_contradictions(config, where)
     return config
+
+
+def _without(data: dict[str, Any], error: ValidationError) -> Config:
+    """Return the configuration without what is wrong, and without tables that lack a required value then."""
+    rest = valid_part(data, error)
+    try:
+        return _validated(rest)
+    except ValidationError as again:
+        return _without(rest, again)
 
 
 def _validated(data: dict[str, Any]) -> Config:

@@ -133,9 +133,9 @@ class OpenAccount:
         """Return the error of a request for which the lowest limit has no room (429)."""
         most, until = limit_of(self.limits[0]), f"{self.end:%Y-%m-%d %H:%M} UTC"
         wait, left = f"{math.ceil((self.end - now).total_seconds())}", max(most - counted, 0.0)
-        hint = f"It begins anew at {until}; ask the operator for more."
-        if self.units <= most:
-            hint = f"Send a smaller max_tokens, wait for your other requests to end, or until {until}."
+        hint = f"Send a smaller max_tokens, wait for your other requests to end, or until {until}."
+        if self.units > most:
+            hint = f"Send a smaller max_tokens: it is more than the whole budget, which begins anew at {until}."
         return RequestError(
             f"This tenant's budget of {_shown(most)} {self.what} has {_shown(left)} left, and this request may take "
             f"{_shown(self.units)} (keys.budgets).",

@@ -147,8 +147,8 @@ class AppState(Access):
             return None
         if (sender := self._sender(request)) is None:
             raise request.scope.get(TOKEN_ERROR) or RequestError(
-                "This server needs an API key.",
-                "Send `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                "This server needs an API key that is valid.",
+                "Send `Authorization: Bearer KEY` or `x-api-key: KEY`; the operator's key sends no requests.",
                 status=401,
                 code="invalid_api_key",
             )
