@@ -1,7 +1,7 @@
 """Writes docs/results.md from the JSON of benchmarks in docs/results: `python -m tools.results`.
 
-`python -m tools.results NAME BENCH OPTIONS` runs `headway bench BENCH OPTIONS --json` first, and keeps what it prints
-as NAME.json there, with the command, the machine and the date. A figure is one line in `FIGURES`.
+`python -m tools.results NAME BENCH OPTIONS` runs `headway bench BENCH OPTIONS --json` first, and keeps those
+figures as NAME.json there, with the command, the machine and the date. A figure is one line in `FIGURES`.
 """
 
 from __future__ import annotations
@@ -161,15 +161,17 @@ def _line(figure: Figure, kept: dict[str, Any]) -> str:
 
 
 def record(name: str, words: list[str]) -> None:
-    """Run `headway bench` with these words, and keep what it prints; raise CalledProcessError if it fails."""
+    """Run `headway bench` with these words, and keep the figures of the page; raise CalledProcessError if it fails."""
     argv = [sys.executable, "-m", "headway.cli", "bench", *words, "--json"]
     printed = subprocess.run(argv, stdout=subprocess.PIPE, check=True, text=True).stdout
+    result, ids = json.loads(printed), {figure.id for figure in FIGURES if figure.file == name}
+    result["rows"] = [row for row in result["rows"] if row["id"] in ids]
     FOLDER.mkdir(exist_ok=True)
     kept = {
         "command": shlex.join(["headway", "bench", *words]),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {_processor()}",
         "date": datetime.now(UTC).date().isoformat(),
-        "result": json.loads(printed),
+        "result": result,
     }
     (FOLDER / f"{name}.json").write_text(json.dumps(kept) + "\n")
 
