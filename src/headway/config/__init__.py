@@ -366,7 +366,7 @@ def parse(data: dict[str, Any], where: str = _HERE, *, checked: bool = True) -> 
 
 
 def _without(data: dict[str, Any], error: ValidationError) -> Config:
-    """Return the configuration without what is wrong, and without tables that lack a required value then."""
+    """Return the configuration without invalid values, and without tables that lack a required value without them."""
     rest = valid_part(data, error)
     try:
         return _validated(rest)

@@ -134,7 +134,7 @@ class Audit:
 class Picker:
     """The endpoint picker: names an engine for each request that comes through Envoy, for a Kubernetes InferencePool.
 
-    port: gRPC port at server.host, with TLS if server.tls has a certificate; unset = there is no picker.
+    port: gRPC port at server.host, with TLS if server.tls has a certificate; unset = off.
     max_streams: limit of open requests, waiting or being answered; further ones get a 429.
     """
 

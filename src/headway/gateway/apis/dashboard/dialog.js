@@ -97,7 +97,7 @@ function showSecret({key, id}) {
   copy.addEventListener("click", async () => {
     const input = $("field-text");
     input.select();
-    try {  // there is no clipboard without HTTPS
+    try {  // browsers offer the clipboard over HTTPS only
       await navigator.clipboard.writeText(input.value);
       copy.textContent = "Copied";
     } catch {
