@@ -73,7 +73,7 @@ def test_answers_and_streams_pass_envoy_and_are_accounted(proxied: Proxied, fake
         assert fake.last()["body"]["vllm_xargs"]["headway_id"] == answer.headers["x-request-id"]
         stream = ask(gateway, url, stream=True)
         assert (stream.status_code, events(stream)[-1]) == (200, "[DONE]")
-        assert gateway.metric('headway_tokens_total{kind="output"') == 16
+        until(lambda: gateway.metric('headway_tokens_total{kind="output"') == 16)
         assert [end for end, _ in gateway.jobs().values()] == ["done", "done"]
         translated = WEB.post(f"{url}/v1/messages", json=gateway.chat())
         assert translated.json()["type"] == "message"
@@ -175,7 +175,7 @@ def test_five_hundred_streams_at_once(proxied: Proxied) -> None:
         ended = asyncio.run(all_of_them())
         assert {answer.status_code for answer in ended} == {200}
         assert all(answer.text.endswith("data: [DONE]\n\n") for answer in ended)
-        assert gateway.metric('headway_tokens_total{kind="output"') == 500 * 8
+        until(lambda: gateway.metric('headway_tokens_total{kind="output"') == 500 * 8)
 
 
 def test_what_is_refused_after_it_was_forwarded_leaves_its_engine(proxied: Proxied, fake: Fake) -> None:
