@@ -58,6 +58,10 @@ def test_a_reference_is_what_the_script_writes(name: str) -> None:
     assert written == reference.pages()[name], "run `python -m tools.reference`"
 
 
+def test_the_tables_in_the_schema_of_the_chart_are_those_of_the_configuration() -> None:
+    assert reference.VALUES.read_text() == reference.values_schema(), "run `python -m tools.reference`"
+
+
 def test_the_results_are_what_the_script_writes() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == results.page(), "run `python -m tools.results`"
 
