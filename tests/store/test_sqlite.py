@@ -38,8 +38,14 @@ def refusal(path: str) -> str:
 # ---- files that cannot be used
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    assert "No such file or directory" in refusal(str(tmp_path / "nowhere" / "jobs.db"))
+async def test_missing_directories_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "queue" / "jobs.db"
+    await SqliteBroker(str(path), "A").close()
+    assert [folder.stat().st_mode & 0o777 for folder in (path.parent, path.parent.parent)] == [0o700] * 2
+
+
+def test_a_directory_that_cannot_be_made_is_refused() -> None:
+    assert "The broker cannot use /proc/nowhere/jobs.db" in refusal("/proc/nowhere/jobs.db")
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
