@@ -207,7 +207,7 @@ def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
     file.write_text(write(gateway.config))
 
     def run(*words: str) -> str:
-        result = CliRunner().invoke(app, ["key", words[0], "-c", str(file), *words[1:]])
+        result = CliRunner().invoke(app, ["key", words[0], "-c", str(file), *words[1:]], env={"COLUMNS": "40"})
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -218,6 +218,7 @@ def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
     assert made["expires_at"] - made["created_at"] == 86_400
     table = run("list")
     assert "delta" in table
+    assert made["id"] in table, "whole, however narrow the terminal is"
     assert text not in table
     (new, _) = json.loads(run("rotate", made["id"], "--json"))
     assert (status(gateway, text), status(gateway, new["key"])) == (401, 200)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from headway.cli.main import app
 from headway.config import Engine, Tls, parse, write
 from headway.engines.vllm.process.tls import context_of
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
+from headway.gateway import tasks
 from headway.gateway.http.tls import Certificate
 from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
@@ -61,6 +62,11 @@ def test_the_gateway_serves_https(
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
         listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)])
         assert (listed.exit_code, "e0" in listed.stdout) == (0, True), listed.output
+        for wrong in ("/no/such.pem", str(file), str(Authority(tmp_path, "third").ca)):
+            monkeypatch.setenv("SSL_CERT_FILE", wrong)
+            with pytest.raises(HeadwayError, match="does not answer") as caught:
+                CliRunner().invoke(app, ["key", "list", "-c", str(file)], catch_exceptions=False)
+            assert f"Set SSL_CERT_FILE (now {wrong})" in caught.value.hint
 
 
 def test_a_changed_certificate_is_taken_over(
@@ -80,6 +86,27 @@ def test_a_changed_certificate_is_taken_over(
                 until(lambda: serial(gateway) == Path(new_cert).read_text())
             assert client.get(gateway.url + "/health").status_code == 200, "open connections stay"
         assert asked(gateway, authority.ca, "/metrics", headers=OPERATOR).status_code == 200
+
+
+async def test_a_new_pair_is_loaded_between_handshakes(authority: Authority) -> None:
+    """A context has no key while it loads a pair, so that must not happen beside the event loop's handshakes."""
+
+    class Seen(Certificate):
+        threads: ClassVar = set[threading.Thread]()
+
+        def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+            self.threads.add(threading.current_thread())
+            loads.set()
+            return super()._load(context)
+
+    loads, (cert, key) = asyncio.Event(), authority.issue("gateway")
+    one = Seen(Tls(cert, key))
+    loads.clear()
+    async with tasks.running(one.follow):
+        for old, new in zip((cert, key), authority.issue("new"), strict=True):
+            shutil.copy(new, old)
+        await loads.wait()
+    assert Seen.threads == {threading.current_thread()}
 
 
 def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from headway.whatif.output.results import About, Grid, Report, Row, deliver, say
 
 By = Literal["tenant", "key", "app", "class", "model"]
 _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost")
+_DECIMALS = 12  # of a cost: a price is for a million tokens, and has six at most
 _NONE = "(none)"  # requests without a key, or of no application
 _NOTE = (
     "Tokens are those that are paid; cached_tokens are part of prompt_tokens. The cost is by [prices] when each "
@@ -33,7 +35,7 @@ class Sums:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
-    cost: float = 0.0
+    cost: Decimal = Decimal()
 
     def add(self, row: RequestRow) -> None:
         """Count a request."""
@@ -41,7 +43,7 @@ class Sums:
         self.prompt_tokens += row.paid_prompt
         self.cached_tokens += row.paid_cached
         self.answer_tokens += row.paid_output
-        self.cost += row.cost or 0.0
+        self.cost += round(Decimal(row.cost or 0.0), _DECIMALS)
 
 
 def main(
@@ -56,11 +58,13 @@ def main(
     if as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow((by, *_COLUMNS))
-        writer.writerows((name, *(getattr(one, column) for column in _COLUMNS)) for name, one in sums.items())
+        for name, one in sums.items():
+            *counts, cost = (getattr(one, column) for column in _COLUMNS)
+            writer.writerow((name, *counts, f"{cost.normalize():f}"))
         for line in journal.left_out():
             say(line)
         return
-    lines = [[name, *(show(getattr(one, column)) for column in _COLUMNS)] for name, one in sums.items()]
+    lines = [[name, *(show(float(getattr(one, column))) for column in _COLUMNS)] for name, one in sums.items()]
     seconds, rows = time.perf_counter() - began, [*_rows(sums)]
     grid, notes = Grid((by, *_COLUMNS), [lines]), [_NOTE, *journal.left_out()]
     about = About(f"{len(journal.requests):,} requests")
