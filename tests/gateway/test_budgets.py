@@ -181,9 +181,10 @@ def test_every_model_needs_a_price_where_a_budget_is_of_money() -> None:
         parse({"keys": keys, "engines": [{"url": "http://a"}]})
 
 
-def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve) -> None:
+def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = key(Budget("day", cost=1.0))
     with serve(keys=(one,), prices={"any": PRICE}) as gateway:
+        until(lambda: "[prices.any]: no model or adapter has that name" in caplog.text)
         said = error(ask(gateway, one), 403)
         assert (said["code"], "[prices.smollm2]" in said["message"]) == ("no_price", True)
         assert gateway.jobs() == {}
@@ -266,7 +267,7 @@ def test_a_budget_by_cost_its_price_and_an_engine_come_with_one_sighup(
     assert added.status_code == 202, added.text
 
 
-def test_a_reload_warns_of_stored_keys_whose_models_have_no_price_any_more(
+def test_a_reload_warns_of_prices_without_a_model_and_of_stored_keys_whose_models_have_none(
     reloaded: tuple[Gateway, Callable[[Config], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway, reread = reloaded
@@ -275,7 +276,9 @@ def test_a_reload_warns_of_stored_keys_whose_models_have_no_price_any_more(
     (made,) = gateway.post(body, "/v1/headway/keys", headers=OPERATOR).json()["data"]
     reread(replace(gateway.config, prices=PRICES))
     assert "budget by cost" not in caplog.text
-    reread(gateway.config)
+    assert "no model or adapter has that name" not in caplog.text
+    reread(replace(gateway.config, prices={"smolm2": PRICE}))
+    assert "[prices.smolm2]: no model or adapter has that name; served here: smollm2" in caplog.text
     assert f"stored keys with a budget by cost ({made['id']}) cannot use smollm2" in caplog.text
 
 
@@ -299,7 +302,7 @@ def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:
     assert [one.paid_output for one in rows[:2]] == [usage["completion_tokens"]] * 2
     sums = sums_of(rows, "tenant")
     assert [*sums] == ["alpha", "beta"], "the dearest first"
-    assert sums["alpha"].cost == pytest.approx(2 * cost)
+    assert float(sums["alpha"].cost) == pytest.approx(2 * cost)
     assert [*sums_of(rows, "key")] == ["first", "beta"]
     assert [*sums_of(rows, "app")] == ["(none)"]
     assert sums_of(rows, "class")["default"].requests == 3
@@ -460,6 +463,7 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     rows: list[RequestRow] = [
         row("a", tenant="x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
         row("b", tenant="z", app="chat", cost=None, paid_prompt=1, paid_output=1),
+        *(row(f"c{i}", tenant="y", app="sums", cost=cost) for i, cost in enumerate((0.1, 0.2, 1e-6, 3e-7 * 3))),
     ]
     folder = written(JournalReader(requests=rows), tmp_path / "journal")
 
@@ -469,11 +473,12 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     assert [*csv.reader(io.StringIO(report("--by", "tenant", "--csv").stdout))] == [
         ["tenant", "requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost"],
         ["x, y", "1", "10", "4", "5", "1.5"],
-        ["z", "1", "1", "0", "1", "0.0"],
+        ["y", "4", "0", "0", "0", "0.3000019"],
+        ["z", "1", "1", "0", "1", "0"],
     ]
     found = json.loads(report("--by", "app", "--json").stdout)["rows"]
     told = {one["setting"]: one["ours"] for one in found if one["id"] == "paid.cost"}
-    assert told == {"(none)": 1.5, "chat": 0.0}
+    assert told == {"(none)": 1.5, "sums": 0.3000019, "chat": 0.0}
     assert "--by colour is unknown" in str(report("--by", "colour").exception)
     assert "Give --by" in str(report("--csv").exception)
 

@@ -182,12 +182,14 @@ def test_keys_from_the_environment_and_files(
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("ALPHA_KEY", "sk-from-the-environment")
     (tmp_path / "beta").write_text("sk-from-a-file\n", "utf-8-sig")
+    (tmp_path / "operator").write_text("sk-from-another-file")
     keys = Key("env:ALPHA_KEY", "alpha"), Key(f"file:{tmp_path / 'beta'}", "beta")
-    with serve(keys=keys, server={"operator_key": f"file:{tmp_path / 'beta'}"}) as gateway:
+    with serve(keys=keys, server={"operator_key": f"file:{tmp_path / 'operator'}"}) as gateway:
         for text in ("sk-from-the-environment", "sk-from-a-file"):
             headers = {"authorization": f"Bearer {text}"}
             assert gateway.post(gateway.chat(), headers=headers).status_code == 200
-        assert gateway.control({"op": "state"}, headers=headers).status_code == 200
+        operator = {"authorization": "Bearer sk-from-another-file"}
+        assert gateway.control({"op": "state"}, headers=operator).status_code == 200
         for wrong in ("env:ALPHA_KEY", f"file:{tmp_path / 'beta'}", "sk-from", "\xe9"):
             given = {b"authorization": b"Bearer " + wrong.encode("latin-1")}
             error(gateway.post(gateway.chat(), headers=given), 401)
@@ -218,10 +220,14 @@ def test_with_keys_the_documentation_needs_one(serve: Serve) -> None:
         ((Key("env:NOT_SET_ANYWHERE", "a"),), "environment variable NOT_SET_ANYWHERE"),
         ((Key("file:/no/such/file", "a"),), "file /no/such/file"),
         ((ALPHA, Key(ALPHA.key, "b")), "the same as an earlier one"),
+        ((ALPHA, Key("env:OPERATOR", "b")), r"keys\.1\.key is the same as server\.operator_key"),
     ],
 )
-def test_a_key_that_is_not_there_is_refused_at_the_start(keys: tuple[Key, ...], why: str) -> None:
-    config = Config(engines=(Engine(url=DEAD),), keys=keys)
+def test_a_key_that_cannot_be_one_is_refused_at_the_start(
+    keys: tuple[Key, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPERATOR", "sk-operator-1")
+    config = Config(engines=(Engine(url=DEAD),), keys=keys, server=Server(operator_key="sk-operator-1"))
     with pytest.raises(ConfigError, match=why) as caught:
         preflight(config)
     assert ALPHA.key not in str(caught.value)

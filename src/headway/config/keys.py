@@ -6,14 +6,28 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from headway.errors import ConfigError
 
 _LEAST = 8  # characters of a secret
+MASK = "****"  # stands for a secret in `headway config show`
+
+
+def _checked(text: str) -> str:
+    """Refuse a mask, and what is too short; a secret elsewhere is checked when it is read (`reveal`)."""
+    if text == MASK:
+        problem = 'it is masked by `headway config show`; write the secret, or "env:NAME" or "file:PATH"'
+        raise PydanticCustomError("masked", problem)
+    if len(text) < _LEAST and not text.startswith(("env:", "file:")):
+        raise PydanticCustomError("short", f"a secret needs at least {_LEAST} characters")
+    return text
+
+
 # A secret, or its location: "env:NAME" or "file:PATH".
-Secret = Annotated[str, Field(min_length=_LEAST)]
+Secret = Annotated[str, AfterValidator(_checked)]
 _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
 # In logs, the sender with the operator's key, and how the names of an issuer's tokens begin.
@@ -106,12 +120,16 @@ def reveal(secret: str, setting: str) -> str:
     return found
 
 
-def revealed(keys: tuple[Key, ...]) -> dict[str, Key]:
-    """Return the keys by the secret that clients send. ConfigError if a secret is missing or repeated."""
+def revealed(keys: tuple[Key, ...], operator_key: str | None) -> dict[str, Key]:
+    """Return the keys by the secret that clients send. ConfigError if one is missing, repeated or the operator's."""
     found: dict[str, Key] = {}
+    operator = None if operator_key is None else reveal(operator_key, "server.operator_key")
     for i, key in enumerate(keys):
         text = reveal(key.key, f"keys.{i}.key")
         if text in found:
             raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
+        if text == operator:
+            fix = "Give the operator a key that no tenant has: it may change everything."
+            raise ConfigError(f"keys.{i}.key is the same as server.operator_key.", fix, param=f"keys.{i}.key")
         found[text] = key
     return found

@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 
 from headway.errors import ConfigError, together
 
-# Table -> the tables that refer to it: keys name classes, a sandbox needs keys.
-_DEPENDENTS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
+# Table -> the tables that refer to it: keys name classes, their budgets need prices, a sandbox needs keys.
+_DEPENDENTS = {"classes": ("keys", "backends"), "prices": ("keys", "backends"), "keys": ("backends",), "backends": ()}
 _UNKNOWN = "unexpected_keyword_argument"
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from rich.console import Console
@@ -71,7 +72,7 @@ def serve(
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
     """
     configure(config.log, quiet=quiet)
-    preflight(config, starts_engines=link is None)
+    preflight(config, starts_engines=link is None, serves=True)
     _make_log_dir(log_dir)
     _return_memory()
     spare_old_objects()
@@ -168,14 +169,36 @@ class GatewayServer(uvicorn.Server):
         self.failed = False
         self.last_connections_s = 0.5
         self._state: AppState | None = None  # until the gateway is open
+        self._opening: asyncio.Task[None] | None = None  # while the gateway is being opened
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
         with self.capture_signals():  # around the gateway, so that a signal does not interrupt its closing
             async with contextlib.AsyncExitStack() as stack:
-                link = None if self._link is None else await stack.enter_async_context(self._link())
-                opening = serving(self._settings, log_dir=self._log_dir, link=link)
-                await self._serve_gateway(await stack.enter_async_context(opening), sockets)
+                if (gateway := await self._opened(stack)) is not None:
+                    await self._serve_gateway(gateway, sockets)
+
+    async def _opened(self, stack: contextlib.AsyncExitStack) -> Gateway | None:
+        """Open the gateway until the stack ends; None = a signal has called that off."""
+        task = self._opening = asyncio.current_task()
+        assert task is not None
+        try:
+            link = None if self._link is None else await stack.enter_async_context(self._link())
+            return await stack.enter_async_context(serving(self._settings, log_dir=self._log_dir, link=link))
+        except asyncio.CancelledError:
+            if not self.should_exit:
+                raise
+            task.uncancel()  # or SIGINT, which is raised again, would not become a KeyboardInterrupt
+            return None
+        finally:
+            self._opening = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal; while the gateway is being opened, which may take a hub's time, call that off."""
+        task = None if self.should_exit else self._opening  # a second signal does not cut the closing short
+        super().handle_exit(sig, frame)
+        if task is not None:
+            task.get_loop().call_soon_threadsafe(lambda: self._opening and self._opening.cancel())
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         state = AppState(gateway)
@@ -257,7 +280,7 @@ class GatewayServer(uvicorn.Server):
                     return
                 if state.ready and not said:
                     said = True
-                    self._report_targets(console, gateway)
+                    self._report_targets(console, state)
                     models = escape(", ".join(sorted(gateway.counters)))
                     _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
                 await asyncio.sleep(_LOOK_S)
@@ -274,12 +297,12 @@ class GatewayServer(uvicorn.Server):
             self._give_up(console, failure)
         return waiting
 
-    def _report_targets(self, console: Console, gateway: Gateway) -> None:
-        """Say what measured classes promise, and which others promise more than the engines can do."""
-        classes = self._settings.classes
-        for line in gateway.paces.descriptions(classes):
+    def _report_targets(self, console: Console, state: AppState) -> None:
+        """Say what measured classes promise, which others promise more than engines can do, and warn of prices."""
+        classes, paces = self._settings.classes, state.gateway.paces
+        for line in paces.descriptions(classes):
             _say(console, escape(line), highlight=False)
-        for line in gateway.paces.warnings(classes):
+        for line in (*paces.warnings(classes), *state.price_warnings()):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:

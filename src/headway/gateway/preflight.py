@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 
 from headway.addresses import is_host, is_url
@@ -15,16 +16,18 @@ from headway.engines.vllm.process.sizes import requested
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, check_all
 from headway.gateway.control.lengths.embedding import locate
+from headway.gateway.http.tls import Certificate
 from headway.gateway.parsing.models import check_adapters, check_aliases
+from headway.gateway.watch.audit import check_writable
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import check
 from headway.policy.recipes.registry import find
 
 
-def preflight(config: Config, *, starts_engines: bool = True) -> None:
+def preflight(config: Config, *, starts_engines: bool = True, serves: bool = False) -> None:
     """Raise ConfigError for everything that can be known before an engine is started.
 
-    starts_engines: in this process, not in agents elsewhere.
+    starts_engines: in this process, not in agents elsewhere. serves: it is a gateway, not an agent.
     """
     own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
     starts = starts_engines and bool(own)
@@ -44,6 +47,9 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         *(partial(resolve, model) for engine in config.fleet for model in engine.served.values()),
         partial(_check_addresses, config),
         partial(_check_scale, config, starts_engines),
+        *([partial(Certificate, config.server.tls)] if serves and config.server.tls.cert is not None else []),
+        *([partial(check_writable, config.audit.path)] if serves and config.audit.path is not None else []),
+        *([partial(_check_commands, config)] if serves and starts_engines else []),
     )
 
 
@@ -59,6 +65,14 @@ def _check_scale(config: Config, starts_engines: bool) -> None:
         else:
             continue
         raise ConfigError(problem, hint, param=f"scale.{model}.starts_engines")
+
+
+def _check_commands(config: Config) -> None:
+    """Raise ConfigError for a program of scale.command that is not found."""
+    for model, one in config.scale.items():
+        if one.command is not None and "{" not in one.command[0] and shutil.which(one.command[0]) is None:
+            problem = f"scale.{model}.command runs {one.command[0]!r}, which is not a program on PATH."
+            raise ConfigError(problem, "Correct it, or give its whole path.", param=f"scale.{model}.command")
 
 
 def _check_recipe(config: Config) -> None:
@@ -131,7 +145,7 @@ def _check_secrets(config: Config) -> None:
     secrets += ((engine.api_key, f"engines.{i}.api_key") for i, engine in enumerate(config.engines))
     check_all(
         *(partial(reveal, secret, setting) for secret, setting in secrets if secret is not None),
-        partial(revealed, config.keys),  # of which none is there twice
+        partial(revealed, config.keys, config.server.operator_key),  # of which none is there twice
         *(partial(context_of, f"engines.{i}", engine) for i, engine in enumerate(config.engines)),
         *(partial(_check_args, i, engine) for i, engine in enumerate(config.engines) if engine.url is None),
     )
