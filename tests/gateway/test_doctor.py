@@ -120,6 +120,12 @@ def test_what_can_be_used_is_left_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "audit.jsonl").exists()
 
 
+def test_certificates_to_trust_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    seen = found(tmp_path, 'engines = [{ url = "https://127.0.0.1:9" }]')["engine e0"]
+    assert (seen.state, "SSL_CERT_FILE" in seen.mend) == ("bad", True)
+
+
 def test_prices_of_what_is_not_served_are_doubtful(tmp_path: Path) -> None:
     seen = found(tmp_path, "prices.smolm2 = { prompt = 1, answer = 2 }")["prices"]
     assert (seen.state, "served here: smollm2" in seen.found) == ("doubt", True)
