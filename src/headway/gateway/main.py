@@ -153,7 +153,6 @@ class GatewayServer(uvicorn.Server):
                 lifespan="off",
                 http=protocol_class(self._connections),
                 server_header=False,
-                backlog=_BACKLOG,
                 ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s,
                 proxy_headers=False,
@@ -161,9 +160,6 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._certificate = None if config.server.tls.cert is None else Certificate(config.server.tls)
-        if self._certificate is not None:
-            self.config.load()
-            self.config.ssl = self._certificate.context
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self.last_connections_s = 0.5
@@ -195,6 +191,16 @@ class GatewayServer(uvicorn.Server):
             loops.append(self._certificate.follow)
         async with tasks.running(*loops), self._picking(state):
             await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn's does, with a limit for TLS handshakes: that of a request's headers."""
+        tls = {}
+        if self._certificate is not None:
+            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
+        protocol = partial(self.config.http_protocol_class, self.config, self.server_state, {})
+        listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=_BACKLOG, **tls)
+        self.servers = [await listen(sock=sock) for sock in sockets or ()]
+        self.started = True
 
     def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
         """Return what serves proxies, if it is configured; ConfigError if its packages are missing."""
