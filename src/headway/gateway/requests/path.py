@@ -30,7 +30,16 @@ from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack, Via
+from headway.gateway.in_flight import (
+    EngineKilled,
+    InFlightRequest,
+    NotNamed,
+    Outcome,
+    RequestState,
+    ReturnReason,
+    TakenBack,
+    Via,
+)
 from headway.gateway.offload import offload
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
@@ -238,6 +247,8 @@ class RequestPath:
                 await settle(self.broker, in_flight, 0.0)
                 in_flight.raise_if_refused()
                 self._dispatcher.requeue(in_flight, "declined", declined.aside_s)
+            except NotNamed as error:
+                await self._choose_again(in_flight, error)
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
                 attempts = await self._count_attempt(in_flight)
@@ -258,6 +269,18 @@ class RequestPath:
                 in_flight.note_begun()
                 self._dispatcher.notify(Started(in_flight.id))
                 return response
+
+    async def _choose_again(self, in_flight: InFlightRequest, error: NotNamed) -> None:
+        """Queue a proxy's request again for the engines that it may be told now.
+
+        Errors as `Via.restricted`, and `error` again after server.max_attempts.
+        """
+        assert in_flight.via is not None, "it is a proxy's error"
+        in_flight.raise_if_refused()
+        in_flight.request = in_flight.via.restricted(in_flight.request)
+        if await self._count_attempt(in_flight) >= self.limits.max_attempts:
+            raise error
+        self._dispatcher.requeue(in_flight, "engine_gone")
 
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
         """Take note that a request has lost its engine; return whether that can still work.
