@@ -24,7 +24,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
-from headway.gateway.bill import Bill, accounts_of, reserved_in, without_promises
+from headway.gateway.bill import Bill, accounts_of, priced, reserved_in, without_promises
 from headway.gateway.budget import AnswerBudget, Held
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
@@ -424,6 +424,14 @@ class RequestPath:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     # ---- out
+
+    async def price(self, in_flight: InFlightRequest, response: EngineResponse) -> float | None:
+        """Return the cost of a whole answer, and put it into its usage; None = an error, or a model without a price."""
+        used = in_flight.used("finished", response.output_tokens)
+        cost = in_flight.bill.cost(used) if response.status == 200 else None
+        if cost is not None:
+            response.head = await offload(len(response.head), partial(priced, response.head, cost))
+        return cost
 
     async def finish(self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None) -> bool:
         """End a request as answered, first in the core, then in the broker. False when it had ended."""
