@@ -99,15 +99,13 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         grace_s = parse_as(_Rotation, await state.json(request, b"{}")).grace_s
         old, new, text = await state.stored.rotate(id, grace_s)
         _note(state, request, f"made in place of {id}", new)
-        now = clock.now()
-        return _answer([described(new, now) | {"key": text}, described(old, now)], 201)
+        return _answer([described(new, clock.now()) | {"key": text}, described(old, clock.now())], 201)
 
     @app.delete(f"{PATH}/{{id}}", responses=_REFUSALS)
     async def revoke(id: str, request: Request) -> Response:
         """End a key: within a second no gateway accepts it any more. It stays in the list for 30 days."""
         _check(state, request)
-        revoked = await state.stored.revoke(id)
-        _note(state, request, "revoked", revoked)
+        _note(state, request, "revoked", revoked := await state.stored.revoke(id))
         return _answer([described(revoked, clock.now())])
 
 

@@ -247,8 +247,6 @@ class RequestPath:
                 await settle(self.broker, in_flight, 0.0)
                 in_flight.raise_if_refused()
                 self._dispatcher.requeue(in_flight, "declined", declined.aside_s)
-            except NotNamed as error:
-                await self._choose_again(in_flight, error)
             except EngineGone as error:
                 lives = await self._note_gone(engine, in_flight, error)
                 attempts = await self._count_attempt(in_flight)
@@ -270,24 +268,16 @@ class RequestPath:
                 self._dispatcher.notify(Started(in_flight.id))
                 return response
 
-    async def _choose_again(self, in_flight: InFlightRequest, error: NotNamed) -> None:
-        """Queue a proxy's request again for the engines that it may be told now.
-
-        Errors as `Via.restricted`, and `error` again after server.max_attempts.
-        """
-        assert in_flight.via is not None, "it is a proxy's error"
-        in_flight.raise_if_refused()
-        in_flight.request = in_flight.via.restricted(in_flight.request)
-        if await self._count_attempt(in_flight) >= self.limits.max_attempts:
-            raise error
-        self._dispatcher.requeue(in_flight, "engine_gone")
-
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
         """Take note that a request has lost its engine; return whether that can still work.
 
-        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere.
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. One that it could not
+        be told (NotNamed) is for the engines that it can be told now; errors as `Via.restricted`.
         """
         log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
+        if isinstance(error, NotNamed) and in_flight.via is not None:
+            in_flight.request = in_flight.via.restricted(in_flight.request)
+            return True
         lives = engine.up.is_set() and await engine.lives()
         if engine.up.is_set() and not lives:
             engine.lost()
