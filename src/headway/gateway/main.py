@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rich.console import Console
@@ -143,6 +144,7 @@ class GatewayServer(uvicorn.Server):
         self._served: ASGIApp = AccessLog(app) if config.log.access else app
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(ConnectionLimits.of(config.server, files))
+        self._protocol = protocol_class(self._connections)
         super().__init__(
             uvicorn.Config(
                 self._served,
@@ -151,7 +153,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=protocol_class(self._connections),
+                http=self._protocol,
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s,
@@ -194,12 +196,11 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen as uvicorn's does, with a limit for TLS handshakes: that of a request's headers."""
-        tls = {}
+        tls, loop = dict[str, Any](), asyncio.get_running_loop()
         if self._certificate is not None:
             tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
-        protocol = partial(self.config.http_protocol_class, self.config, self.server_state, {})
-        listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=_BACKLOG, **tls)
-        self.servers = [await listen(sock=sock) for sock in sockets or ()]
+        protocol = partial(self._protocol, self.config, self.server_state, {})
+        self.servers = [await loop.create_server(protocol, sock=one, backlog=_BACKLOG, **tls) for one in sockets or ()]
         self.started = True
 
     def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
