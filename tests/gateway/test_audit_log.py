@@ -88,6 +88,23 @@ def test_an_operator_s_acts_on_a_tenant_s_response(audited: tuple[Gateway, Path]
     assert [(line["act"], line["actor"]) for line in lines(path)] == [("DELETE /v1/responses/{id}", "operator")]
 
 
+def test_acts_on_stored_keys_are_in_the_audit_log_alone(
+    fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, url = tmp_path / "audit.jsonl", "/v1/headway/keys"
+    caplog.set_level(logging.INFO)
+    with serving(configuration(tmp_path, fake.url, server={"stored_keys": True}, audit=Audit(str(path)))) as gateway:
+        made = gateway.post({"tenant": "beta"}, url, headers=OPERATOR).json()["data"][0]["id"]
+        new = gateway.post({}, f"{url}/{made}/rotate", headers=OPERATOR).json()["data"][0]["id"]
+        assert httpx.delete(f"{gateway.url}{url}/{new}", headers=OPERATOR).status_code == 200
+    assert [(line["target"], line["detail"]) for line in lines(path)] == [
+        (url, f"{made} (tenant 'beta')"),
+        (f"{url}/{made}/rotate", f"{new} (tenant 'beta')"),
+        (f"{url}/{new}", f"{new} (tenant 'beta')"),
+    ]
+    assert "API key" not in caplog.text
+
+
 def test_refused_keys(audited: tuple[Gateway, Path]) -> None:
     gateway, path = audited
     assert gateway.post(gateway.chat()).status_code == 401

@@ -28,7 +28,17 @@ from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, S
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.gateway.apis.state import AppState
-from headway.gateway.bill import Bill, Used, accounts_of, bill_of, reserved_in, window, with_bill, without_promises
+from headway.gateway.bill import (
+    Bill,
+    Used,
+    accounts_of,
+    bill_of,
+    priced,
+    reserved_in,
+    window,
+    with_bill,
+    without_promises,
+)
 from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.store.journal.rows import RequestRow
@@ -36,7 +46,7 @@ from headway.store.queue.memory import MemoryBroker
 from headway.store.queue.port import AccountSpent, Job
 from headway.types import Request, Slo
 from headway.whatif.journal.costs import sums_of
-from tests.gateway.batches import begin, line
+from tests.gateway.batches import begin, content, ended, line
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_cli import headway
@@ -306,6 +316,49 @@ def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:
     assert [*sums_of(rows, "key")] == ["first", "beta"]
     assert [*sums_of(rows, "app")] == ["(none)"]
     assert sums_of(rows, "class")["default"].requests == 3
+
+
+def typed(stream: httpx.Response) -> list[dict[str, Any]]:
+    """Return the typed events of a stream."""
+    return [json.loads(one.partition("data: ")[2]) for one in stream.text.split("\n\n") if one]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_apis_tell_the_cost_in_their_usage(serve: Serve, stream: bool) -> None:
+    with serve(prices=PRICES) as gateway:
+        asked = {"model": "smollm2", "max_tokens": 8, "messages": SAY, "stream": stream}
+        message = gateway.post(asked, "/v1/messages")
+        told = typed(message)[-2:-1] if stream else [message.json()]
+        asked = {"model": "smollm2", "max_output_tokens": 8, "input": "Say something.", "stream": stream}
+        response = gateway.post(asked, "/v1/responses")
+        told.append(typed(response)[-1]["response"] if stream else response.json())
+        told.append(gateway.get(f"/v1/responses/{told[-1]['id']}").json())
+        for usage in (one["usage"] for one in told):
+            assert usage["cost"] == pytest.approx(PRICE.units(usage["input_tokens"], usage["output_tokens"]))
+        assert "x-headway-cost" in message.headers or stream
+
+
+def test_answers_that_are_fetched_later_tell_their_cost(serve: Serve) -> None:
+    with serve(prices=PRICES) as gateway:
+        chat = gateway.post(gateway.chat(background=True)).json()["id"]
+        response = {"model": "smollm2", "max_output_tokens": 8, "input": "Say something.", "background": True}
+        other = gateway.post(response, "/v1/responses").json()["id"]
+        until(lambda: all(state == "done" for state, _ in gateway.jobs().values()))
+        told = [gateway.get(f"/v1/responses/{id}").json() for id in (chat, other)]
+        usages = [one["response"]["usage"] for one in told]
+        assert [one["usage"]["cost"] for one in told] == [one["cost"] for one in usages]
+        file = ended(gateway, begin(gateway, [line("a")]))["output_file_id"]
+        usages += [one["response"]["body"]["usage"] for one in content(gateway, file)]
+        assert len(usages) == 3
+        for usage in usages:
+            assert usage["cost"] == pytest.approx(PRICE.units(usage["prompt_tokens"], usage["completion_tokens"]))
+
+
+def test_a_cost_changes_nothing_else_of_an_answer() -> None:
+    answer = b'{"a":1.0e2,"choices":[{"x":"\\u00e9","n":1e-05}],"usage":{"prompt_tokens":3,"details":{"b":null}}}'
+    told = priced(answer, 0.5)
+    assert told == answer.replace(b"null}}", b'null},"cost":0.5}')
+    assert [priced(one, 0.5) for one in (b'{"text":"a"}', b'{"usage":null}')] == [b'{"text":"a"}', b'{"usage":null}']
 
 
 def test_a_client_that_leaves_pays_for_what_it_got(serve: Serve) -> None:

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -107,6 +107,17 @@ async def test_a_new_pair_is_loaded_between_handshakes(authority: Authority) -> 
             shutil.copy(new, old)
         await loads.wait()
     assert Seen.threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01"], ids=["nothing", "a part"])
+def test_a_handshake_has_the_time_limit_of_headers(serve: Serve, authority: Authority, begun: bytes) -> None:
+    with (
+        serve(server={"tls": Tls(*authority.issue("gateway")), "head_timeout_s": 0.3}) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.config.server.port), timeout=20) as client,
+        suppress(ConnectionResetError),
+    ):
+        client.sendall(begun)
+        assert client.recv(1) == b""
 
 
 def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:

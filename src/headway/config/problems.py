@@ -73,7 +73,8 @@ def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, 
     names = [str(part) for part in problem["loc"]]
     # The value may be an API key, even in the wrong place.
     secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
-    secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"])  # a password may be in it
+    # A password may be in it.
+    secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"], ["wire"], ["wire", "url"])
     if problem["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
+from msgspec import Raw, json
 from pydantic import TypeAdapter
 
 from headway.config import BATCH, Budget, Key, Price
@@ -98,6 +99,16 @@ def unused_by(job: Job) -> Unused:
     except ValueError:  # it is logged where it would be run
         return NO_CHARGES
     return bill.unused(Used(0, 0)) if job.background else bill.all_used
+
+
+def priced(answer: bytes, cost: float) -> bytes:
+    """Return an answer, or the data of an event, with a cost in its usage; all else stays byte for byte.
+
+    One without usage is returned as it is.
+    """
+    fields = json.decode(answer, type=dict[str, Raw])
+    usage = json.decode(fields.get("usage", b"null"))
+    return json.encode({**fields, "usage": {**usage, "cost": cost}}) if usage else answer
 
 
 # ---- budgets

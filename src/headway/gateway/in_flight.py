@@ -51,6 +51,10 @@ class TakenBack(Exception):
     """The engine of a request is to load another model or leaves, or an overflow engine is to have the request."""
 
 
+class NotNamed(EngineGone):
+    """A proxy cannot be told the engine of a request any more, so that another one may get it."""
+
+
 class Via(Protocol):
     """A proxy that sends one request to its engine, instead of the gateway's own connection (`gateway/picker`).
 
@@ -64,7 +68,7 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Send the request, like `EngineConnection.open`."""
+        """Send the request, like `EngineConnection.open`; NotNamed if the engine is not among the allowed ones now."""
         ...
 
 
@@ -88,6 +92,7 @@ _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineGone: ("engine_gone", "failed"),
+    NotNamed: ("engine_gone", "failed"),
     EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"),

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from rich.console import Console
@@ -144,6 +145,7 @@ class GatewayServer(uvicorn.Server):
         self._served: ASGIApp = AccessLog(app) if config.log.access else app
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(ConnectionLimits.of(config.server, files))
+        self._protocol = protocol_class(self._connections)
         super().__init__(
             uvicorn.Config(
                 self._served,
@@ -152,9 +154,8 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=protocol_class(self._connections),
+                http=self._protocol,
                 server_header=False,
-                backlog=_BACKLOG,
                 ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s,
                 proxy_headers=False,
@@ -162,9 +163,6 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._certificate = None if config.server.tls.cert is None else Certificate(config.server.tls)
-        if self._certificate is not None:
-            self.config.load()
-            self.config.ssl = self._certificate.context
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self.last_connections_s = 0.5
@@ -218,6 +216,15 @@ class GatewayServer(uvicorn.Server):
             loops.append(self._certificate.follow)
         async with tasks.running(*loops), self._picking(state):
             await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn's does, with a limit for TLS handshakes: that of a request's headers."""
+        tls, loop = dict[str, Any](), asyncio.get_running_loop()
+        if self._certificate is not None:
+            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
+        protocol = partial(self._protocol, self.config, self.server_state, {})
+        self.servers = [await loop.create_server(protocol, sock=one, backlog=_BACKLOG, **tls) for one in sockets or ()]
+        self.started = True
 
     def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
         """Return what serves proxies, if it is configured; ConfigError if its packages are missing."""

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway.engines.vllm.process.answers import event_data, read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
-from headway.gateway.bill import Bill, Used
+from headway.gateway.bill import Bill, Used, priced
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, TENANT
 from headway.gateway.in_flight import InFlightRequest, Outcome, reason_of
@@ -214,10 +214,12 @@ class ResponseStream(DeferredResponse):
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
-    async def _start(self, response: EngineResponse | None, scope: Scope, send: Send) -> None:
+    async def _start(
+        self, response: EngineResponse | None, scope: Scope, send: Send, cost: float | None = None
+    ) -> None:
         """Send the head, with the body that comes next; only status and Retry-After are the engine's.
 
-        response: None = a stream's that has not begun.
+        response: None = a stream's that has not begun. cost: of a whole answer, if its model has a price.
         """
         streams = response is None or response.streams
         kind = b"text/event-stream; charset=utf-8" if streams else b"application/json"
@@ -230,9 +232,8 @@ class ResponseStream(DeferredResponse):
             headers.append((b"retry-after", response.retry_after.encode()))
         if response is not None and not streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
-            used = self._in_flight.used("finished", response.output_tokens)
-            if response.status == 200 and (cost := self._in_flight.bill.cost(used)) is not None:
-                headers.append((b"x-headway-cost", f"{cost:.10g}".encode()))
+        if cost is not None:
+            headers.append((b"x-headway-cost", f"{cost:.10g}".encode()))
         if response is not None and (connection := scope.get(CONNECTION)) is not None:
             connection.join_head()
         status = 200 if response is None else response.status
@@ -244,7 +245,7 @@ class ResponseStream(DeferredResponse):
             await self._end(_last(json.loads(response.head)), send)
         else:
             self._output_tokens = response.output_tokens
-            await self._start(response, scope, send)
+            await self._start(response, scope, send, await self._path.price(self._in_flight, response))
             await self._end(response.head, send)
         if response.status == 200:
             await self._path.finish(self._in_flight, response.output_tokens)
@@ -444,9 +445,7 @@ class EventReader:
         used = Used(self.prompt_tokens, self.tokens, self.cached_tokens or 0)
         if self._bill is None or (cost := self._bill.cost(used)) is None or not (data := event_data(event)):
             return event
-        answer = json.loads(data)
-        answer["usage"]["cost"] = cost
-        return b"data: " + json.dumps(answer).encode() + _END
+        return b"data: " + priced(data, cost) + _END
 
 
 def _last(error: dict[str, Any]) -> bytes:
