@@ -13,8 +13,8 @@ import asyncpg
 import pytest
 
 from headway.store.queue.postgres_link import Address
-from testing.servers.postgres import PASSWORD as PASSWORD
 from testing.servers.postgres import PostgresServer as PrivateServer
+from testing.servers.process import PASSWORD as PASSWORD
 from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"
