@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.bench_commands import bench_app as bench_app
-from headway.cli.bench_commands import command, listed, mix_of, with_slos
+from headway.cli.bench_commands import command, mix_of, with_slos
 from headway.cli.journal_commands import numbers
 from headway.cli.options import (
     AppSystems,
@@ -33,6 +33,7 @@ from headway.cli.options import (
     Swapping,
     Tail,
     Together,
+    listed,
 )
 from headway.errors import ConfigError
 from headway.plugins import attribute

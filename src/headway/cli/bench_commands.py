@@ -36,6 +36,7 @@ from headway.cli.options import (
     Tight,
     Together,
     Trace,
+    listed,
 )
 from headway.errors import ConfigError
 from headway.plugins import attribute
@@ -143,10 +144,6 @@ def compare(
 
 
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
-
-
-def listed(systems: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in systems.split(",") if name.strip())
 
 
 def mix_of(name: str, slos: list[str] | None) -> mixes.Mix:

@@ -105,3 +105,8 @@ FleetQuick = Annotated[
         "models of one shape, without the model that needs a restart of vLLM.",
     ),
 ]
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
