@@ -55,17 +55,8 @@ class PostgresServer:
 
     def start(self, *more: str) -> None:
         """Start the server and wait until it answers. more: further command-line options."""
-        options = [
-            "-c",
-            f"port={self.port}",
-            "-c",
-            f"unix_socket_directories={self.folder}",
-            "-c",
-            "listen_addresses=127.0.0.1",
-            "-c",
-            "max_connections=200",
-            *more,
-        ]
+        options = [f"--port={self.port}", f"--unix_socket_directories={self.folder}"]
+        options += ["--listen_addresses=127.0.0.1", "--max_connections=200", *more]
         with (self.folder / "log").open("ab") as out:
             argv = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
             self._process = process.spawn(argv, self._env, out, self.folder, signal.SIGINT, self._as)
@@ -136,21 +127,8 @@ class PostgresServer:
         password = self.folder / "password"
         password.write_text(PASSWORD)
         password.chmod(0o644)
-        self._run(
-            "initdb",
-            "-D",
-            str(self.folder / "data"),
-            "-U",
-            "headway",
-            "--pwfile",
-            str(password),
-            "--auth",
-            "scram-sha-256",
-            "--encoding",
-            "UTF8",
-            "--no-locale",
-            "--no-sync",
-        )
+        options = [f"--pgdata={self.folder / 'data'}", "--username=headway", f"--pwfile={password}"]
+        self._run("initdb", *options, "--auth=scram-sha-256", "--encoding=UTF8", "--no-locale", "--no-sync")
 
     def _run(self, name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
         done = subprocess.run([self.bin / name, *args], env=self._env, cwd=self.folder, capture_output=True, **self._as)
