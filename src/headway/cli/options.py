@@ -56,55 +56,6 @@ KvBlocks = Annotated[
     ),
 ]
 HostKv = Annotated[float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")]
-PeerNames = Annotated[
-    str | None,
-    typer.Option(
-        "--peers",
-        help="Comma-separated gateways to measure beside Headway: litellm, sglang-router (`make peers` "
-        "installs them). Takes minutes longer, even with --quick.",
-    ),
-]
-
-# ---- of `headway bench apps`
-
-AppSystems = Annotated[
-    str | None,
-    typer.Option(
-        "--systems",
-        help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, hermes.",
-    ),
-]
-RunLoad = Annotated[
-    float, typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity.")
-]
-RunRate = Annotated[float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")]
-Scale = Annotated[float, typer.Option(min=0.01, max=1, help="Factor for recorded tokens and seconds outside the LLM.")]
-
-# ---- of `headway bench fleet`
-
-Swapping = Annotated[
-    str | None,
-    typer.Option(
-        "--systems",
-        help="Comma-separated recipes that swap models. Default: vllm-model-swap, edf-model-swap, shepherd, "
-        "qlm, and headway if it swaps.",
-    ),
-]
-FleetRate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")]
-Tail = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests for the rare model.")]
-Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
-FleetSimulated = Annotated[
-    bool, typer.Option("--simulated", help="Simulate in virtual time (SIMULATED), without engines; means over seeds.")
-]
-FleetSeeds = Annotated[int, typer.Option(min=1, help="With --simulated: number of seeds, from --seed on.")]
-FleetQuick = Annotated[
-    bool,
-    typer.Option(
-        "--quick",
-        help="About a minute, mostly for the start of two engines: one system (qlm), 10 s of arrivals, two "
-        "models of one shape, without the model that needs a restart of vLLM.",
-    ),
-]
 
 
 def listed(text: str) -> tuple[str, ...]:
