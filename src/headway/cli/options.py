@@ -27,13 +27,9 @@ Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (reque
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]
 Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine (vLLM's --max-num-seqs).")]
-ServerUrl = Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")]
 Burstiness = Annotated[
     float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
 ]
-Trace = Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")]
-Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
 Systems = Annotated[
     str | None,
     typer.Option(
@@ -48,7 +44,6 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
 Together = Annotated[
     bool, typer.Option("--together", help="Run all systems at once: fewer starts, but memory for all engines.")
 ]
-Tight = Annotated[bool, typer.Option("--tight", help="Give every engine KV for only a third of a full batch.")]
 KvBlocks = Annotated[
     int | None,
     typer.Option(
