@@ -151,16 +151,6 @@ async def test_two_names_of_one_file_are_one_store(path: str, tmp_path: Path) ->
     await asyncio.gather(first.close(), second.close())
 
 
-async def test_gateways_that_start_together_make_one_schema(path: str) -> None:
-    owners = [str(i) for i in range(6)]
-    brokers = await asyncio.gather(*(asyncio.to_thread(SqliteBroker, path, owner) for owner in owners))
-    await asyncio.gather(*(broker.renew(FAR) for broker in brokers))
-    await asyncio.gather(*(broker.put(job(broker.owner)) for broker in brokers))
-    found = await asyncio.gather(*(brokers[0].get(owner) for owner in owners))
-    assert [one.owner for one in found if one] == owners
-    await asyncio.gather(*(broker.close() for broker in brokers))
-
-
 async def test_a_take_reads_no_job_that_is_held(path: str) -> None:
     broker = SqliteBroker(path, "A")
     with closing(sqlite3.connect(path)) as db:
