@@ -285,7 +285,10 @@ class GatewayServer(uvicorn.Server):
                 left = self._still_starting(console, left)
                 if self.failed or (said and self._link is not None):  # what agents start may come later, or never
                     return
-                if state.ready and not said:
+                # A model that may have no engine is ready without one, but not while this process starts its first.
+                up = {name for one in gateway.dispatcher.engines.values() if one.serves for name in one.models.names}
+                own = {one.config.name for one in left if self._link is None and one.config.url is None}
+                if state.ready and own <= up and not said:
                     said = True
                     self._report_targets(console, state)
                     models = escape(", ".join(sorted(gateway.counters)))
