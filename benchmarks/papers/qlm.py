@@ -71,8 +71,8 @@ def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
 
 
 def _multi_loads(multi: QlmSetting) -> tuple[QlmSetting, ...]:
-    """Return several models from a little to far above the capacity."""
-    return tuple(replace(multi, load=load, interactive=s) for s in _SHARES[1:3] for load in (1.2, 2.0, 3.0))
+    """Return several models from a little to far above the capacity, with three seeds."""
+    return tuple(replace(multi, load=load, interactive=s, seeds=3) for s in _SHARES[1:3] for load in (1.2, 2.0, 3.0))
 
 
 def _limits(single: QlmSetting) -> tuple[QlmSetting, ...]:
