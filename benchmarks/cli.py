@@ -466,7 +466,7 @@ def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     only: Annotated[str, typer.Option(help="Comma-separated parts; a wrong one names them all.")] = "",
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes or hermes-caches.")
+        int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes, hermes-caches or qlm.")
     ] = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
