@@ -242,18 +242,20 @@ def test_a_reload_compares_keys_with_the_operator_s_key_in_force(fake: Fake, tmp
     secret.write_text("sk-operator-1")
     config = configuration(tmp_path, fake.url, keys=(ALPHA,), server={"operator_key": f"file:{secret}"})
     file.write_text(write(config))
-    more = replace(config.engines[0], url=DEAD, id="new")
-    taken = replace(config, keys=(replace(ALPHA, key="sk-operator-1"),), engines=(*config.engines, more))
+    (engine,) = config.engines
+    more, most = (tuple(replace(engine, url=DEAD, id=id) for id in ids) for ids in (["a"], ["a", "b"]))
+    other = replace(config, keys=(replace(ALPHA, key="sk-alpha-456"),), engines=(engine, *more))
+    taken = replace(config, keys=(replace(ALPHA, key="sk-operator-1"),), engines=(engine, *most))
     with serving(config) as gateway:
         state = gateway.server._state
         assert state is not None
         reload = Reload(file, state)
         secret.unlink()
-        for new in (replace(config, keys=(replace(ALPHA, key="sk-alpha-456"),)), taken):
+        for new in (other, taken):
             file.write_text(write(new))
             gateway.do(reload.run())
         assert gateway.get("/v1/models", headers={"authorization": "Bearer sk-alpha-456"}).status_code == 200
-        assert [*gateway.inner.dispatcher.engines] == ["e0"], "the second one changed nothing"
+        assert [*gateway.inner.dispatcher.engines] == ["e0", "a"], "the second one changed nothing"
 
 
 @pytest.mark.parametrize("text", ["short", "two\nlines-of-it", "\xe9\xe9\xe9\xe9\xe9\xe9\xe9\xe9"])

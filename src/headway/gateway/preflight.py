@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 
 from headway.addresses import is_host, is_url
@@ -24,10 +25,11 @@ from headway.policy.core.engine_spec import check
 from headway.policy.recipes.registry import find
 
 
-def preflight(config: Config, *, starts_engines: bool = True, serves: bool = False) -> None:
+def preflight(config: Config, *, starts_engines: bool = True, serves: bool = False, reads_keys: bool = True) -> None:
     """Raise ConfigError for everything that can be known before an engine is started.
 
     starts_engines: in this process, not in agents elsewhere. serves: it is a gateway, not an agent.
+    reads_keys: those of clients and the operator, which a gateway that runs already has.
     """
     own, tls = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None], config.server.tls
     starts = starts_engines and bool(own)
@@ -36,7 +38,7 @@ def preflight(config: Config, *, starts_engines: bool = True, serves: bool = Fal
         partial(check_contradictions, config),
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
-        partial(_check_secrets, config),
+        partial(_check_secrets, config if reads_keys else _without_keys(config)),
         partial(check_adapters, config.fleet),
         partial(_check_names, config),
         partial(check_aliases, config),
@@ -136,6 +138,10 @@ def _check_url(setting: str, url: str) -> None:
         problem = f"{setting} is {url!r}, which is no URL of a server."
         hint = "Write it like http://127.0.0.1:8000, with a port up to 65535."
         raise ConfigError(problem, hint, param=setting)
+
+
+def _without_keys(config: Config) -> Config:
+    return replace(config, keys=(), server=replace(config.server, operator_key=None))
 
 
 def _check_secrets(config: Config) -> None:
