@@ -17,6 +17,7 @@ from tools import reference, results
 
 from headway.cli.checkout import bench_commands
 from headway.cli.main import app
+from headway.cluster.wire import codec
 from headway.policy.recipes.registry import find
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,10 @@ def test_a_result_stands_beside_its_strongest_rival(tmp_path: Path) -> None:
     assert "| x | `headway bench x` | 7 | 2 cores | 2026-11-30 |" in lines
     with pytest.raises(KeyError, match=r"x.json has no lost of headway in '1x'"):
         results.page([replace(figure, id="lost")], tmp_path)
+
+
+def test_the_page_on_upgrades_names_the_version_of_the_wire() -> None:
+    assert f"(now {codec.VERSION};" in (ROOT / "docs" / "upgrade.md").read_text()
 
 
 # ---- paths

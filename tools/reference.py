@@ -95,6 +95,9 @@ def values_schema() -> str:
     tables["Key"]["properties"]["secretKey"], tables["Key"]["required"] = entry, ["secretKey", "tenant"]
     tables["Engine"]["required"] = ["model"]
     elsewhere = {"Config": ("engines", "keys", "classes", "scale"), "Key": ("key",), "Engine": ("id", "count")}
+    secrets = {"Server": "operator_key", "Engine": "api_key", "Postgres": "url", "Wire": "url"}
+    for name, one in secrets.items():  # or they would be in the ConfigMap
+        tables[name]["properties"][one] = {"type": "string", "pattern": "^(env|file):"}
     for name, others in elsewhere.items():
         for one in others:
             del tables[name]["properties"][one]

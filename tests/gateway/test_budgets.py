@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,7 @@ def test_cached_tokens_have_their_own_price() -> None:
     assert PRICE.units(1_000_000, 0, 400_000) == 0.6 + 0.2
     assert Price(1.0, 2.0).units(1_000_000, 0, 400_000) == 1.0
     assert Bill().cost(Used(1, 1)) is None
+    assert Bill(price=Price(0.1, 2.0)).cost(Used(3, 0)) == 3e-07, "rounded once, for all that tell it"
 
 
 def test_a_job_keeps_its_bill() -> None:
@@ -316,6 +318,22 @@ def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:
     assert [*sums_of(rows, "key")] == ["first", "beta"]
     assert [*sums_of(rows, "app")] == ["(none)"]
     assert sums_of(rows, "class")["default"].requests == 3
+
+
+def test_all_tell_the_same_number_as_the_cost(serve: Serve) -> None:
+    one = key()
+    with serve(keys=(one,), prices={"smollm2": Price(1234.567891, 0.7)}) as gateway:
+        answer = ask(gateway, one, **fakes(prompt=31, tokens=5))
+        odd = fakes(prompt=0, tokens=5)  # then the gateway's own count of the prompt is billed
+        stream = ask(gateway, one, stream=True, stream_options={"include_usage": True}, **odd)
+        told = [answer.json()["usage"]["cost"]]
+        told += [event["usage"]["cost"] for event in events(stream) if event != "[DONE]" and event.get("usage")]
+        assert answer.headers["x-headway-cost"] == repr(told[0]) == "0.038275104621"
+        folder = gateway.config.journal_dir
+        assert folder is not None
+    rows = read(folder).requests
+    assert [one.cost for one in rows] == told
+    assert sums_of(rows, "tenant")["alpha"].cost == sum(Decimal(repr(cost)) for cost in told)
 
 
 def typed(stream: httpx.Response) -> list[dict[str, Any]]:

@@ -323,11 +323,13 @@ async def test_what_waits_for_an_endpoint_goes_to_no_other_one_when_the_planner_
         assert gateway.newest()[1] == f"model_unavailable: {answer.error['message'].partition(' Use ')[0]}"
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
 async def test_a_request_whose_endpoint_has_lost_its_address_goes_to_another_allowed_one(
-    opened: Open, fake: Fake, others: list[Fake]
+    opened: Open, fake: Fake, others: list[Fake], attempts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     addresses = [one.url.removeprefix("http://") for one in (fake, *others[:2])]
-    async with opened(fake.url, *(one.url for one in others[:2]), **one_by_one()) as (gateway, channel):
+    fields = one_by_one() | {"server": {"max_attempts": attempts}}
+    async with opened(fake.url, *(one.url for one in others[:2]), **fields) as (gateway, channel):
         await soon(gateway.all_up)
         window, first, second = gateway.controller.cluster.instances["e0"].window, list[Call](), list[Call]()
         for calls, address in ((first, addresses[0]), (second, addresses[1])):
@@ -339,6 +341,13 @@ async def test_a_request_whose_endpoint_has_lost_its_address_goes_to_another_all
         engine = gateway.inner.dispatcher.engines["e0"]
         gateway.loop.call_soon_threadsafe(setattr, engine, "url", "http://gone.invalid")
         await finished(first[0])
+        if attempts == 1:
+            answer = await waits.immediate()
+            assert (answer.status, answer.error["code"]) == (503, "no_address")
+            assert answer.error["message"].startswith("The proxy has no address for the engine e0.")
+            assert gateway.newest()[1] == "no_address: The proxy has no address for the engine e0."
+            assert "went away" not in caplog.text
+            return
         await soon(lambda: [one.engines for one in gateway.controller.requests.values()].count(("e1",)) == window + 1)
         await finished(second[0])
         assert (await waits.forwarded()).address == addresses[1]

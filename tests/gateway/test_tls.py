@@ -17,14 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.config import Engine, Tls, parse, write
+from headway.config import Config, Engine, Server, Tls, parse, write
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.http.tls import Certificate
+from headway.gateway.preflight import preflight
 from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import OPERATOR, Fake, Gateway, until
+from tests.gateway.gateway import DEAD, OPERATOR, Fake, Gateway, until
 from tests.gateway.test_request_ends import fakes
 
 
@@ -127,6 +128,9 @@ def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> 
             Certificate(Tls(*files))
         with pytest.raises(ConfigError, match="cannot be used"):
             context_of("engines.0", Engine(url="https://h:1", tls_cert=files[0], tls_key=files[1]))
+    with pytest.raises(ConfigError, match="only one of cert and key") as caught:
+        preflight(Config(engines=(Engine(url=DEAD),), server=Server(tls=Tls(cert))), serves=True)
+    assert len(caught.value.parts) == 1, "nothing about a key named None"
     assert context_of("engines.0", Engine()) is None
     for settings, said in (
         ({"server": {"tls": {"cert": "a"}}}, "only one of cert and key"),

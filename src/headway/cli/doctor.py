@@ -36,7 +36,7 @@ from headway.errors import ConfigError, EngineError
 from headway.gateway.apis.oidc import Tokens
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
-from headway.gateway.parsing.models import unserved
+from headway.gateway.parsing.models import served_names, unserved
 from headway.gateway.preflight import preflight
 from headway.store.postgres import schema
 from headway.store.postgres.link import Address, explained
@@ -177,7 +177,7 @@ def _picker(host: str, port: int) -> Finding:
 
 
 def _prices(config: Config) -> Iterator[Finding]:
-    if line := unserved(config.prices, {name for one in config.fleet for name in (*one.served, *one.adapters)}):
+    if line := unserved(config.prices, served_names(config)):
         yield Finding("prices", "doubt", line, "Correct the names, or leave these tables out.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ MASK = "****"  # stands for a secret in `headway config show`
 
 
 def _checked(text: str) -> str:
-    """Refuse a mask, and what is too short; a secret elsewhere is checked when it is read (`reveal`)."""
+    """Refuse a mask and a secret that is too short; a secret elsewhere is checked when it is read (`reveal`)."""
     if text == MASK:
         problem = 'it is masked by `headway config show`; write the secret, or "env:NAME" or "file:PATH"'
         raise PydanticCustomError("masked", problem)
@@ -111,24 +112,35 @@ def reveal(secret: str, setting: str) -> str:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
             problem = f"{setting} is in the file {place}, which cannot be read: {why}."
             raise ConfigError(problem, "Check the path after file: and its permissions.", param=setting) from None
-    if len(found) < _LEAST or not found.isascii() or not found.isprintable():
+    return _usable(found, setting)
+
+
+def reveal_key(secret: str, setting: str) -> str:
+    """Return an API key as `reveal` does. ConfigError also if it is spelled out and not printable ASCII."""
+    return _usable(reveal(secret, setting), setting)
+
+
+def _usable(text: str, setting: str) -> str:
+    if len(text) < _LEAST or not text.isascii() or not text.isprintable():
         raise ConfigError(
             f"{setting} holds no usable secret.",
             f"It needs at least {_LEAST} printable ASCII characters, on one line.",
             param=setting,
         )
-    return found
+    return text
 
 
-def revealed(keys: tuple[Key, ...], operator_key: str | None) -> dict[str, Key]:
-    """Return the keys by the secret that clients send. ConfigError if one is missing, repeated or the operator's."""
+def revealed(keys: tuple[Key, ...], is_operator: Callable[[str], bool]) -> dict[str, Key]:
+    """Return the keys by the secret that clients send; errors as `reveal_key`.
+
+    ConfigError also if one is repeated or the operator's (`is_operator`).
+    """
     found: dict[str, Key] = {}
-    operator = None if operator_key is None else reveal(operator_key, "server.operator_key")
     for i, key in enumerate(keys):
-        text = reveal(key.key, f"keys.{i}.key")
+        text = reveal_key(key.key, f"keys.{i}.key")
         if text in found:
             raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
-        if text == operator:
+        if is_operator(text):
             fix = "Give the operator a key that no tenant has: it may change everything."
             raise ConfigError(f"keys.{i}.key is the same as server.operator_key.", fix, param=f"keys.{i}.key")
         found[text] = key

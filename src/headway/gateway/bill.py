@@ -23,6 +23,7 @@ from headway.types import Request, Slo
 Unit = Literal["tokens", "cost"]
 BUDGET_SPENT = "budget_spent"  # code of the error of a request for which a budget has no room
 _ROUNDING = 1 + 1e-9  # of sums of prices
+_DECIMALS = 12  # of a cost: a price is for a million tokens, and has six at most
 
 
 class Used(NamedTuple):
@@ -56,7 +57,7 @@ class Bill:
 
     def cost(self, used: Used) -> float | None:
         """Return the cost of tokens; None = the model has no price."""
-        return None if self.price is None else self.price.units(*used)
+        return None if self.price is None else round(self.price.units(*used), _DECIMALS)
 
     def unused(self, used: Used) -> dict[str, float]:
         """Return by account what was reserved and not used."""

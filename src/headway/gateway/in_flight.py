@@ -52,7 +52,12 @@ class TakenBack(Exception):
 
 
 class NotNamed(EngineGone):
-    """A proxy cannot be told the engine of a request any more, so that another one may get it."""
+    """The proxy has no address for the chosen engine; the request is planned again for the engines that it has."""
+
+    def __init__(self, name: str) -> None:
+        message, hint = f"The proxy has no address for the engine {name}.", "Try again soon."
+        EngineError.__init__(self, message, hint, status=503, code="no_address")
+        self.why = message
 
 
 class Via(Protocol):
@@ -92,7 +97,7 @@ _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineGone: ("engine_gone", "failed"),
-    NotNamed: ("engine_gone", "failed"),
+    NotNamed: ("no_address", "failed"),
     EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"),

@@ -192,7 +192,7 @@ class GatewayServer(uvicorn.Server):
             self._opening = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note a signal; while the gateway is being opened, which may take a hub's time, call that off."""
+        """Note a signal. Opening the gateway may download from a model hub for minutes; a signal cancels it."""
         task = None if self.should_exit else self._opening  # a second signal does not cut the closing short
         super().handle_exit(sig, frame)
         if task is not None:

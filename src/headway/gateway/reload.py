@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Config, Engine, load
-from headway.config.keys import revealed
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.control.own_fleet import OwnFleet
@@ -45,7 +44,7 @@ class Reload:
         async with self._lock:
             try:
                 new = await asyncio.to_thread(load, self._path)
-                revealed(new.keys, self._state.config.server.operator_key)
+                configured = self._state.keys_of(new)
                 self._check(new)
                 engines = await self._change_engines(new)
             except HeadwayError as error:
@@ -53,7 +52,7 @@ class Reload:
                 await self._note("failed", error.param)
                 return
             before = self._tables()
-            self._state.adopt(new)
+            self._state.adopt(new, configured)
             changes = "; ".join([*_differences(before, self._tables()), *engines]) or "nothing has changed"
             await self._note("done", changes)
         log.info("%s is read again: %s", self._path, changes)

@@ -73,7 +73,7 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
 
 def cost_of(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the field with the cost of a chat's usage (`bill.priced`), which other APIs have, too."""
-    return {name: usage[name] for name in ("cost",) if name in usage}
+    return {"cost": usage["cost"]} if "cost" in usage else {}
 
 
 def complete(arguments: Sequence[str]) -> bool:

@@ -60,7 +60,7 @@ class AppState(Access):
         self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
         self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
-        self.adopt(self.config)
+        self.adopt(self.config, self.keys_of(self.config))
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
 
@@ -79,10 +79,14 @@ class AppState(Access):
     def models(self) -> ServedModels:
         return self.parser.models
 
-    def adopt(self, new: Config) -> None:
-        """Adopt classes, keys and prices; ConfigError, without any change, if a secret is missing or the operator's."""
-        operator = self.config.server.operator_key
-        self.configured = {self.digest(text): key for text, key in revealed(new.keys, operator).items()}
+    def keys_of(self, new: Config) -> dict[bytes, Key]:
+        """Return the keys of a configuration by digest, none of them the operator's in force; errors as `revealed`."""
+        found = revealed(new.keys, lambda text: self.digest(text) == self._operator)
+        return {self.digest(text): key for text, key in found.items()}
+
+    def adopt(self, new: Config, configured: dict[bytes, Key]) -> None:
+        """Adopt classes, keys (as of `keys_of`) and prices."""
+        self.configured = configured
         self.classes = new.classes
         self.config = replace(self.config, prices=new.prices)
         self._fit()

@@ -16,9 +16,14 @@ from headway.gateway.parsing.tokens import TokenCounter
 _PATTERN = frozenset("*?[")
 
 
+def served_names(config: Config) -> set[str]:
+    """Return the names of the models and adapters of a configuration."""
+    return {name for engine in config.fleet for name in (*engine.served, *engine.adapters)}
+
+
 def check_aliases(config: Config) -> None:
     """Raise ConfigError for aliases of what is not served, and for those that no request could mean."""
-    served = {name for engine in config.fleet for name in (*engine.served, *engine.adapters)}
+    served = served_names(config)
     problems = {
         alias: "is the name of a model" if alias in served else f"stands for {model!r}, which is not served"
         for alias, model in config.aliases.items()

@@ -92,7 +92,7 @@ class TokenCounter:
     async def load(cls, model: str) -> TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
         load = lambda: (load_tokenizer(model), MediaCounter.of(resolve(model)))  # noqa: E731
-        return cls(*await in_daemon(load))  # a hub may take its time, and is not waited for at the end
+        return cls(*await in_daemon(load))  # a download does not delay the end of the process
 
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.

@@ -73,7 +73,7 @@ class Pool:
         if len(allowed) == len(model):
             return replace(request, engines=())
         restricts = self.restricts() and not any(one.models.swaps for one in self.engines.values())
-        if not restricts and any(one.id in self.addresses for one in own if one not in allowed):
+        if not restricts and any(one.serves or one.id in self.addresses for one in own if one not in allowed):
             problem = "Only a part of the model's engines can serve this proxy, and this recipe cannot keep to it."
             raise ModelUnavailable(
                 problem, "Use recipe headway, and engines with one model.", code="subset_unsupported"
@@ -369,7 +369,7 @@ class Exchange:
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
         address = self._pool.addresses.get(engine.id)  # address and planner may have changed since it was planned
         if address is None or not (self._subset is None or address in self._subset):
-            raise NotNamed(engine.id, "it has no address that the proxy allows")
+            raise NotNamed(engine.id)
         headers: dict[str, str | bytes] = {
             ":path": urlsplit(engine.url).path + path,
             "content-type": "application/json",

@@ -271,13 +271,15 @@ class RequestPath:
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
         """Take note that a request has lost its engine; return whether that can still work.
 
-        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. One that it could not
-        be told (NotNamed) is for the engines that it can be told now; errors as `Via.restricted`.
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. NotNamed: the proxy has
+        no address for the chosen engine; the request is planned again for the engines that it has, with errors as
+        `Via.restricted`.
         """
-        log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
         if isinstance(error, NotNamed) and in_flight.via is not None:
+            log.warning("request %s: %s", in_flight.id, error.message)
             in_flight.request = in_flight.via.restricted(in_flight.request)
             return True
+        log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
         lives = engine.up.is_set() and await engine.lives()
         if engine.up.is_set() and not lives:
             engine.lost()

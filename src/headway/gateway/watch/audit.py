@@ -36,7 +36,7 @@ log = logging.getLogger("headway.gateway")
 
 
 def check_writable(path: str) -> None:
-    """Raise ConfigError if lines could not be appended to a file; make nothing."""
+    """Raise ConfigError if lines could not be appended to a file; creates no file."""
     file = Path(path).expanduser()
     place = file if file.exists() else file.parent
     if file.is_dir() or not os.access(place, os.W_OK):

@@ -19,7 +19,6 @@ from headway.whatif.output.results import About, Grid, Report, Row, deliver, say
 
 By = Literal["tenant", "key", "app", "class", "model"]
 _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost")
-_DECIMALS = 12  # of a cost: a price is for a million tokens, and has six at most
 _NONE = "(none)"  # requests without a key, or of no application
 _NOTE = (
     "Tokens are those that are paid; cached_tokens are part of prompt_tokens. The cost is by [prices] when each "
@@ -43,7 +42,7 @@ class Sums:
         self.prompt_tokens += row.paid_prompt
         self.cached_tokens += row.paid_cached
         self.answer_tokens += row.paid_output
-        self.cost += round(Decimal(row.cost or 0.0), _DECIMALS)
+        self.cost += Decimal(repr(row.cost or 0.0))
 
 
 def main(
