@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,18 @@ def test_every_gateway_of_the_store_knows_within_a_second(tmp_path: Path, fake: 
         lasting = create(one)
     with serving(config) as again:
         assert (status(again, lasting["key"]), status(again, made["key"])) == (200, 401)
+
+
+@pytest.mark.usefixtures("own_state")
+def test_of_several_rotations_at_once_one_counts(tmp_path: Path, fake: Fake, broker: Broker | None) -> None:
+    config = configuration(tmp_path, fake.url, broker=broker, server=STORED)
+    with serving(config) as one, serving(replace(config)) as other, ThreadPoolExecutor(6) as threads:
+        path = f"{KEYS}/{create(one)['id']}/rotate"
+        turns = [one, other] * 3
+        answers = [*threads.map(lambda gateway: gateway.post({"grace_s": 60}, path, headers=OPERATOR), turns)]
+        assert sorted(answer.status_code for answer in answers) == [201, *[409] * 5]
+        (new,) = [answer.json()["data"][0]["key"] for answer in answers if answer.status_code == 201]
+        until(lambda: status(one, new) == status(other, new) == 200, 5)
 
 
 def test_a_thousand_keys_and_a_hundred_thousand_tenants(serve: Serve) -> None:

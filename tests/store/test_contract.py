@@ -573,6 +573,13 @@ async def test_a_revocation_stays(broker: Broker) -> None:
     assert [one.revoked for one in await broker.keys(0)] == [5.0]
 
 
+async def test_a_new_key_with_the_id_of_another_is_refused(broker: Broker) -> None:
+    await broker.put_keys([key("a")], 0.0)
+    with pytest.raises(HeadwayError, match="stored already"):
+        await broker.put_keys([key("b"), replace(key("a"), digest=b"another"), key("a", revoked=5.0)], 0.0)
+    assert await broker.keys(0) == [key("a", changed=1)]
+
+
 async def test_ended_keys_are_forgotten_and_no_change_has_the_number_of_another(broker: Broker) -> None:
     await broker.put_keys([key("old", revoked=5.0), key("older", expires=6.0), key("lasts")], 0.0)
     (last,) = [one.changed for one in await broker.keys(2)]

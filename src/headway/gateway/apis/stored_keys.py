@@ -87,13 +87,16 @@ class StoredKeys:
         if (state := state_of(old, now)) != "active":
             raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
         successor = hashlib.sha256(old.id.encode()).hexdigest()[: len(old.id)]
-        if any(one.id == successor for one in await self._store.keys(0)):  # its end is that of its grace
-            hint = f"Rotate {successor}, which replaces it."
-            raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated")
         new, text = _new(old.settings, None if old.expires is None else old.expires - old.created, successor)
         ends = min(old.expires or now + grace_s, now + grace_s)
         old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
-        await self._put([new, old])
+        try:
+            await self._put([new, old])
+        except HeadwayError as error:
+            if error.status != 409:
+                raise
+            hint = f"Rotate {successor}, which replaces it."
+            raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated") from error
         return old, new, text
 
     async def revoke(self, id: str) -> StoredKey:

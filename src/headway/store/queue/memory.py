@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.store.queue.keys import StoredKey
+from headway.store.queue.keys import StoredKey, known_key
 from headway.store.queue.port import (
     CANCELLED,
     KEPT_MARK,
@@ -223,6 +223,9 @@ class MemoryBroker:
     async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
         """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
         store = self._store
+        for key in keys:
+            if store.keys.get(key.id, key).digest != key.digest:
+                raise known_key(key.id)
         for key in keys:
             store.changes += 1
             old = store.keys.get(key.id, key)
