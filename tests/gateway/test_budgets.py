@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, Sqlite, Tier, parse, write
+from headway.config import Broker, Budget, Config, Engine, Key, Postgres, Price, Server, Sqlite, Tier, parse, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.gateway.apis.state import AppState
@@ -52,6 +52,7 @@ from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, Gateway,
 from tests.gateway.test_cli import headway
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import events, fakes
+from tests.helpers import postgres
 from tests.helpers.journal_rows import JournalReader, written
 from tests.helpers.journal_rows import request as row
 
@@ -416,6 +417,35 @@ def test_a_hard_budget_refuses_with_the_time_of_its_end(serve: Serve) -> None:
         assert ask(gateway, one, max_tokens=30).status_code == 200, "a smaller one has room"
         assert ask(gateway, Key("sk-beta-1234", "beta"), max_tokens=150).status_code == 200
         assert gateway.metric('headway_dropped_total{reason="budget",tenant="alpha"}') == 1
+
+
+def test_what_was_not_used_is_given_back_before_the_answer_ends(serve: Serve) -> None:
+    one = key(Budget("day", tokens=100_000))
+    chat = {"model": "smollm2", "messages": SAY, "max_tokens": 50, **fakes(tokens=8)}
+    response = {"model": "smollm2", "input": "hi", "max_output_tokens": 50, **fakes(tokens=8)}
+    with serve(keys=(one,)) as gateway:
+        spent = 0.0
+        for path, body in ((CHAT, chat), ("/v1/messages", chat), ("/v1/responses", response)):
+            for stream in (False, True) * 5:
+                assert gateway.post(body | {"stream": stream}, path, headers=by(one)).status_code == 200
+                (now,) = used(gateway).values()
+                assert 8 < now - spent < 50, (path, stream)
+                spent = now
+        assert gateway.post(chat | fakes(end="400"), CHAT, headers=by(one)).status_code == 400
+        assert [*used(gateway).values()] == [spent]
+
+
+@pytest.mark.usefixtures("own_state")
+def test_requests_one_after_another_at_two_gateways_have_room(tmp_path: Path, fake: Fake) -> None:
+    address = postgres.fresh()
+    broker = Broker(kind="postgres", postgres=Postgres(address.url, address.schema))
+    one = key(Budget("day", tokens=2500))
+    config = configuration(tmp_path, fake.url, broker=broker, keys=(one,))
+    with serving(config) as first, serving(replace(config)) as second:
+        for turn in range(20):
+            fields = {"max_tokens": 1900, "stream": turn % 4 > 1, **fakes(tokens=8)}
+            answer = ask((first, second)[turn % 2], one, **fields)
+            assert answer.status_code == 200, answer.text
 
 
 def test_a_budget_of_money(serve: Serve) -> None:
