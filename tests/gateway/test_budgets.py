@@ -544,7 +544,7 @@ def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_p
 
 def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     rows: list[RequestRow] = [
-        row("a", tenant="x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
+        row("a", tenant="=x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
         row("b", tenant="z", app="chat", cost=None, paid_prompt=1, paid_output=1),
         *(row(f"c{i}", tenant="y", app="sums", cost=cost) for i, cost in enumerate((0.1, 0.2, 1e-6, 3e-7 * 3))),
     ]
@@ -555,7 +555,7 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
 
     assert [*csv.reader(io.StringIO(report("--by", "tenant", "--csv").stdout))] == [
         ["tenant", "requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost"],
-        ["x, y", "1", "10", "4", "5", "1.5"],
+        ["'=x, y", "1", "10", "4", "5", "1.5"],
         ["y", "4", "0", "0", "0", "0.3000019"],
         ["z", "1", "1", "0", "1", "0"],
     ]

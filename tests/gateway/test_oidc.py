@@ -177,6 +177,7 @@ def _altered(issuer: Issuer) -> str:
         (lambda issuer: issuer.token(aud=[]), "lacks one of the claims"),
         (lambda issuer: issuer.token(iss="http://127.0.0.1:1"), "is of another issuer"),
         (lambda issuer: issuer.token(iss=issuer.url + "/"), "is of another issuer"),
+        (lambda issuer: issuer.token(exp=10**400), "is malformed"),
         (lambda issuer: issuer.token(exp=None), "lacks one of the claims"),
         (lambda issuer: issuer.token(iss=None), "lacks one of the claims"),
         (lambda issuer: issuer.token(aud=None), "lacks one of the claims"),

@@ -131,6 +131,12 @@ def test_a_key_expires(gateway: Gateway) -> None:
         ({"tenant": "a", "max_queued": 0}, "max_queued"),
         ({"tenant": "a", "unknown": 1}, "Unknown key"),
         ({"tenant": "a", "expires_s": 0}, "expires_s"),
+        *(({"tenant": text}, "printable") for text in ("a\0", "a\nb", "a\u202eb", "a" * 129)),
+        ({"tenant": "a", "budgets": [{"per": "day", "tokens": 10**400}]}, "tokens"),
+        *(
+            ({"tenant": "a", name: 10**400}, name)
+            for name in ("priority", "max_queued", "requests_per_min", "tokens_per_min", "ttft_ms", "expires_s")
+        ),
         ({"tenant": "a", "expires_s": 1e12}, "expires_s"),
     ],
 )
