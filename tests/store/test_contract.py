@@ -447,6 +447,25 @@ async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -
     assert sum(await asyncio.gather(*calls)) == 10
 
 
+async def test_a_day_that_has_begun_for_one_gateway_has_begun_for_all(two: list[Broker]) -> None:
+    """Also for one whose clock is behind, and only once something of it is counted."""
+    ahead, behind = two
+
+    async def put(broker: Broker, id: str, units: float, begin: float) -> bool:
+        with suppress(AccountSpent):
+            await broker.put(job(id), [Charge("x", units, 100.0, begin, begin - 1.0)])
+            return True
+        return False
+
+    assert await put(ahead, "a", 60.0, 0.0)
+    assert not await put(ahead, "b", 101.0, 100.0), "more than a whole day's"
+    assert not await put(behind, "c", 60.0, 0.0), "the old day's budget is not anew"
+    assert await put(ahead, "d", 60.0, 100.0)
+    assert await put(behind, "e", 40.0, 0.0)
+    assert not await put(ahead, "f", 1.0, 100.0), "e counts for the new day"
+    assert await counted(ahead, "x", 3699.0) == 100.0
+
+
 async def test_a_job_is_put_with_its_charges_or_not_at_all(two: list[Broker]) -> None:
     first, second = two
     await first.put(job("a"), [charge("x", 3.0, 10.0, 1.0), charge("y", 6.0, 10.0, 1.0)])

@@ -195,16 +195,17 @@ class MemoryBroker:
         return {account: sum(units) for account, units in found.items() if units}
 
     def _check_room(self, charge: Charge) -> None:
-        account = self._store.spent.setdefault(charge.account, {})
-        for id in [id for id, (at, _) in account.items() if at <= charge.old]:
-            del account[id]
-        if (counted := sum(units for _, units in account.values())) + charge.units > charge.most:
+        account = self._store.spent.get(charge.account, {})
+        counted = sum(units for at, units in account.values() if at > charge.old)
+        if counted + charge.units > charge.most:
             raise AccountSpent(charge.account, counted)
 
     def _count(self, id: str, charge: Charge) -> None:
-        account = self._store.spent[charge.account]
+        account = self._store.spent.setdefault(charge.account, {})
+        for old in [id for id, (at, _) in account.items() if at <= charge.old]:
+            del account[old]
         _, before = account.get(id, (charge.at, 0.0))
-        account[id] = charge.at, before + charge.units
+        account[id] = max([charge.at, *(at for at, _ in account.values())]), before + charge.units
 
     def _settle(self, id: str, unused: Unused) -> None:
         """Add what an ended job used of its charges to the sums of their accounts."""
