@@ -243,3 +243,7 @@ def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
     assert (status(gateway, text), status(gateway, new["key"])) == (401, 200)
     assert "is revoked" in run("revoke", new["key"]), "only its id is sent"
     assert status(gateway, new["key"]) == 401
+    for words in (("--set", "tenant=other"), ("--days", "1", "--set", "expires_s=60")):
+        refused = CliRunner().invoke(app, ["key", "create", "-c", str(file), "zed", *words])
+        assert "is given twice" in str(refused.exception)
+    assert "zed" not in run("list")

@@ -57,7 +57,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Budget:
-    """A limit of the tenant's usage in a day or a month (UTC), of all its keys together.
+    """A limit of the tenant's usage in a day or a month (UTC), of all its keys with such a budget together.
 
     per: the time that is limited, from midnight, or from the first of the month, in UTC.
     tokens: limit of the tokens of prompts and answers.
