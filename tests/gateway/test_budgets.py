@@ -501,6 +501,14 @@ def test_background_work_and_batches_count(serve: Serve) -> None:
         assert both > first + 8
 
 
+def test_lines_of_a_batch_wait_for_what_others_give_back(serve: Serve) -> None:
+    one = key(Budget("day", tokens=1000))
+    with serve(keys=(one,)) as gateway:
+        records = [line(f"{i}", max_tokens=600, **fakes(tokens=8)) for i in range(8)]
+        batch = ended(gateway, begin(gateway, records, headers=by(one)), 30, headers=by(one))
+        assert batch["request_counts"]["completed"] == 8
+
+
 def test_what_is_reserved_for_a_cancelled_request_is_given_back(serve: Serve) -> None:
     one = key(Budget("day", tokens=1000))
     with serve(DEAD, ready=False, keys=(one,)) as gateway:
