@@ -208,7 +208,8 @@ class AppState(Access):
         if digest is None:
             return None
         sender = self._senders.get(digest)
-        if sender is None and self.tokens is not None:
+        # Tokens come in no other header.
+        if sender is None and self.tokens and request.headers.get("authorization", "").lower().startswith("bearer "):
             sender = self.tokens.verified.get(digest)
         return sender if sender is not None and sender.until > clock.now() else None
 
