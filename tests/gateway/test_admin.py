@@ -198,7 +198,7 @@ def test_only_operators_may_ask(serve: Serve) -> None:
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway with a past, budgets near their ends, names that are hostile or long, and requests inside."""
-    long = Key("sk-long-1234", "a-tenant-with-a-long-name-" * 6, name="a long name of a key " * 4)
+    long = Key("sk-long-1234", "a-tenant-with-a-long-name-" * 4, name="a long name of a key " * 4)
     with administered(tmp_path_factory.mktemp("admin"), Key("sk-nasty-123", NASTY, name=NASTY), long) as gateway:
         made_up(gateway, ("alpha", "beta", NASTY), 7200.0)
         spend(gateway, "alpha", KEYS[0].budgets[0], 0.85)

@@ -83,9 +83,15 @@ def test_an_operator_s_acts_on_a_tenant_s_response(audited: tuple[Gateway, Path]
     answer = gateway.post(gateway.chat(background=True, max_tokens=8), headers=by(ALPHA.key))
     url = f"/v1/responses/{answer.json()['id']}"
     until(lambda: gateway.newest()[0] == "done")
+    assert gateway.get(url, headers=by(ALPHA.key)).status_code == 200
     assert gateway.get(url, headers=OPERATOR).status_code == 200
+    assert gateway.get(f"{url}/input_items", headers=OPERATOR).status_code == 200
     assert httpx.delete(gateway.url + url, headers=OPERATOR).status_code == 200
-    assert [(line["act"], line["actor"]) for line in lines(path)] == [("DELETE /v1/responses/{id}", "operator")]
+    assert [(line["act"], line["actor"], line["tenant"]) for line in lines(path)] == [
+        ("GET /v1/responses/{id}", "operator", "alpha"),
+        ("GET /v1/responses/{id}/input_items", "operator", "alpha"),
+        ("DELETE /v1/responses/{id}", "operator", "alpha"),
+    ]
 
 
 def test_acts_on_stored_keys_are_in_the_audit_log_alone(

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, Sqlite, Tier, parse, write
+from headway.config import Broker, Budget, Config, Engine, Key, Postgres, Price, Server, Sqlite, Tier, parse, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.gateway.apis.state import AppState
@@ -53,6 +53,7 @@ from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, Gateway,
 from tests.gateway.test_cli import headway
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import events, fakes
+from tests.helpers import postgres
 from tests.helpers.journal_rows import JournalReader, written
 from tests.helpers.journal_rows import request as row
 
@@ -436,6 +437,35 @@ def test_a_hard_budget_refuses_with_the_time_of_its_end(serve: Serve) -> None:
         assert gateway.metric('headway_dropped_total{reason="budget",tenant="alpha"}') == 1
 
 
+def test_what_was_not_used_is_given_back_before_the_answer_ends(serve: Serve) -> None:
+    one = key(Budget("day", tokens=100_000))
+    chat = {"model": "smollm2", "messages": SAY, "max_tokens": 50, **fakes(tokens=8)}
+    response = {"model": "smollm2", "input": "hi", "max_output_tokens": 50, **fakes(tokens=8)}
+    with serve(keys=(one,)) as gateway:
+        spent = 0.0
+        for path, body in ((CHAT, chat), ("/v1/messages", chat), ("/v1/responses", response)):
+            for stream in (False, True) * 5:
+                assert gateway.post(body | {"stream": stream}, path, headers=by(one)).status_code == 200
+                (now,) = used(gateway).values()
+                assert 8 < now - spent < 50, (path, stream)
+                spent = now
+        assert gateway.post(chat | fakes(end="400"), CHAT, headers=by(one)).status_code == 400
+        assert [*used(gateway).values()] == [spent]
+
+
+@pytest.mark.usefixtures("own_state")
+def test_requests_one_after_another_at_two_gateways_have_room(tmp_path: Path, fake: Fake) -> None:
+    address = postgres.fresh()
+    broker = Broker(kind="postgres", postgres=Postgres(address.url, address.schema))
+    one = key(Budget("day", tokens=2500))
+    config = configuration(tmp_path, fake.url, broker=broker, keys=(one,))
+    with serving(config) as first, serving(replace(config)) as second:
+        for turn in range(20):
+            fields = {"max_tokens": 1900, "stream": turn % 4 > 1, **fakes(tokens=8)}
+            answer = ask((first, second)[turn % 2], one, **fields)
+            assert answer.status_code == 200, answer.text
+
+
 def test_a_budget_of_money(serve: Serve) -> None:
     one = key(Budget("month", cost=0.001))
     with serve(keys=(one,), prices=PRICES) as gateway:
@@ -489,6 +519,14 @@ def test_background_work_and_batches_count(serve: Serve) -> None:
         assert both > first + 8
 
 
+def test_lines_of_a_batch_wait_for_what_others_give_back(serve: Serve) -> None:
+    one = key(Budget("day", tokens=1000))
+    with serve(keys=(one,)) as gateway:
+        records = [line(f"{i}", max_tokens=600, **fakes(tokens=8)) for i in range(8)]
+        batch = ended(gateway, begin(gateway, records, headers=by(one)), 30, headers=by(one))
+        assert batch["request_counts"]["completed"] == 8
+
+
 def test_what_is_reserved_for_a_cancelled_request_is_given_back(serve: Serve) -> None:
     one = key(Budget("day", tokens=1000))
     with serve(DEAD, ready=False, keys=(one,)) as gateway:
@@ -532,7 +570,7 @@ def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_p
 
 def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     rows: list[RequestRow] = [
-        row("a", tenant="x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
+        row("a", tenant="=x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
         row("b", tenant="z", app="chat", cost=None, paid_prompt=1, paid_output=1),
         *(row(f"c{i}", tenant="y", app="sums", cost=cost) for i, cost in enumerate((0.1, 0.2, 1e-6, 3e-7 * 3))),
     ]
@@ -543,7 +581,7 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
 
     assert [*csv.reader(io.StringIO(report("--by", "tenant", "--csv").stdout))] == [
         ["tenant", "requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost"],
-        ["x, y", "1", "10", "4", "5", "1.5"],
+        ["'=x, y", "1", "10", "4", "5", "1.5"],
         ["y", "4", "0", "0", "0", "0.3000019"],
         ["z", "1", "1", "0", "1", "0"],
     ]

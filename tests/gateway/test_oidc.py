@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import re
 import time
@@ -23,7 +24,7 @@ from headway.gateway.apis.oidc import Tokens
 from headway.store.queue.keys import StoredKey
 from testing.servers.issuer import Issuer, private_key
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import OPERATOR, Fake, Gateway, configuration, serving, until
+from tests.gateway.gateway import OPERATOR, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import fakes
 
@@ -102,6 +103,29 @@ def test_a_token_has_the_limits_of_the_oldest_stored_key(serve: Serve, issuer: I
         until(lambda: served("chat", "batch") == [200, 403])
 
 
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_tokens_keep_the_limits_of_a_tenant_s_last_key(serve: Serve, issuer: Issuer, how: str) -> None:
+    budget = {"per": "day", "tokens": 300}
+    with serve(oidc=Oidc(issuer.url, AUDIENCE), server={"stored_keys": True}) as gateway:
+        token, chat = bearer(issuer.token()), gateway.chat(max_tokens=300, **fakes())
+        assert gateway.post(chat, headers=token).status_code == 200
+        made = {"tenant": "alpha", "budgets": [budget], **({} if how == "revoked" else {"expires_s": 0.3})}
+        (key,) = gateway.post(made, "/v1/headway/keys", headers=OPERATOR).json()["data"]
+        if how == "revoked":
+            WEB.delete(f"{gateway.url}/v1/headway/keys/{key['id']}", headers=OPERATOR).raise_for_status()
+        until(lambda: gateway.get("/v1/models", headers=bearer(key["key"])).status_code == 401)
+        assert error(gateway.post(chat, headers=token), 429)["code"] == "budget_spent"
+        gateway.post({"tenant": "beta"}, "/v1/headway/keys", headers=OPERATOR).raise_for_status()
+        assert error(gateway.post(chat, headers=token), 429)["code"] == "budget_spent", "also after another change"
+        (alpha, *_) = gateway.get("/v1/headway/tenants", headers=OPERATOR).json()["data"]
+        assert (alpha["keys"], [one["hard"] for one in alpha["budgets"]]) == (0, [[300.0]])
+        old = StoredKey("old", b"old", json.dumps({"tenant": "gamma", "budgets": [budget]}), 1.0, 2.0)
+        new = StoredKey("new", hashlib.sha256(b"hw-new").digest(), '{"tenant": "delta"}', 1.0)
+        gateway.do(gateway.inner.broker.put_keys([old, new], 0.0))
+        until(lambda: gateway.get("/v1/models", headers=bearer("hw-new")).status_code == 200)
+        assert gateway.post(chat, headers=bearer(issuer.token(tenant="gamma"))).status_code == 200, "it is forgotten"
+
+
 @pytest.mark.parametrize(
     "claims",
     [
@@ -153,6 +177,7 @@ def _altered(issuer: Issuer) -> str:
         (lambda issuer: issuer.token(aud=[]), "lacks one of the claims"),
         (lambda issuer: issuer.token(iss="http://127.0.0.1:1"), "is of another issuer"),
         (lambda issuer: issuer.token(iss=issuer.url + "/"), "is of another issuer"),
+        (lambda issuer: issuer.token(exp=10**400), "is malformed"),
         (lambda issuer: issuer.token(exp=None), "lacks one of the claims"),
         (lambda issuer: issuer.token(iss=None), "lacks one of the claims"),
         (lambda issuer: issuer.token(aud=None), "lacks one of the claims"),
@@ -186,6 +211,12 @@ def test_what_is_no_token_is_a_key(gateway: Gateway) -> None:
     assert gateway.get("/v1/models", headers=bearer(ALPHA)).status_code == 200
     twice = [("authorization", f"Bearer {ALPHA}"), ("authorization", "Bearer a.b.c")]
     assert gateway.get("/v1/models", headers=twice).status_code == 400
+
+
+def test_a_token_is_no_x_api_key(gateway: Gateway, issuer: Issuer) -> None:
+    token = issuer.token(scope="default")
+    for headers, status in (({"x-api-key": token}, 401), (bearer(token), 200), ({"x-api-key": token}, 401)):
+        assert gateway.get("/v1/models", headers=headers).status_code == status
 
 
 def test_a_remembered_token_ends_with_its_time(gateway: Gateway, issuer: Issuer) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,12 @@ def test_a_key_expires(gateway: Gateway) -> None:
         ({"tenant": "a", "max_queued": 0}, "max_queued"),
         ({"tenant": "a", "unknown": 1}, "Unknown key"),
         ({"tenant": "a", "expires_s": 0}, "expires_s"),
+        *(({"tenant": text}, "printable") for text in ("a\0", "a\nb", "a\u202eb", "a" * 129)),
+        ({"tenant": "a", "budgets": [{"per": "day", "tokens": 10**400}]}, "tokens"),
+        *(
+            ({"tenant": "a", name: 10**400}, name)
+            for name in ("priority", "max_queued", "requests_per_min", "tokens_per_min", "ttft_ms", "expires_s")
+        ),
         ({"tenant": "a", "expires_s": 1e12}, "expires_s"),
     ],
 )
@@ -172,6 +179,18 @@ def test_every_gateway_of_the_store_knows_within_a_second(tmp_path: Path, fake: 
         lasting = create(one)
     with serving(config) as again:
         assert (status(again, lasting["key"]), status(again, made["key"])) == (200, 401)
+
+
+@pytest.mark.usefixtures("own_state")
+def test_of_several_rotations_at_once_one_counts(tmp_path: Path, fake: Fake, broker: Broker | None) -> None:
+    config = configuration(tmp_path, fake.url, broker=broker, server=STORED)
+    with serving(config) as one, serving(replace(config)) as other, ThreadPoolExecutor(6) as threads:
+        path = f"{KEYS}/{create(one)['id']}/rotate"
+        turns = [one, other] * 3
+        answers = [*threads.map(lambda gateway: gateway.post({"grace_s": 60}, path, headers=OPERATOR), turns)]
+        assert sorted(answer.status_code for answer in answers) == [201, *[409] * 5]
+        (new,) = [answer.json()["data"][0]["key"] for answer in answers if answer.status_code == 201]
+        until(lambda: status(one, new) == status(other, new) == 200, 5)
 
 
 def test_a_thousand_keys_and_a_hundred_thousand_tenants(serve: Serve) -> None:
@@ -224,3 +243,7 @@ def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
     assert (status(gateway, text), status(gateway, new["key"])) == (401, 200)
     assert "is revoked" in run("revoke", new["key"]), "only its id is sent"
     assert status(gateway, new["key"]) == 401
+    for words in (("--set", "tenant=other"), ("--days", "1", "--set", "expires_s=60")):
+        refused = CliRunner().invoke(app, ["key", "create", "-c", str(file), "zed", *words])
+        assert "is given twice" in str(refused.exception)
+    assert "zed" not in run("list")

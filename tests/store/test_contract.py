@@ -447,6 +447,25 @@ async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -
     assert sum(await asyncio.gather(*calls)) == 10
 
 
+async def test_a_day_that_has_begun_for_one_gateway_has_begun_for_all(two: list[Broker]) -> None:
+    """Also for one whose clock is behind, and only once something of it is counted."""
+    ahead, behind = two
+
+    async def put(broker: Broker, id: str, units: float, begin: float) -> bool:
+        with suppress(AccountSpent):
+            await broker.put(job(id), [Charge("x", units, 100.0, begin, begin - 1.0)])
+            return True
+        return False
+
+    assert await put(ahead, "a", 60.0, 0.0)
+    assert not await put(ahead, "b", 101.0, 100.0), "more than a whole day's"
+    assert not await put(behind, "c", 60.0, 0.0), "the old day's budget is not anew"
+    assert await put(ahead, "d", 60.0, 100.0)
+    assert await put(behind, "e", 40.0, 0.0)
+    assert not await put(ahead, "f", 1.0, 100.0), "e counts for the new day"
+    assert await counted(ahead, "x", 3699.0) == 100.0
+
+
 async def test_a_job_is_put_with_its_charges_or_not_at_all(two: list[Broker]) -> None:
     first, second = two
     await first.put(job("a"), [charge("x", 3.0, 10.0, 1.0), charge("y", 6.0, 10.0, 1.0)])
@@ -571,6 +590,13 @@ async def test_a_revocation_stays(broker: Broker) -> None:
     await broker.put_keys([key(revoked=5.0)], 0.0)
     await broker.put_keys([key(expires=7.0), key(revoked=6.0)], 0.0)
     assert [one.revoked for one in await broker.keys(0)] == [5.0]
+
+
+async def test_a_new_key_with_the_id_of_another_is_refused(broker: Broker) -> None:
+    await broker.put_keys([key("a")], 0.0)
+    with pytest.raises(HeadwayError, match="stored already"):
+        await broker.put_keys([key("b"), replace(key("a"), digest=b"another"), key("a", revoked=5.0)], 0.0)
+    assert await broker.keys(0) == [key("a", changed=1)]
 
 
 async def test_ended_keys_are_forgotten_and_no_change_has_the_number_of_another(broker: Broker) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headway.cli.operator import OperatorClient, Server, settings_of, show
 from headway.cli.options import ConfigFile, Json
+from headway.errors import ConfigError
 
 key_app = typer.Typer(help="API keys in the queue's store (server.stored_keys).", no_args_is_help=True)
 _PATH = "/v1/headway/keys"
@@ -57,8 +58,10 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a key and print it. It is shown only now: the gateways keep its hash."""
-    body = settings_of(limits) | {"tenant": tenant} | ({} if days is None else {"expires_s": days * 86_400})
-    _print(OperatorClient(config, server, _PATH).call("POST", json=body), as_json)
+    given = {"tenant": tenant} | ({} if days is None else {"expires_s": days * 86_400})
+    if twice := sorted(given.keys() & (settings := settings_of(limits)).keys()):
+        raise ConfigError(f"{twice[0]} is given twice.", f"Leave out --set {twice[0]}=...")
+    _print(OperatorClient(config, server, _PATH).call("POST", json=settings | given), as_json)
 
 
 @key_app.command()

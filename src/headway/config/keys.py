@@ -29,8 +29,25 @@ def _checked(text: str) -> str:
 
 # A secret, or its location: "env:NAME" or "file:PATH".
 Secret = Annotated[str, AfterValidator(_checked)]
-_Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+_MOST = 2**53  # above it floats, such as the sums of budgets, skip integers
+_Ms = Annotated[float, Field(gt=0, le=_MOST, strict=False)]
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
 _Name = Annotated[str, Field(min_length=1)]
+_LONGEST = 128  # characters
+
+
+def is_label(text: str) -> bool:
+    """Tell whether a text can name a tenant or a key: 1 to 128 characters that can be shown."""
+    return 0 < len(text) <= _LONGEST and text.isprintable()
+
+
+def _label(text: str) -> str:
+    if not is_label(text):
+        raise PydanticCustomError("label", f"a name has 1 to {_LONGEST} characters, all of them printable")
+    return text
+
+
+_Label = Annotated[str, AfterValidator(_label)]
 # In logs, the sender with the operator's key, and how the names of an issuer's tokens begin.
 OPERATOR_NAME, TOKEN_PREFIX = "operator", "token:"
 OTHER = "(other)"  # in metrics and on the dashboard: all values without their own label
@@ -41,7 +58,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Budget:
-    """A limit of the tenant's usage in a day or a month (UTC), of all its keys together.
+    """A limit of the tenant's usage in a day or a month (UTC), of all its keys with such a budget together.
 
     per: the time that is limited, from midnight, or from the first of the month, in UTC.
     tokens: limit of the tokens of prompts and answers.
@@ -50,8 +67,8 @@ class Budget:
     """
 
     per: Literal["day", "month"]
-    tokens: Annotated[int, Field(ge=1)] | None = None
-    cost: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)] | None = None
+    tokens: _Count | None = None
+    cost: Annotated[float, Field(gt=0, le=_MOST, strict=False)] | None = None
     soft: bool = False
 
 
@@ -73,17 +90,17 @@ class Key:
     """
 
     key: Secret
-    tenant: _Name
+    tenant: _Label
     classes: tuple[_Name, ...] | None = None
     ttft_ms: _Ms | None = None
     tpot_ms: _Ms | None = None
     e2e_ms: _Ms | None = None
-    priority: int | None = None
-    max_queued: Annotated[int, Field(ge=1)] | None = None
-    requests_per_min: Annotated[int, Field(ge=1)] | None = None
-    tokens_per_min: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-_MOST, le=_MOST)] | None = None
+    max_queued: _Count | None = None
+    requests_per_min: _Count | None = None
+    tokens_per_min: _Count | None = None
     itl_ms: _Ms | None = None
-    name: _Name | None = None
+    name: _Label | None = None
     budgets: tuple[Budget, ...] = ()
 
     @property

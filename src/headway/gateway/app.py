@@ -196,9 +196,10 @@ def _apis(app: FastAPI, state: AppState) -> None:
                 if parsed.background:
                     return await background(api, parsed, held)
                 in_flight = await gateway.path.accept(parsed, held, request.scope.get(VIA))
-            stream = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage)
+            keeps = parsed.kept is not None
+            stream = ResponseStream(gateway.path, in_flight, wants_usage=parsed.wants_usage, keeps=keeps)
             writer = api.writer(parsed)
-            return stream if writer is None else TranslatedResponse(stream, writer, keeps=parsed.kept is not None)
+            return stream if writer is None else TranslatedResponse(stream, writer)
 
         return handle
 

@@ -84,12 +84,12 @@ class Api:
 class TranslatedResponse(DeferredResponse):
     """An ASGI response that translates what a chat's response sends.
 
-    An answer or an error is collected first; a stream is passed on as it comes. keeps: the answer is kept.
+    An answer or an error is collected first; a stream is passed on as it comes.
     """
 
-    def __init__(self, inner: ResponseStream, writer: ChatStream, *, keeps: bool = False) -> None:
+    def __init__(self, inner: ResponseStream, writer: ChatStream) -> None:
         super().__init__()
-        self._inner, self._writer, self._keeps = inner, writer, keeps
+        self._inner, self._writer = inner, writer
         self._start: Message | None = None
         self._streams = False
         self._whole = bytearray()
@@ -114,7 +114,7 @@ class TranslatedResponse(DeferredResponse):
 
     async def _keep(self) -> None:
         """Store the answer before its client has it whole, and may go on from it at another gateway."""
-        if self._keeps and (answer := self._writer.answer()) is not None:
+        if self._inner.keeps and (answer := self._writer.answer()) is not None:
             await self._inner.finish(answer)
 
     async def _begin(self, start: Message, send: Send) -> None:

@@ -22,14 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway import clock
 from headway.addresses import is_secure_url
 from headway.config import Key
-from headway.config.keys import OTHER, TOKEN_PREFIX
+from headway.config.keys import OTHER, TOKEN_PREFIX, is_label
 from headway.config.oidc import Oidc
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.access import TOKEN_ERROR, Sender
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MOST_BYTES, _MOST_KEYS = 2**20, 100  # of an issuer's answer
-_LONGEST = 128  # characters of a tenant's name
+_LONGEST = 100  # characters of a subject, of which a key's name is made
 _PUBLIC = ("RSA", "EC", "OKP")
 _BROKEN = (jwt.PyJWTError, RecursionError, OverflowError)  # all that a token can cause
 _REASONS: tuple[tuple[type[jwt.PyJWTError], str], ...] = (
@@ -80,7 +80,10 @@ class Tokens:
             return found
         head = token.partition(".")[0]
         key = self._ready.get(head) or await self._key_of(token)
-        sender = self._sender(self._claims(token, key))
+        try:
+            sender = self._sender(self._claims(token, key))
+        except OverflowError as error:  # of an instant that is no float
+            raise _refusal(error) from None
         if len(self._ready) < _MOST_KEYS:  # only for a head that was signed
             self._ready[head] = key
         while len(self.verified) >= self._most:
@@ -228,7 +231,7 @@ def claim(claims: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_tenant(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable() and value != OTHER
+    return isinstance(value, str) and is_label(value) and value != OTHER
 
 
 def _words(value: Any) -> tuple[str, ...]:

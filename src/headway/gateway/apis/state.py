@@ -20,7 +20,7 @@ from headway.gateway import tasks
 from headway.gateway.apis.access import TOKEN_ERROR, Access, Sender
 from headway.gateway.apis.api import Api
 from headway.gateway.apis.oidc import Tokens
-from headway.gateway.apis.stored_keys import StoredKeys
+from headway.gateway.apis.stored_keys import FORGET_S, StoredKeys
 from headway.gateway.budget import Held
 from headway.gateway.gateway import Gateway
 from headway.gateway.http.connections import TENANT
@@ -60,6 +60,7 @@ class AppState(Access):
         self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
         self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
+        self._ended: dict[str, Sender] = {}  # with the key of each tenant that ended last
         self.adopt(self.config, self.keys_of(self.config))
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
@@ -112,6 +113,7 @@ class AppState(Access):
         for sender in senders.values():
             if sender.key is not None:
                 self.by_tenant.setdefault(sender.key.tenant, []).append(sender)
+        self._ended = {tenant: Sender(key, end) for tenant, (end, key) in self.stored.ended().items()}
         self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self.classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
@@ -179,11 +181,18 @@ class AppState(Access):
             problem = f"The token lacks a tenant or classes (claims {names})."
             raise RequestError(problem, "Ask the issuer for it.", status=403, kind="permission_error", code="no_tenant")
         key = sender.key
-        known = self.by_tenant.get(key.tenant, ()) if sender.token else ()
-        if (limits := next((one.key for one in known if one.until > clock.now()), None)) is not None:
+        if sender.token and (limits := self.limits_of_tokens(key.tenant)) is not None:
             key = replace(limits, classes=key.classes or limits.classes, name=key.name)
         request.scope[TENANT], request.scope[ACTOR] = key.tenant, key.label  # for the logs
         return key
+
+    def limits_of_tokens(self, tenant: str) -> Key | None:
+        """Return a tenant's first valid key, else the one that ended last, within 30 days; None = there is none."""
+        now, known = clock.now(), self.by_tenant.get(tenant, [])
+        ended = [*known, self._ended[tenant]] if tenant in self._ended else known
+        last = max(ended, key=lambda one: one.until, default=None)
+        found = next((one for one in known if one.until > now), last)
+        return None if found is None or found.until < now - FORGET_S else found.key
 
     def is_operator(self, request: Request) -> bool:
         """Return whether a request carries the operator's key, or an operator's token."""
@@ -203,7 +212,8 @@ class AppState(Access):
         if digest is None:
             return None
         sender = self._senders.get(digest)
-        if sender is None and self.tokens is not None:
+        # Tokens come in no other header.
+        if sender is None and self.tokens and request.headers.get("authorization", "").lower().startswith("bearer "):
             sender = self.tokens.verified.get(digest)
         return sender if sender is not None and sender.until > clock.now() else None
 

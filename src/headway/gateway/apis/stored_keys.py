@@ -23,7 +23,7 @@ from headway.errors import HeadwayError, RequestError
 from headway.store.queue.keys import KeyStore, StoredKey
 
 _POLL_S = 0.5  # a change is known everywhere within a second
-_FORGET_S = 30 * 86_400.0  # for which an ended key stays in the list
+FORGET_S = 30 * 86_400.0  # for which an ended key stays in the list
 _KEY = TypeAdapter(Key)
 log = logging.getLogger("headway.gateway.keys")
 
@@ -38,18 +38,28 @@ class StoredKeys:
         self._turn = asyncio.Lock()
 
     def usable(self) -> Iterator[tuple[StoredKey, Key]]:
-        """Yield the keys that are not revoked, the oldest first, and their tenants and limits."""
-        yield from sorted(self._known.values(), key=lambda one: one[0].created)
+        """Yield the keys that have not ended, the oldest first, and their tenants and limits."""
+        now = clock.now()
+        known = sorted(self._known.values(), key=lambda one: one[0].created)
+        yield from ((stored, key) for stored, key in known if state_of(stored, now) == "active")
+
+    def ended(self) -> dict[str, tuple[float, Key]]:
+        """Return for each tenant when the key that ended last did so, and the limits of that key."""
+        found, now = dict[str, tuple[float, Key]](), clock.now()
+        for stored, key in self._known.values():
+            end = min(now if one is None else one for one in (stored.revoked, stored.expires))
+            if state_of(stored, now) != "active" and end >= found.get(key.tenant, (0.0,))[0]:
+                found[key.tenant] = end, key
+        return found
 
     async def refresh(self) -> None:
         """Take over what has changed in the store; errors as those of its calls."""
         async with self._turn:
             if not (changes := await self._store.keys(self._last)):
                 return
-            now = clock.now()
             for stored in changes:
                 self._known.pop(stored.id, None)
-                if state_of(stored, now) == "active" and (key := _key_of(stored)) is not None:
+                if (key := _key_of(stored)) is not None:
                     self._known[stored.id] = stored, key
             self._last = changes[-1].changed
         self._changed()
@@ -87,13 +97,16 @@ class StoredKeys:
         if (state := state_of(old, now)) != "active":
             raise RequestError(f"The key {id} is {state}.", "Create a new one.", status=409, code="key_ended")
         successor = hashlib.sha256(old.id.encode()).hexdigest()[: len(old.id)]
-        if any(one.id == successor for one in await self._store.keys(0)):  # its end is that of its grace
-            hint = f"Rotate {successor}, which replaces it."
-            raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated")
         new, text = _new(old.settings, None if old.expires is None else old.expires - old.created, successor)
         ends = min(old.expires or now + grace_s, now + grace_s)
         old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
-        await self._put([new, old])
+        try:
+            await self._put([new, old])
+        except HeadwayError as error:
+            if error.status != 409:
+                raise
+            hint = f"Rotate {successor}, which replaces it."
+            raise RequestError(f"The key {id} was rotated already.", hint, status=409, code="key_rotated") from error
         return old, new, text
 
     async def revoke(self, id: str) -> StoredKey:
@@ -112,7 +125,7 @@ class StoredKeys:
         raise RequestError(f"There is no stored key {id[:64]!r}.", hint, status=404, code="key_not_found")
 
     async def _put(self, keys: Sequence[StoredKey]) -> None:
-        await self._store.put_keys(keys, clock.now() - _FORGET_S)
+        await self._store.put_keys(keys, clock.now() - FORGET_S)
         await self.refresh()
 
 

@@ -49,11 +49,14 @@ def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
         busy, idle = _found(state, part, window, waiting + inside)
         shown = [*busy, *islice(idle, max(_MOST - len(busy), 0))][:_MOST]
         rest = set(busy[_MOST:])
-        keys = {name: _keys(state, name) for name in shown}
+        valid = {name: _keys(state, name) for name in shown}
+        kept = {name: state.limits_of_tokens(name) for name in shown}  # that of an ended key, without valid ones
+        keys = {name: valid[name] or [key for key in [kept[name]] if key is not None] for name in shown}
         budgets, problem = await _budgets(state, keys)
         uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # (other) may include its figures
         data = [
             _limits(state, name, keys[name])
+            | {"keys": len(valid[name])}
             | {"waiting": waiting[name], "inside": inside[name], "budgets": None if budgets is None else budgets[name]}
             | {"window": window.get(name, uncounted)}
             for name in shown
@@ -122,7 +125,7 @@ def _limits(state: AppState, tenant: str, keys: Sequence[Key]) -> dict[str, Any]
     limits = {name: [getattr(key, name) for key in keys] for name in _LIMITS}
     most = {name: None if not keys or None in of else max(of) for name, of in limits.items()}
     minute = state.gateway.path.usage.used(tenant, clock.now())
-    return {"id": tenant, "object": "headway.tenant", "keys": len(keys), "limits": most, "last_minute": minute}
+    return {"id": tenant, "object": "headway.tenant", "limits": most, "last_minute": minute}
 
 
 async def _budgets(

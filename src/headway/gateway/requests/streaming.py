@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from headway.gateway.requests.path import RequestPath
 from headway.gateway.transcript import Diverged, Transcript
 
 log = logging.getLogger("headway.gateway")
+_Close = Callable[[], Awaitable[object]]
 _DEFERRED, HEAD = "headway.deferred", "headway.head"  # in the scope of a request
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -83,10 +84,13 @@ class DeferredMiddleware:
 
 
 class ResponseStream(DeferredResponse):
-    """The response to one accepted request."""
+    """The response to one accepted request. keeps: `finish` is called with the answer, to keep it."""
 
-    def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
+    def __init__(
+        self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool, keeps: bool = False
+    ) -> None:
         super().__init__()
+        self.keeps = keeps
         self._path, self._in_flight = path, in_flight
         self._reader = EventReader(wants_usage, in_flight.transcript, partial(_cost, in_flight))
         self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
@@ -170,8 +174,8 @@ class ResponseStream(DeferredResponse):
         """Queue the stream again, or end it here if its engine was lost after the answer's last token."""
         transcript, reader = self._in_flight.transcript, self._reader
         if transcript is not None and transcript.complete:
-            await self._end(reader.end(transcript), send)
-            await self._path.finish(self._in_flight, reader.tokens)
+            last = reader.end(transcript)
+            await self._end(last, send, partial(self._path.finish, self._in_flight, reader.tokens))
             return
         await self._path.resume(self._in_flight, error)
         reader.restart()
@@ -241,17 +245,18 @@ class ResponseStream(DeferredResponse):
         self._started = True
 
     async def _whole(self, response: EngineResponse, scope: Scope, send: Send) -> None:
-        if self._started:  # with comments, so this is an engine's error
-            await self._end(_last(json.loads(response.head)), send)
-        else:
-            self._output_tokens = response.output_tokens
-            await self._start(response, scope, send, await self._path.price(self._in_flight, response))
-            await self._end(response.head, send)
-        if response.status == 200:
-            await self._path.finish(self._in_flight, response.output_tokens)
-        else:
+        close: _Close = partial(self._path.finish, self._in_flight, response.output_tokens)
+        if response.status != 200:
             reason = response.head.decode(errors="replace")[:500]
-            await self._fail(f"engine_refused: {reason}", "refused")
+            close = partial(self._fail, f"engine_refused: {reason}", "refused")
+        if self._started:  # with comments, so this is an engine's error
+            await self._end(_last(json.loads(response.head)), send, close)
+            return
+        self._output_tokens = response.output_tokens
+        cost = await self._path.price(self._in_flight, response)
+        await self._settle(close)
+        await self._start(response, scope, send, cost)
+        await self._end(response.head, send, close)
 
     async def _stream(self, response: EngineResponse, scope: Scope, send: Send) -> None:
         """Pass events on; the response begins with the first one that is whole and valid."""
@@ -279,9 +284,8 @@ class ResponseStream(DeferredResponse):
                 await self._start(response, scope, send)
             if reader.complete:
                 await self._path.turns.take()
-                await self._end(data, send)
                 self._note_silence(response.silence)
-                await self._path.finish(self._in_flight, reader.tokens)
+                await self._end(data, send, partial(self._path.finish, self._in_flight, reader.tokens))
                 return
             if data:
                 self._sent = self._token_at = now()
@@ -296,8 +300,8 @@ class ResponseStream(DeferredResponse):
             raise EngineGone(response.engine, "its stream ended early")
         if reader.failure and not await self._path.lives(response.engine):
             raise EngineGone(response.engine, reader.failure[:300])
-        await self._end(reader.failure + (b"" if reader.closed and not reader.failure else _DONE), send)
-        await self._fail("engine_failed: it said so in the stream")
+        last = reader.failure + (b"" if reader.closed and not reader.failure else _DONE)
+        await self._end(last, send, partial(self._fail, "engine_failed: it said so in the stream"))
 
     async def _feed(self, reader: EventReader, chunk: bytes) -> bytes:
         """Return what of a chunk may be passed on.
@@ -310,14 +314,25 @@ class ResponseStream(DeferredResponse):
             await asyncio.sleep(0)
             return await offload(reader.buffered, partial(reader.feed, chunk))
 
-    async def _end(self, last: bytes, send: Send) -> None:
+    async def _end(self, last: bytes, send: Send, close: _Close) -> None:
         """Send the end of the response, before the broker stores it, so that no client waits for the disk.
 
-        A crash in between leaves an answered request open; the next start fails it as `client_gone`.
+        A crash in between leaves an answered request open; the next start fails it as `client_gone`. close: closes the
+        request; done before where budgets count it.
         """
         self._sent = math.inf
+        await self._settle(close)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         self._complete = True
+        await close()  # nothing where it is closed
+
+    async def _settle(self, close: _Close) -> None:
+        """Close a request that budgets count: what it has not used is free before its client sends the next one.
+
+        Not where `finish` does so. The store's timeout limits the wait; afterwards the end is stored later.
+        """
+        if self._in_flight.bill.reserved and not self.keeps:
+            await close()
 
 
 class EventReader:

@@ -26,6 +26,7 @@ from headway.gateway.http.connections import TENANT
 
 ACTOR = "headway.actor"  # in the scope of a request: who sent it, the name of a key or "operator"
 OPERATOR = "headway.operator"  # in the scope of what an operator does that only operators may
+CONTENT = "headway.content"  # in the scope of such a request for what a tenant has sent or got
 DETAIL = "headway.detail"  # in the scope of a request: what it concerns, besides its path
 CODE = "headway.code"  # in the scope of a request that is refused: the error's code
 _READS = ("GET", "HEAD", "OPTIONS")
@@ -161,7 +162,7 @@ class Audited:
 
     async def _note(self, scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         refused = status in (401, 403) or (status == 429 and (b"x-headway-dropped-reason", b"budget") in headers)
-        acts = scope.get(OPERATOR, False) and scope["method"] not in _READS
+        acts = scope.get(OPERATOR, False) and (scope["method"] not in _READS or CONTENT in scope)
         if not acts and not (refused and self._audit.lists_refusal()):
             return
         route, client = scope.get("route"), scope.get("client")

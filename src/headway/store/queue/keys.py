@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from headway.errors import HeadwayError
+
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
@@ -36,4 +38,10 @@ class KeyStore(Protocol):
         """Store new keys, and take over `expires` and `revoked` of known ones, all or none; a revocation stays.
 
         They survive a crash when this returns. forget: keys that expired or were revoked before it are deleted.
+        Raises HeadwayError (409) when a key's id is known with another digest; then nothing is stored.
         """
+
+
+def known_key(id: str) -> HeadwayError:
+    """Return the error of a new key whose id another key has (status 409)."""
+    return HeadwayError(f"A key {id!r} is stored already.", "Create another one.", status=409)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.store.queue.keys import StoredKey
+from headway.store.queue.keys import StoredKey, known_key
 from headway.store.queue.port import (
     CANCELLED,
     KEPT_MARK,
@@ -195,16 +195,17 @@ class MemoryBroker:
         return {account: sum(units) for account, units in found.items() if units}
 
     def _check_room(self, charge: Charge) -> None:
-        account = self._store.spent.setdefault(charge.account, {})
-        for id in [id for id, (at, _) in account.items() if at <= charge.old]:
-            del account[id]
-        if (counted := sum(units for _, units in account.values())) + charge.units > charge.most:
+        account = self._store.spent.get(charge.account, {})
+        counted = sum(units for at, units in account.values() if at > charge.old)
+        if counted + charge.units > charge.most:
             raise AccountSpent(charge.account, counted)
 
     def _count(self, id: str, charge: Charge) -> None:
-        account = self._store.spent[charge.account]
+        account = self._store.spent.setdefault(charge.account, {})
+        for old in [id for id, (at, _) in account.items() if at <= charge.old]:
+            del account[old]
         _, before = account.get(id, (charge.at, 0.0))
-        account[id] = charge.at, before + charge.units
+        account[id] = max([charge.at, *(at for at, _ in account.values())]), before + charge.units
 
     def _settle(self, id: str, unused: Unused) -> None:
         """Add what an ended job used of its charges to the sums of their accounts."""
@@ -223,6 +224,9 @@ class MemoryBroker:
     async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
         """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
         store = self._store
+        for key in keys:
+            if store.keys.get(key.id, key).digest != key.digest:
+                raise known_key(key.id)
         for key in keys:
             store.changes += 1
             old = store.keys.get(key.id, key)

@@ -25,7 +25,7 @@ from headway.errors import HeadwayError
 from headway.store.postgres.link import Address, Lost
 from headway.store.postgres.schema import loaded, lock_of, stored
 from headway.store.postgres.session import Lane, Session
-from headway.store.queue.keys import StoredKey
+from headway.store.queue.keys import StoredKey, known_key
 from headway.store.queue.port import (
     CANCELLED,
     NO_CHARGES,
@@ -60,6 +60,7 @@ GET_KEYS = "SELECT * FROM {s}.keys WHERE changed > $1 ORDER BY changed"
 PUT_KEY = """INSERT INTO {s}.keys AS one SELECT $1, $2, $3, $4, $5, $6, coalesce(max(changed), 0) + 1 FROM {s}.keys
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
         revoked = coalesce(one.revoked, excluded.revoked)"""
+OTHER_KEY = "SELECT FROM {s}.keys WHERE id = $1 AND digest <> $2"
 FORGET_KEYS = "DELETE FROM {s}.keys WHERE coalesce(revoked, expires) < $1"
 # For calls whose outcome is unknown as the connection ended: taken jobs are given back.
 UNDO_TAKES = "UPDATE {s}.jobs SET owner = NULL WHERE owner = $1 AND state = 'open' AND call = ANY ($2)"
@@ -255,8 +256,7 @@ class PostgresBroker(Session):
             account, id, units = stored(group[0].text), stored(group[0].id), group[0].units
             return [await connection.execute(self.sql(REFUND), account, id, units)]
         if group[0].verb == "put_keys":
-            await self._put_keys(group[0], connection)
-            return [None]
+            return [await self._put_keys(group[0], connection)]
         await self._undo(connection)
         # After a failure alone: then no other transaction has locked its rows.
         alone = tries > 0 or any(call.verb in ALONE for call in group)
@@ -299,12 +299,19 @@ class PostgresBroker(Session):
                 await settle([call], self.sql, connection)
         return held is not None
 
-    async def _put_keys(self, call: QueueCall, connection: Connection) -> None:
-        """Store keys while no other gateway does: changes become visible in the order of their numbers."""
+    async def _put_keys(self, call: QueueCall, connection: Connection) -> HeadwayError | None:
+        """Store keys while no other gateway does: changes become visible in the order of their numbers.
+
+        Return the error of a key whose id is another's.
+        """
         async with connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} keys"))
+            for key in call.keys:
+                if await connection.fetchrow(self.sql(OTHER_KEY), key.id, key.digest) is not None:
+                    return known_key(key.id)
             await connection.executemany(self.sql(PUT_KEY), [astuple(key)[:-1] for key in call.keys])
             await connection.execute(self.sql(FORGET_KEYS), call.instant)  # after the puts: no number is given twice
+        return None
 
     async def _bodies(self, connection: Connection, taken: list[int]) -> list[Job]:
         """Read taken jobs in a separate statement, so that large answers delay no commit."""

@@ -24,8 +24,9 @@ UNDO_PUTS = """WITH undone AS (
 _LOCK = "SELECT pg_advisory_xact_lock(number) FROM unnest($1::bigint[]) AS number"
 _EXPIRE = """DELETE FROM {s}.spent USING unnest($1::text[], $2::float8[]) AS past (account, until)
     WHERE spent.account = past.account AND spent.at <= past.until"""
-_SUMS = "SELECT account, sum(units) AS units FROM {s}.spent WHERE account = ANY ($1) GROUP BY account"
-_CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units) VALUES ($1, $2, $3, $4)
+# From the latest instant that counts: what a gateway charges whose clock is behind is not too old for others.
+_CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units)
+    SELECT $1, $2, greatest($3, max(at)), $4 FROM {s}.spent WHERE account = $1
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units"""
 _SETTLE = f"""WITH ended AS (
         DELETE FROM {{s}}.spent USING unnest($1::text[], $2::text[], $3::float8[]) AS one (account, id, unused)
@@ -51,25 +52,28 @@ async def without_room(group: Sequence[QueueCall], sql: Sql, connection: Connect
     if not charges:
         return {}
     past = {stored(charge.account): charge.old for charge in charges}
-    await connection.execute(sql(_EXPIRE), [*past], [*past.values()])
-    counted = {row["account"]: row["units"] for row in await connection.fetch(sql(_SUMS), [*past])}
+    rows = await connection.fetch(sql(COUNTED), [*past], [*past.values()])
+    counted = {row["account"]: row["units"] for row in rows}
     refused = dict[int, AccountSpent]()
     for call in group:
-        rows = [(counted.get(stored(charge.account), 0.0), charge) for charge in call.charges]
-        full = next(((units, charge) for units, charge in rows if units + charge.units > charge.most), None)
+        found = [(counted.get(stored(charge.account), 0.0), charge) for charge in call.charges]
+        full = next(((units, charge) for units, charge in found if units + charge.units > charge.most), None)
         if full is not None:
             refused[call.number] = AccountSpent(full[1].account, full[0])
             continue
-        counted |= {stored(charge.account): units + charge.units for units, charge in rows}
+        counted |= {stored(charge.account): units + charge.units for units, charge in found}
     return refused
 
 
 async def count_charges(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> None:
     """Count the charges of these calls; their accounts have room."""
+    charges = [charge for call in group for charge in call.charges]
+    past = {stored(charge.account): charge.old for charge in charges}
     rows = [
         (stored(charge.account), stored(call.id), charge.at, charge.units) for call in group for charge in call.charges
     ]
     if rows:
+        await connection.execute(sql(_EXPIRE), [*past], [*past.values()])
         await connection.executemany(sql(_CHARGE), rows)
 
 

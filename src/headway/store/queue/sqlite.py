@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any, TypeVar, cast
 
 from headway.errors import HeadwayError
-from headway.store.queue.keys import StoredKey
+from headway.store.queue.keys import StoredKey, known_key
 from headway.store.queue.port import (
     CANCELLED,
     NO_CHARGES,
@@ -93,6 +93,7 @@ GET = f"SELECT {COLUMNS}, {SUMS} FROM jobs WHERE id = ?"
 PUT_KEY = """INSERT INTO keys SELECT ?, ?, ?, ?, ?, ?, coalesce(max(changed), 0) + 1 FROM keys WHERE true
     ON CONFLICT (id) DO UPDATE SET expires = excluded.expires, changed = excluded.changed,
         revoked = coalesce(revoked, excluded.revoked)"""
+OTHER_KEY = "SELECT 1 FROM keys WHERE id = ? AND digest <> ?"
 FORGET_KEYS = "DELETE FROM keys WHERE coalesce(revoked, expires) < ?"
 
 # Values that SQLite cannot hold (a NaN instant, half a surrogate pair, 1 GB): the fault of one call only.
@@ -487,6 +488,9 @@ def _keys(after: int, db: sqlite3.Connection) -> list[StoredKey]:
 
 
 def _put_keys(keys: Sequence[StoredKey], forget: float, db: sqlite3.Connection) -> None:
+    for key in keys:
+        if db.execute(OTHER_KEY, [key.id, key.digest]).fetchone():
+            raise known_key(key.id)
     db.executemany(PUT_KEY, [astuple(key)[:-1] for key in keys])
     db.execute(FORGET_KEYS, [forget])  # after the puts: no number is given twice
 

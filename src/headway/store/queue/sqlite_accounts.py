@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from headway.store.queue.port import TOTAL, AccountSpent, Charge, Unused
 
 _EXPIRE = "DELETE FROM spent WHERE account = ? AND at <= ?"
-_SUM = "SELECT coalesce(sum(units), 0) FROM spent WHERE account = ?"
+_SUM = "SELECT coalesce(sum(units), 0) FROM spent WHERE account = ? AND at > ?"
 _COUNTED = "SELECT sum(units) FROM spent WHERE account = ? AND at > ?"
-_CHARGE = """INSERT INTO spent (account, id, at, units) VALUES (?, ?, ?, ?)
+# From the latest instant that counts: what a gateway charges whose clock is behind is not too old for others.
+_CHARGE = """INSERT INTO spent (account, id, at, units)
+    SELECT :account, :id, max(:at, coalesce(max(at), :at)), :units FROM spent WHERE account = :account
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
 _REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
 _ENDED = """account = :account AND id = :id AND NOT EXISTS
@@ -27,15 +29,15 @@ _REMOVE = f"DELETE FROM spent WHERE {_ENDED}"
 def check_room(charges: Sequence[Charge], db: sqlite3.Connection) -> None:
     """Raise AccountSpent if one of the charges finds no room in its account."""
     for charge in charges:
-        db.execute(_EXPIRE, [charge.account, charge.old])
-        (counted,) = db.execute(_SUM, [charge.account]).fetchone()
+        (counted,) = db.execute(_SUM, [charge.account, charge.old]).fetchone()
         if counted + charge.units > charge.most:
             raise AccountSpent(charge.account, counted)
 
 
 def charge_all(id: str, charges: Sequence[Charge], db: sqlite3.Connection) -> None:
     """Count the charges of a request; their accounts have room."""
-    db.executemany(_CHARGE, [(charge.account, id, charge.at, charge.units) for charge in charges])
+    db.executemany(_EXPIRE, [(charge.account, charge.old) for charge in charges])
+    db.executemany(_CHARGE, [charge._asdict() | {"id": id} for charge in charges])
 
 
 def spend(id: str, charge: Charge, db: sqlite3.Connection) -> bool:

@@ -19,6 +19,7 @@ from headway.whatif.output.results import About, Grid, Report, Row, deliver, say
 
 By = Literal["tenant", "key", "app", "class", "model"]
 _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that a spreadsheet would execute
 _NONE = "(none)"  # requests without a key, or of no application
 _NOTE = (
     "Tokens are those that are paid; cached_tokens are part of prompt_tokens. The cost is by [prices] when each "
@@ -59,7 +60,8 @@ def main(
         writer.writerow((by, *_COLUMNS))
         for name, one in sums.items():
             *counts, cost = (getattr(one, column) for column in _COLUMNS)
-            writer.writerow((name, *counts, f"{cost.normalize():f}"))
+            text = f"'{name}" if name.startswith(_FORMULA) else name
+            writer.writerow((text, *counts, f"{cost.normalize():f}"))
         for line in journal.left_out():
             say(line)
         return

@@ -32,7 +32,7 @@ from headway.store.queue.port import Job
 from headway.types import Request
 
 _AGAIN_S = 0.5  # until a line that found no room is tried again
-_BUDGET_S = 10.0  # the same of one for which its tenant's budget had no room
+_BUDGET_S = 10.0  # the same of one for which its tenant's budget had no room, while no other line is in progress
 _ENTRY = 16  # lines that are on their way into the queue at a time
 _PAGE = 64  # lines that are looked up at a time
 _FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
@@ -86,6 +86,7 @@ class Execution:
         self._threads, self._slots = threads, slots
         self.stop = asyncio.Event()
         self.tenant = batch.tenant
+        self._begun = 0  # lines in the queue or an engine
 
     async def run(self) -> None:
         """Run the batch to its end; after a failure it can be run again."""
@@ -219,7 +220,11 @@ class Execution:
             try:
                 async with self._slots.entry:
                     await self._accept(line)
-                job = await self._wait_for_end(request_id(self._batch, line.number))
+                self._begun += 1
+                try:
+                    job = await self._wait_for_end(request_id(self._batch, line.number))
+                finally:
+                    self._begun -= 1
                 if job is not None:  # else it was forgotten (broker.keep_hours)
                     return job
             except NoRoom:
@@ -227,7 +232,8 @@ class Execution:
             except HeadwayError as error:
                 if not _is_temporary(error):
                     raise
-                await asyncio.sleep(_BUDGET_S if error.code == BUDGET_SPENT else _AGAIN_S)
+                alone = error.code == BUDGET_SPENT and not self._begun  # no end gives back a part of the budget soon
+                await asyncio.sleep(_BUDGET_S if alone else _AGAIN_S)
 
     async def _accept(self, line: Line) -> None:
         """Queue a line's request; nothing if it is known."""

@@ -20,9 +20,11 @@ from headway.gateway.apis.responses.kept import earlier, echo_of, kept_of, names
 from headway.gateway.apis.responses.tools import ignored_in
 from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
 from headway.gateway.apis.state import AppState
+from headway.gateway.http.connections import TENANT
 from headway.gateway.in_flight import is_kept, kept_in
 from headway.gateway.offload import offload
 from headway.gateway.parsing.requests import PATHS, ParsedRequest
+from headway.gateway.watch.audit import CONTENT
 from headway.store.queue.port import Broker, Job
 
 _STATUS = {"open": "queued", "done": "completed", "failed": "failed"}
@@ -97,6 +99,7 @@ async def _find(state: AppState, request: Request, id: str) -> Job:
     """Return a kept response of the request's tenant; the operator's key finds those of all."""
     if operator := state.is_operator(request):
         state.check_operator(request)  # so that it is in the audit log
+        request.scope[CONTENT] = True
     tenant = None if operator else state.tenant(request)
     job = await state.gateway.broker.get(id)
     kept = job is not None and (job.background or is_kept(job))
@@ -108,6 +111,8 @@ async def _find(state: AppState, request: Request, id: str) -> Job:
             status=404,
             code="not_found",
         )
+    if operator:
+        request.scope[TENANT] = job.tenant  # for the audit log
     return job
 
 
