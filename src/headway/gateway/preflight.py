@@ -29,7 +29,7 @@ def preflight(config: Config, *, starts_engines: bool = True, serves: bool = Fal
     """Raise ConfigError for everything that can be known before an engine is started.
 
     starts_engines: in this process, not in agents elsewhere. serves: it is a gateway, not an agent.
-    reads_keys: those of clients and the operator, which a gateway that runs already has.
+    reads_keys: those of clients and the operator, which a running gateway has read already.
     """
     own, tls = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None], config.server.tls
     starts = starts_engines and bool(own)
