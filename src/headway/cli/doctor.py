@@ -172,7 +172,7 @@ def _picker(host: str, port: int) -> Finding:
     try:
         bind(host, port).close()
     except ConfigError as error:
-        return Finding("picker", "bad", error.message, "Stop what listens there, or set another picker.port.")
+        return Finding("picker", "bad", error.message, "Stop the program listening there, or set another picker.port.")
     return Finding("picker", "good", netloc(host, port))
 
 

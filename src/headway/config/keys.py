@@ -158,7 +158,7 @@ def revealed(keys: tuple[Key, ...], is_operator: Callable[[str], bool]) -> dict[
         if text in found:
             raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
         if is_operator(text):
-            fix = "Give the operator a key that no tenant has: it may change everything."
+            fix = "Give the operator a key that no tenant has: operators may change everything."
             raise ConfigError(f"keys.{i}.key is the same as server.operator_key.", fix, param=f"keys.{i}.key")
         found[text] = key
     return found

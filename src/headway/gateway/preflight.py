@@ -74,7 +74,7 @@ def _check_commands(config: Config) -> None:
     for model, one in config.scale.items():
         if one.command is not None and "{" not in one.command[0] and shutil.which(one.command[0]) is None:
             problem = f"scale.{model}.command runs {one.command[0]!r}, which is not a program on PATH."
-            raise ConfigError(problem, "Correct it, or give its whole path.", param=f"scale.{model}.command")
+            raise ConfigError(problem, "Correct it, or give its full path.", param=f"scale.{model}.command")
 
 
 def _check_recipe(config: Config) -> None:
