@@ -449,8 +449,9 @@ def test_what_was_not_used_is_given_back_before_the_answer_ends(serve: Serve) ->
                 (now,) = used(gateway).values()
                 assert 8 < now - spent < 50, (path, stream)
                 spent = now
-        assert gateway.post(chat | fakes(end="400"), CHAT, headers=by(one)).status_code == 400
-        assert [*used(gateway).values()] == [spent]
+        for path, body in ((CHAT, chat), ("/v1/responses", response)) * 3:
+            assert gateway.post(body | fakes(end="400"), path, headers=by(one)).status_code == 400
+            assert [*used(gateway).values()] == [spent]
 
 
 @pytest.mark.usefixtures("own_state")

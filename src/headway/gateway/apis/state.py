@@ -57,10 +57,10 @@ class AppState(Access):
         self.stored = StoredKeys(gateway.broker, self._fit)
         self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
+        self._ended: dict[str, Sender] = {}  # by tenant: its key that ended last
         self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
         self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
-        self._ended: dict[str, Sender] = {}  # by tenant: its key that ended last
         self.adopt(self.config, self.keys_of(self.config))
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet

@@ -248,7 +248,7 @@ class ResponseStream(DeferredResponse):
         close: _Close = partial(self._path.finish, self._in_flight, response.output_tokens)
         if response.status != 200:
             reason = response.head.decode(errors="replace")[:500]
-            close = partial(self._fail, f"engine_refused: {reason}", "refused")
+            close, self.keeps = partial(self._fail, f"engine_refused: {reason}", "refused"), False
         if self._started:  # with comments, so this is an engine's error
             await self._end(_last(json.loads(response.head)), send, close)
             return

@@ -19,12 +19,12 @@ from headway.whatif.output.results import About, Grid, Report, Row, deliver, say
 
 By = Literal["tenant", "key", "app", "class", "model"]
 _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of texts that a spreadsheet would execute
 _NONE = "(none)"  # requests without a key, or of no application
 _NOTE = (
     "Tokens are those that are paid; cached_tokens are part of prompt_tokens. The cost is by [prices] when each "
     "request was accepted; requests whose model had no price cost nothing."
 )
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of texts that a spreadsheet would execute
 
 
 @dataclass(slots=True)
