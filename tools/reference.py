@@ -25,7 +25,7 @@ from headway.config import Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 VALUES = DOCS.parent / "deploy" / "helm" / "headway" / "values.schema.json"
-_NOTES = ("title", "description", "default")  # of a schema, which check nothing
+_NOTES = ("title", "description", "default")  # of a schema, not used to check values
 _UNITS = {
     "s": "seconds",
     "seconds": "seconds",
@@ -91,25 +91,25 @@ def values_schema() -> str:
     """Return the schema of the chart's values, with the tables of the configuration as they are in `headway.config`."""
     config = TypeAdapter(Config).json_schema(ref_template="#/definitions/{model}")
     tables = {"Config": config} | config.pop("$defs")
-    entry = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}  # of `secret`, an environment variable
+    entry = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}  # an environment variable of the chart's `secret`
     tables["Key"]["properties"]["secretKey"], tables["Key"]["required"] = entry, ["secretKey", "tenant"]
     tables["Engine"]["required"] = ["model"]
     elsewhere = {"Config": ("engines", "keys", "classes", "scale"), "Key": ("key",), "Engine": ("id", "count")}
     secrets = {"Server": "operator_key", "Engine": "api_key", "Postgres": "url", "Wire": "url"}
-    for name, one in secrets.items():  # or they would be in the ConfigMap
+    for name, one in secrets.items():  # only references, as the ConfigMap shows all values
         tables[name]["properties"][one] = {"type": "string", "pattern": "^(env|file):"}
     for name, others in elsewhere.items():
         for one in others:
             del tables[name]["properties"][one]
     schema = json.loads(VALUES.read_text()) | {"definitions": {name: name for name in sorted(tables)}}
     text = json.dumps(schema, indent=2) + "\n"
-    for name, table in tables.items():  # a line each
+    for name, table in tables.items():  # one line per table
         text = text.replace(f'"{name}": "{name}"', f'"{name}": {json.dumps(_checking(table))}')
     return text
 
 
 def _checking(schema: Any) -> Any:
-    """Return the part of a schema that checks values, without nulls, which TOML does not have."""
+    """Return the parts of a schema that check values, without null, which TOML does not have."""
     if isinstance(schema, list):
         return [_checking(one) for one in schema]
     if not isinstance(schema, dict):

@@ -110,7 +110,7 @@ FIGURES = (
         system="vllm", asks="headway bench truth --quick --seed 0",
     ),
     Figure(
-        "Mean completion time of LLM applications above the capacity, below stock vLLM's by", "apps",
+        "Mean completion time of LLM applications at 1.3 times the capacity, less than stock vLLM's by", "apps",
         "act.mean.reduction_pct", "all, against vllm-fcfs, 1.3x", rival=None, system="hermes",
         asks="headway bench apps --load 1.3 --systems vllm-fcfs,hermes",
     ),

@@ -270,7 +270,7 @@ def _change(mine: Sequence[PaperTrial], id: str, ours: str, theirs: str, seed: i
 def floors(trials: Trials, seed: int) -> Iterator[Row]:
     """Yield JCT and time between tokens of a request alone on the engine, and their change against vLLM's.
 
-    No schedule has less. vLLM's are means over all rates and seeds, as in `averages`.
+    No schedule can be faster. vLLM's are means over all rates and seeds, as in `averages`.
     """
     for case, mine in trials.items():
         changes: dict[str, list[float]] = {"jct.mean": [], "tbt.mean": []}

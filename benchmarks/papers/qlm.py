@@ -71,7 +71,7 @@ def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
 
 
 def _multi_loads(multi: QlmSetting) -> tuple[QlmSetting, ...]:
-    """Return several models from a little to far above the capacity, with three seeds."""
+    """Return the settings of several models at loads from a little to far above the capacity, with three seeds."""
     return tuple(replace(multi, load=load, interactive=s, seeds=3) for s in _SHARES[1:3] for load in (1.2, 2.0, 3.0))
 
 
@@ -144,7 +144,7 @@ _SCALES = (1.0, 3.0, 11.0)
 def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None, seeds: int | None = None) -> Result:
     """Run the evaluation. `quick`: about a minute, W_A and W_B at one rate.
 
-    only: parts; () = all. seeds: per setting, instead of its own number.
+    only: parts; () = all. seeds: number for each setting, instead of its own.
     """
     plan = part(plan or (quick() if ask.quick else full()), only, _MEASURED)
     if seeds is not None:

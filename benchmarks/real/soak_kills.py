@@ -30,7 +30,7 @@ _LIFE_S = (0.3, 1.2)  # seconds before, during and after a fault
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """The outcome."""
+    """The number of kills, and counts of lost and doubled answers."""
 
     kills: int
     verdict: Verdict

@@ -17,9 +17,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def own(name: str, *paths: Path) -> dict[str, Any]:
-    """Give the paths to a user, or to nobody without that user; return `Popen`'s arguments to run as that user.
+    """Give the paths to a user (`nobody` if it does not exist); return `Popen`'s arguments to run as that user.
 
-    {} where this process does not run as root.
+    Without root, do nothing and return {}.
     """
     if os.getuid() != 0:
         return {}
@@ -31,14 +31,14 @@ def own(name: str, *paths: Path) -> dict[str, Any]:
 
 
 def environment(prefix: str) -> dict[str, str]:
-    """Return this process's environment without variables of the server, which begin with `prefix`."""
+    """Return this process's environment without the server's variables, which begin with `prefix`."""
     return {key: value for key, value in os.environ.items() if key != _MARK and not key.startswith(prefix)}
 
 
 def spawn(
     argv: Sequence[str], env: Mapping[str, str], out: Any, folder: Path, at_end: int, as_user: Mapping[str, Any]
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. at_end: the signal that it gets when the thread that calls this ends."""
+    """Start a process in a new session. at_end: the signal that it gets when the thread that calls this ends."""
     return subprocess.Popen(
         argv,
         env=env,

@@ -58,7 +58,7 @@ def test_what_is_wrong_is_told_without_the_url(postgres: Any) -> None:
 
 
 @pytest.mark.parametrize("wire", [{"url": 3}, {"urk": URL}, {"lease_seconds": 0}, URL, {"url": "short"}])
-def test_a_wrong_wire_is_told_without_its_url(wire: Any) -> None:
+def test_errors_in_the_wire_table_do_not_show_its_url(wire: Any) -> None:
     with pytest.raises(ConfigError, match="wire") as caught:
         parse({"wire": wire})
     assert "very-secret-word" not in str(caught.value)

@@ -152,7 +152,7 @@ def test_a_short_api_key_is_refused_without_being_quoted() -> None:
     assert "hunter2" not in said
 
 
-def test_of_a_secret_elsewhere_the_secret_is_checked_and_not_its_place() -> None:
+def test_references_to_secrets_may_be_shorter_than_a_secret() -> None:
     config = parse({"keys": [{"key": "env:K", "tenant": "a"}], "server": {"operator_key": "file:k"}})
     assert (config.keys[0].key, config.server.operator_key) == ("env:K", "file:k")
 
@@ -167,7 +167,7 @@ def test_of_a_secret_elsewhere_the_secret_is_checked_and_not_its_place() -> None
         {"engines": [{"url": "http://x", "api_key": "****"}]},
     ],
 )
-def test_a_mask_is_no_secret(data: dict[str, Any]) -> None:
+def test_a_masked_secret_is_refused(data: dict[str, Any]) -> None:
     said = refused(data)
     assert "it is masked by `headway config show`; write the secret, or" in said
 

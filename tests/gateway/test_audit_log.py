@@ -94,7 +94,7 @@ def test_an_operator_s_acts_on_a_tenant_s_response(audited: tuple[Gateway, Path]
     ]
 
 
-def test_acts_on_stored_keys_are_in_the_audit_log_alone(
+def test_changes_of_stored_keys_are_in_the_audit_log_only(
     fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, url = tmp_path / "audit.jsonl", "/v1/headway/keys"

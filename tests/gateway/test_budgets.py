@@ -321,7 +321,7 @@ def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:
     assert sums_of(rows, "class")["default"].requests == 3
 
 
-def test_all_tell_the_same_number_as_the_cost(serve: Serve) -> None:
+def test_the_cost_is_the_same_number_everywhere(serve: Serve) -> None:
     one = key()
     with serve(keys=(one,), prices={"smollm2": Price(1234.567891, 0.7)}) as gateway:
         answer = ask(gateway, one, **fakes(prompt=31, tokens=5))
@@ -343,7 +343,7 @@ def typed(stream: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_other_apis_tell_the_cost_in_their_usage(serve: Serve, stream: bool) -> None:
+def test_other_apis_have_the_cost_in_their_usage(serve: Serve, stream: bool) -> None:
     with serve(prices=PRICES) as gateway:
         asked = {"model": "smollm2", "max_tokens": 8, "messages": SAY, "stream": stream}
         message = gateway.post(asked, "/v1/messages")
@@ -357,7 +357,7 @@ def test_other_apis_tell_the_cost_in_their_usage(serve: Serve, stream: bool) -> 
         assert "x-headway-cost" in message.headers or stream
 
 
-def test_answers_that_are_fetched_later_tell_their_cost(serve: Serve) -> None:
+def test_answers_that_are_fetched_later_have_their_cost(serve: Serve) -> None:
     with serve(prices=PRICES) as gateway:
         chat = gateway.post(gateway.chat(background=True)).json()["id"]
         response = {"model": "smollm2", "max_output_tokens": 8, "input": "Say something.", "background": True}
@@ -373,7 +373,7 @@ def test_answers_that_are_fetched_later_tell_their_cost(serve: Serve) -> None:
             assert usage["cost"] == pytest.approx(PRICE.units(usage["prompt_tokens"], usage["completion_tokens"]))
 
 
-def test_a_cost_changes_nothing_else_of_an_answer() -> None:
+def test_adding_the_cost_changes_nothing_else_in_an_answer() -> None:
     answer = b'{"a":1.0e2,"choices":[{"x":"\\u00e9","n":1e-05}],"usage":{"prompt_tokens":3,"details":{"b":null}}}'
     told = priced(answer, 0.5)
     assert told == answer.replace(b"null}}", b'null},"cost":0.5}')
@@ -455,7 +455,7 @@ def test_what_was_not_used_is_given_back_before_the_answer_ends(serve: Serve) ->
 
 
 @pytest.mark.usefixtures("own_state")
-def test_requests_one_after_another_at_two_gateways_have_room(tmp_path: Path, fake: Fake) -> None:
+def test_what_was_not_used_is_available_at_another_gateway_at_once(tmp_path: Path, fake: Fake) -> None:
     address = postgres.fresh()
     broker = Broker(kind="postgres", postgres=Postgres(address.url, address.schema))
     one = key(Budget("day", tokens=2500))
@@ -520,7 +520,7 @@ def test_background_work_and_batches_count(serve: Serve) -> None:
         assert both > first + 8
 
 
-def test_lines_of_a_batch_wait_for_what_others_give_back(serve: Serve) -> None:
+def test_lines_of_a_batch_wait_for_budget_that_other_lines_give_back(serve: Serve) -> None:
     one = key(Budget("day", tokens=1000))
     with serve(keys=(one,)) as gateway:
         records = [line(f"{i}", max_tokens=600, **fakes(tokens=8)) for i in range(8)]

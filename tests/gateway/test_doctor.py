@@ -107,7 +107,7 @@ def test_a_picker_port_in_use(tmp_path: Path) -> None:
     assert (seen.state, "in use" in seen.found, "picker.port" in seen.mend) == ("bad", True, True)
 
 
-def test_what_can_be_used_is_left_as_it_is(tmp_path: Path) -> None:
+def test_checks_of_usable_files_and_ports_change_nothing(tmp_path: Path) -> None:
     cert, key = Authority(tmp_path).issue("gateway")
     text = f"""
     server = {{ tls.cert = "{cert}", tls.key = "{key}", port = {free_port()} }}

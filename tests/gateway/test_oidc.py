@@ -213,7 +213,7 @@ def test_what_is_no_token_is_a_key(gateway: Gateway) -> None:
     assert gateway.get("/v1/models", headers=twice).status_code == 400
 
 
-def test_a_token_is_no_x_api_key(gateway: Gateway, issuer: Issuer) -> None:
+def test_a_token_in_x_api_key_is_refused(gateway: Gateway, issuer: Issuer) -> None:
     token = issuer.token(scope="default")
     for headers, status in (({"x-api-key": token}, 401), (bearer(token), 200), ({"x-api-key": token}, 401)):
         assert gateway.get("/v1/models", headers=headers).status_code == status

@@ -306,7 +306,7 @@ async def test_a_planner_that_has_taken_over_keeps_to_no_subset(opened: Open, fa
         assert (answer.status, answer.error["code"]) == (503, "subset_unsupported")
 
 
-async def test_what_waits_for_an_endpoint_goes_to_no_other_one_when_the_planner_changes(
+async def test_a_queued_request_keeps_to_its_subset_when_the_planner_changes(
     opened: Open, fake: Fake, others: list[Fake]
 ) -> None:
     able = Instance("x", "n", 2, 60, 16, 2048, loaded=Loadable("n", 1.0, 1.0, 2048))

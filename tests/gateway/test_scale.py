@@ -50,10 +50,10 @@ def test_the_least_number_is_started_as_copies(tmp_path: Path, monkeypatch: pyte
         until(lambda: {id: one.state for id, one in engines.items()} == {"e0": "up", "e1": "up"}, 20)
 
 
-def test_an_engine_that_an_operator_drained_keeps_its_place(
+def test_a_drained_engine_counts_towards_max(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy would start on its cores while it ends its work."""
+    """A copy would start on its cores while it still finishes its requests."""
     use_fake_engines(monkeypatch)
     scale = Scale(max=1, starts_engines=True)
     config = replace(configuration(tmp_path), engines=(Engine(str(make_model(tmp_path, "a"))),), scale={"a": scale})
@@ -76,7 +76,7 @@ def test_ready_is_said_when_the_first_engine_is_up(
         said += capfd.readouterr().err
         return text in said
 
-    with serving(config) as gateway:  # which is ready at once: its model may have no engine
+    with serving(config) as gateway:  # ready at once: its model may have 0 engines
         until(lambda: says("starting engines"))
         behave(model, "")
         until(lambda: says("ready: a at"), 20)

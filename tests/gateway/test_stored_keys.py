@@ -182,7 +182,7 @@ def test_every_gateway_of_the_store_knows_within_a_second(tmp_path: Path, fake: 
 
 
 @pytest.mark.usefixtures("own_state")
-def test_of_several_rotations_at_once_one_counts(tmp_path: Path, fake: Fake, broker: Broker | None) -> None:
+def test_only_one_of_several_simultaneous_rotations_succeeds(tmp_path: Path, fake: Fake, broker: Broker | None) -> None:
     config = configuration(tmp_path, fake.url, broker=broker, server=STORED)
     with serving(config) as one, serving(replace(config)) as other, ThreadPoolExecutor(6) as threads:
         path = f"{KEYS}/{create(one)['id']}/rotate"

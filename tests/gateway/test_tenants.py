@@ -226,7 +226,7 @@ def test_with_keys_the_documentation_needs_one(serve: Serve) -> None:
         ((ALPHA, Key("env:OPERATOR", "b")), r"keys\.1\.key is the same as server\.operator_key"),
     ],
 )
-def test_a_key_that_cannot_be_one_is_refused_at_the_start(
+def test_an_unusable_key_is_refused_at_the_start(
     keys: tuple[Key, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPERATOR", "sk-operator-1")
@@ -237,7 +237,7 @@ def test_a_key_that_cannot_be_one_is_refused_at_the_start(
 
 
 def test_a_reload_compares_keys_with_the_operator_s_key_in_force(fake: Fake, tmp_path: Path) -> None:
-    """The gateway reads that once; the file may have gone, or have another secret by now."""
+    """The gateway reads it once; by now its file may be missing or have another secret."""
     secret, file = tmp_path / "operator", tmp_path / "headway.toml"
     secret.write_text("sk-operator-1")
     config = configuration(tmp_path, fake.url, keys=(ALPHA,), server={"operator_key": f"file:{secret}"})

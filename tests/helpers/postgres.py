@@ -67,7 +67,7 @@ def run_script(sql: str, *, url: str) -> None:
 
 
 async def succeeds(call: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> Any:
-    """Repeat a call until it is carried out; meanwhile it may fail with 503 only."""
+    """Repeat a call until it succeeds; until then it may only fail with 503."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -97,7 +97,7 @@ class Driven:
         assert self.engine.free == self.limits.blocks
 
     def served(self, asks: Iterable[Ask]) -> dict[str, int]:
-        """Serve everybody; return how many tokens each got."""
+        """Serve all requests; return the number of output tokens of each."""
         asks, made = list(asks), dict[str, int]()
         for seen in self.go(asks):
             for id, tokens in seen.tokens.items():

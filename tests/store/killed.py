@@ -141,8 +141,8 @@ async def audit(place: Place, owner: str, printed: dict[str, str]) -> None:
         await broker.close()
 
 
-def one_of_two(place: Place, folder: Path, end_lease: Callable[[], object]) -> None:
-    """Kill one of two processes that write one store: the other goes on, and what it holds is not touched.
+def kill_one_of_two(place: Place, folder: Path, end_lease: Callable[[], object]) -> None:
+    """Kill one of two processes that write to one store; assert that the other goes on and keeps its jobs.
 
     end_lease: ends the lease of "killed".
     """
@@ -156,8 +156,8 @@ def one_of_two(place: Place, folder: Path, end_lease: Callable[[], object]) -> N
     opened = {id for id, state in states(first).items() if state == "open"}
     ended = asyncio.run(_ended_of(place, opened - taken))
     assert taken | ended >= opened, "one is lost"
-    assert len(ended) <= PUTTERS, "more ended without a word than calls were in progress"
-    asyncio.run(_unharmed(place, states(second)))
+    assert len(ended) <= PUTTERS, "more ended unconfirmed than calls were in progress"
+    asyncio.run(_assert_intact(place, states(second)))
 
 
 async def _take_over(place: Place, dead: str) -> set[str]:
@@ -183,7 +183,7 @@ async def _ended_of(place: Place, ids: set[str]) -> set[str]:
     return {job.id for job in jobs if job is not None and job.owner == "killed" and job.state != "open"}
 
 
-async def _unharmed(place: Place, printed: dict[str, str]) -> None:
+async def _assert_intact(place: Place, printed: dict[str, str]) -> None:
     """Check that the living gateway holds or has ended what it printed."""
     broker = place.connect("reader")
     for id, state in printed.items():

@@ -448,7 +448,7 @@ async def test_gateways_that_spend_at_once_do_not_exceed_it(two: list[Broker]) -
 
 
 async def test_a_day_that_has_begun_for_one_gateway_has_begun_for_all(two: list[Broker]) -> None:
-    """Also for one whose clock is behind, and only once something of it is counted."""
+    """A gateway whose clock is behind gets no new budget for the old day. A refused charge does not begin a day."""
     ahead, behind = two
 
     async def put(broker: Broker, id: str, units: float, begin: float) -> bool:
@@ -459,7 +459,7 @@ async def test_a_day_that_has_begun_for_one_gateway_has_begun_for_all(two: list[
 
     assert await put(ahead, "a", 60.0, 0.0)
     assert not await put(ahead, "b", 101.0, 100.0), "more than a whole day's"
-    assert not await put(behind, "c", 60.0, 0.0), "the old day's budget is not anew"
+    assert not await put(behind, "c", 60.0, 0.0), "the old day's budget is spent"
     assert await put(ahead, "d", 60.0, 100.0)
     assert await put(behind, "e", 40.0, 0.0)
     assert not await put(ahead, "f", 1.0, 100.0), "e counts for the new day"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.killed import Place, one_of_two, rounds
+from tests.store.killed import Place, kill_one_of_two, rounds
 from tests.store.stores import FAR, take_ids
 
 from headway.errors import HeadwayError
@@ -74,7 +74,7 @@ def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE leases SET until = 5 WHERE owner = 'killed'")
 
-    one_of_two(Place("sqlite", path), tmp_path, end_lease)
+    kill_one_of_two(Place("sqlite", path), tmp_path, end_lease)
 
 
 # It commits without a pause, and holds SQLite's lock nearly all the time.

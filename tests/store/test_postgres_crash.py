@@ -18,7 +18,7 @@ import asyncpg
 import pytest
 from tests.helpers import postgres as server
 from tests.helpers.postgres import succeeds
-from tests.store.killed import PUTTERS, Place, grown, killed, one_of_two, rounds, states
+from tests.store.killed import PUTTERS, Place, grown, kill_one_of_two, killed, rounds, states
 from tests.store.stores import FAR, gateways, job, take_ids
 
 from headway.errors import HeadwayError
@@ -49,7 +49,7 @@ def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
 def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
     place = Place("postgres", server.the_url(), server.fresh().schema)
     end_lease = f"UPDATE {place.schema}.leases SET until = 5 WHERE owner = 'killed'"
-    one_of_two(place, tmp_path, lambda: server.run_sql(end_lease, url=place.where))
+    kill_one_of_two(place, tmp_path, lambda: server.run_sql(end_lease, url=place.where))
 
 
 # ---- a server that is restarted, killed, paused

@@ -172,7 +172,7 @@ def _picker(host: str, port: int) -> Finding:
     try:
         bind(host, port).close()
     except ConfigError as error:
-        return Finding("picker", "bad", error.message, "Stop what listens there, or set another picker.port.")
+        return Finding("picker", "bad", error.message, "Stop the program listening there, or set another picker.port.")
     return Finding("picker", "good", netloc(host, port))
 
 
@@ -279,7 +279,7 @@ def _attached(what: str, url: str, key: str | None, tls: ssl.SSLContext | None) 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         status = httpx.get(url, timeout=_ANSWER_S, headers=headers, verify=tls or True).status_code
-    except (httpx.HTTPError, OSError) as error:  # OSError: what SSL_CERT_FILE names cannot be read
+    except (httpx.HTTPError, OSError) as error:  # OSError: the file in SSL_CERT_FILE is unreadable
         fix = f"Start that server, or correct its url{', its tls_ca or SSL_CERT_FILE' * url.startswith('https:')}."
         return Finding(what, "bad", f"{url} does not answer: {error}", fix)
     if status != 200:

@@ -50,7 +50,7 @@ class OperatorClient:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, json.JSONDecodeError) as error:
             problem = f"The gateway at {self._url} does not answer as one does: {error}."
             hint = "Start it, or correct --server."
-            if isinstance(error, OSError) or "SSL" in str(error):  # OSError: what SSL_CERT_FILE names cannot be read
+            if isinstance(error, OSError) or "SSL" in str(error):  # OSError: the file in SSL_CERT_FILE is unreadable
                 file = os.environ.get("SSL_CERT_FILE", "unset")
                 hint = (
                     f"Set SSL_CERT_FILE (now {file}) to a PEM file of the authority that signed the gateway's "
@@ -63,7 +63,7 @@ class OperatorClient:
 
 
 def show(table: Table) -> None:
-    """Print a table with its cells as they are; lines may be longer than the terminal is wide."""
+    """Print a table without truncating or wrapping its cells; lines may be wider than the terminal."""
     Console(soft_wrap=True, width=_WIDEST).print(table, highlight=False)
 
 

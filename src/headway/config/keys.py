@@ -18,7 +18,7 @@ MASK = "****"  # stands for a secret in `headway config show`
 
 
 def _checked(text: str) -> str:
-    """Refuse a mask and a secret that is too short; a secret elsewhere is checked when it is read (`reveal`)."""
+    """Refuse a mask and a secret that is too short; one in a variable or file is checked when it is read (`reveal`)."""
     if text == MASK:
         problem = 'it is masked by `headway config show`; write the secret, or "env:NAME" or "file:PATH"'
         raise PydanticCustomError("masked", problem)
@@ -29,7 +29,7 @@ def _checked(text: str) -> str:
 
 # A secret, or its location: "env:NAME" or "file:PATH".
 Secret = Annotated[str, AfterValidator(_checked)]
-_MOST = 2**53  # above it floats, such as the sums of budgets, skip integers
+_MOST = 2**53  # floats, such as the sums of budgets, do not represent all integers above it
 _Ms = Annotated[float, Field(gt=0, le=_MOST, strict=False)]
 _Count = Annotated[int, Field(ge=1, le=_MOST)]
 _Name = Annotated[str, Field(min_length=1)]
@@ -37,7 +37,7 @@ _LONGEST = 128  # characters
 
 
 def is_label(text: str) -> bool:
-    """Tell whether a text can name a tenant or a key: 1 to 128 characters that can be shown."""
+    """Tell whether a text can name a tenant or a key: 1 to 128 printable characters."""
     return 0 < len(text) <= _LONGEST and text.isprintable()
 
 
@@ -58,7 +58,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Budget:
-    """A limit of the tenant's usage in a day or a month (UTC), of all its keys with such a budget together.
+    """A limit of the tenant's usage in a day or a month (UTC), summed over all its keys that have such a budget.
 
     per: the time that is limited, from midnight, or from the first of the month, in UTC.
     tokens: limit of the tokens of prompts and answers.
@@ -133,7 +133,7 @@ def reveal(secret: str, setting: str) -> str:
 
 
 def reveal_key(secret: str, setting: str) -> str:
-    """Return an API key as `reveal` does. ConfigError also if it is spelled out and not printable ASCII."""
+    """Return an API key as `reveal` does. ConfigError also if a key in the configuration is not printable ASCII."""
     return _usable(reveal(secret, setting), setting)
 
 
@@ -158,7 +158,7 @@ def revealed(keys: tuple[Key, ...], is_operator: Callable[[str], bool]) -> dict[
         if text in found:
             raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
         if is_operator(text):
-            fix = "Give the operator a key that no tenant has: it may change everything."
+            fix = "Give the operator a key that no tenant has: operators may change everything."
             raise ConfigError(f"keys.{i}.key is the same as server.operator_key.", fix, param=f"keys.{i}.key")
         found[text] = key
     return found

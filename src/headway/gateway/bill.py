@@ -103,9 +103,9 @@ def unused_by(job: Job) -> Unused:
 
 
 def priced(answer: bytes, cost: float) -> bytes:
-    """Return an answer, or the data of an event, with a cost in its usage; all else stays byte for byte.
+    """Return an answer, or the data of an event, with a cost in its usage; its other fields stay byte for byte.
 
-    One without usage is returned as it is.
+    An answer without usage is returned unchanged.
     """
     fields = json.decode(answer, type=dict[str, Raw])
     usage = json.decode(fields.get("usage", b"null"))

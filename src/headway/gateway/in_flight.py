@@ -52,7 +52,7 @@ class TakenBack(Exception):
 
 
 class NotNamed(EngineGone):
-    """The proxy has no address for the chosen engine; the request is planned again for the engines that it has."""
+    """The proxy has no address for the chosen engine; the request is planned again for the engines with an address."""
 
     def __init__(self, name: str) -> None:
         message, hint = f"The proxy has no address for the engine {name}.", "Try again soon."
@@ -73,7 +73,7 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Send the request, like `EngineConnection.open`; NotNamed if the engine is not among the allowed ones now."""
+        """Send the request, like `EngineConnection.open`; NotNamed if the engine has no allowed address now."""
         ...
 
 

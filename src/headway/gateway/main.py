@@ -177,7 +177,7 @@ class GatewayServer(uvicorn.Server):
                     await self._serve_gateway(gateway, sockets)
 
     async def _opened(self, stack: contextlib.AsyncExitStack) -> Gateway | None:
-        """Open the gateway until the stack ends; None = a signal has called that off."""
+        """Open the gateway until the stack ends; None = a signal has cancelled that."""
         task = self._opening = asyncio.current_task()
         assert task is not None
         try:
@@ -218,7 +218,7 @@ class GatewayServer(uvicorn.Server):
             await self._serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn's does, with a limit for TLS handshakes: that of a request's headers."""
+        """Listen as in uvicorn, but with a time limit for TLS handshakes: that of a request's headers."""
         tls, loop = dict[str, Any](), asyncio.get_running_loop()
         if self._certificate is not None:
             tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
@@ -285,7 +285,7 @@ class GatewayServer(uvicorn.Server):
                 left = self._still_starting(console, left)
                 if self.failed or (said and self._link is not None):  # what agents start may come later, or never
                     return
-                # A model that may have no engine is ready without one, but not while this process starts its first.
+                # A model that may have 0 engines is ready without one, but not while this process starts its first.
                 up = {name for one in gateway.dispatcher.engines.values() if one.serves for name in one.models.names}
                 own = {one.config.name for one in left if self._link is None and one.config.url is None}
                 if state.ready and own <= up and not said:
@@ -308,7 +308,7 @@ class GatewayServer(uvicorn.Server):
         return waiting
 
     def _report_targets(self, console: Console, state: AppState) -> None:
-        """Say what measured classes promise, which others promise more than engines can do, and warn of prices."""
+        """Say what measured classes promise and which others promise more than engines can do; warn of prices."""
         classes, paces = self._settings.classes, state.gateway.paces
         for line in paces.descriptions(classes):
             _say(console, escape(line), highlight=False)

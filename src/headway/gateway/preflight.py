@@ -29,7 +29,7 @@ def preflight(config: Config, *, starts_engines: bool = True, serves: bool = Fal
     """Raise ConfigError for everything that can be known before an engine is started.
 
     starts_engines: in this process, not in agents elsewhere. serves: it is a gateway, not an agent.
-    reads_keys: those of clients and the operator, which a gateway that runs already has.
+    reads_keys: those of clients and the operator, which a running gateway has read already.
     """
     own, tls = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None], config.server.tls
     starts = starts_engines and bool(own)
@@ -74,7 +74,7 @@ def _check_commands(config: Config) -> None:
     for model, one in config.scale.items():
         if one.command is not None and "{" not in one.command[0] and shutil.which(one.command[0]) is None:
             problem = f"scale.{model}.command runs {one.command[0]!r}, which is not a program on PATH."
-            raise ConfigError(problem, "Correct it, or give its whole path.", param=f"scale.{model}.command")
+            raise ConfigError(problem, "Correct it, or give its full path.", param=f"scale.{model}.command")
 
 
 def _check_recipe(config: Config) -> None:

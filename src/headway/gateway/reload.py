@@ -55,7 +55,7 @@ class Reload:
             self._state.adopt(new, configured)
             changes = "; ".join([*_differences(before, self._tables()), *engines]) or "nothing has changed"
             await self._note("done", changes)
-        log.info("%s is read again: %s", self._path, changes)
+        log.info("%s reloaded: %s", self._path, changes)
         for line in (*self._state.gateway.paces.warnings(new.classes), *self._state.price_warnings()):
             log.warning("%s", line)
         others = [
@@ -95,7 +95,7 @@ class Reload:
     async def _change_engines(self, config: Config) -> list[str]:
         """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`.
 
-        Return what has changed, for people.
+        Return what has changed, for the log.
         """
         fleet = self._state.gateway.fleet
         before = fleet.config

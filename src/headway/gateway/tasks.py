@@ -18,7 +18,7 @@ log = logging.getLogger("headway.gateway")
 
 
 async def in_daemon(work: Callable[[], T]) -> T:
-    """Return `work()`, done in a thread for which the end of the process does not wait."""
+    """Return `work()`, run in a thread that does not delay the end of the process."""
     done = Future[T]()
     done.set_running_or_notify_cancel()  # so that a cancelled caller leaves it alone
 

@@ -259,7 +259,7 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     until(lambda: not waiting(headway, "c1"))
 
 
-def test_a_report_tells_the_engines_that_a_returned_request_may_go_to(headway: Parts) -> None:
+def test_a_report_has_the_engines_that_a_returned_request_may_go_to(headway: Parts) -> None:
     until(lambda: headway.controllers and headway.controllers["c1"].leader)
     leader, link = headway.controllers["c1"].leader, headway.exchange.links["c1"]
     assert leader is not None

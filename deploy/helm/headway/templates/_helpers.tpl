@@ -84,7 +84,7 @@ imagePullSecrets: {{ toJson . }}
 checksum/config: {{ include "headway.config" . | sha256sum }}
 {{- end -}}
 
-{{/* Agents do not restart, nor their engines, for other keys and prices, which only gateways use. */}}
+{{/* Without keys and prices, which only gateways use: agents and their engines do not restart when these change. */}}
 {{- define "headway.agentChecksum" -}}
 {{- $values := set (omit .Values "keys") "config" (omit .Values.config "prices") -}}
 {{- $config := include "headway.config" (dict "Values" $values "Release" .Release) -}}

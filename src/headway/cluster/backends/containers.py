@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 log = logging.getLogger("headway.cluster.backends")
 PROCESSES = 64  # limit for the code of one sandbox
 _REMOVE_S = 20.0  # limit for removing a container
-_TRIES, _RETRY_S = 5, 0.5  # of removing one that may be created late
+_TRIES, _RETRY_S = 5, 0.5  # attempts to remove a container that may be created late, seconds between them
 _NOBODY = 65534
 # Variables by which `docker` finds its daemon.
 _DOCKER_VARIABLES = (
@@ -107,7 +107,7 @@ class Container:
         ]
 
     async def remove(self, patience_s: float = _REMOVE_S) -> bool:
-        """Kill and remove the container; return whether it existed. Give up on a daemon that hangs."""
+        """Kill and remove the container; return whether it existed. Give up on a daemon that hangs (True)."""
         quiet, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
         removing = await asyncio.create_subprocess_exec(
             "docker", "rm", "--force", self._name, stdin=quiet, stdout=pipe, stderr=quiet
@@ -122,7 +122,7 @@ class Container:
             return True
 
     async def remove_unfinished(self) -> None:
-        """Remove a container that was not ready: the daemon may create it after its command was killed."""
+        """Remove a container that was not ready: the daemon may create it only after `docker run` was killed."""
         for _ in range(_TRIES):
             if await self.remove():
                 return

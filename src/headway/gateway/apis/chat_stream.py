@@ -72,7 +72,7 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
 
 
 def cost_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field with the cost of a chat's usage (`bill.priced`), which other APIs have, too."""
+    """Return the cost in a chat's usage (`bill.priced`), empty if there is none, as a field of other APIs' usage."""
     return {"cost": usage["cost"]} if "cost" in usage else {}
 
 

@@ -141,7 +141,7 @@ def _check(state: AppState, request: Request) -> None:
 
 
 def _note(state: AppState, request: Request, act: str, key: StoredKey) -> None:
-    """Leave what was done to a key for the audit log; where there is none, log it."""
+    """Pass a change of a key to the audit log; without an audit log, log it."""
     request.scope[DETAIL] = what = f"{key.id} (tenant {json.loads(key.settings)['tenant']!a})"
     if not state.gateway.audit.on:
         log.info("API key %s %s by %s", what, act, ascii(state.operator(request))[1:-1])

@@ -82,7 +82,7 @@ class Tokens:
         key = self._ready.get(head) or await self._key_of(token)
         try:
             sender = self._sender(self._claims(token, key))
-        except OverflowError as error:  # of an instant that is no float
+        except OverflowError as error:  # of a time too large for a float
             raise _refusal(error) from None
         if len(self._ready) < _MOST_KEYS:  # only for a head that was signed
             self._ready[head] = key

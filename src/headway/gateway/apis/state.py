@@ -57,7 +57,7 @@ class AppState(Access):
         self.stored = StoredKeys(gateway.broker, self._fit)
         self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
-        self._ended: dict[str, Sender] = {}  # with the key of each tenant that ended last
+        self._ended: dict[str, Sender] = {}  # by tenant: its key that ended last
         self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
         self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
@@ -81,7 +81,7 @@ class AppState(Access):
         return self.parser.models
 
     def keys_of(self, new: Config) -> dict[bytes, Key]:
-        """Return the keys of a configuration by digest, none of them the operator's in force; errors as `revealed`."""
+        """Return a configuration's keys by digest; errors as `revealed`, with the operator's key in force."""
         found = revealed(new.keys, lambda text: self.digest(text) == self._operator)
         return {self.digest(text): key for text, key in found.items()}
 
@@ -119,7 +119,7 @@ class AppState(Access):
         self.gateway.adopt(self.config)
 
     def price_warnings(self) -> Iterator[str]:
-        """Yield a warning of prices without effect, and of stored keys with a budget by cost that lack one."""
+        """Yield warnings: of prices without a model, and of stored keys with a budget by cost that lack prices."""
         prices = self.config.prices
         if line := unserved(prices, self.models.own):
             yield line
@@ -187,7 +187,7 @@ class AppState(Access):
         return key
 
     def limits_of_tokens(self, tenant: str) -> Key | None:
-        """Return a tenant's first valid key, else the one that ended last, within 30 days; None = there is none."""
+        """Return a tenant's first valid key, else the one that ended last, at most 30 days ago; None = none is."""
         now, known = clock.now(), self.by_tenant.get(tenant, [])
         ended = [*known, self._ended[tenant]] if tenant in self._ended else known
         last = max(ended, key=lambda one: one.until, default=None)
@@ -212,7 +212,7 @@ class AppState(Access):
         if digest is None:
             return None
         sender = self._senders.get(digest)
-        # Tokens come in no other header.
+        # Tokens are accepted in this header only.
         if sender is None and self.tokens and request.headers.get("authorization", "").lower().startswith("bearer "):
             sender = self.tokens.verified.get(digest)
         return sender if sender is not None and sender.until > clock.now() else None

@@ -44,7 +44,7 @@ class StoredKeys:
         yield from ((stored, key) for stored, key in known if state_of(stored, now) == "active")
 
     def ended(self) -> dict[str, tuple[float, Key]]:
-        """Return for each tenant when the key that ended last did so, and the limits of that key."""
+        """Return, by tenant, when its key that ended last did so, and the limits of that key."""
         found, now = dict[str, tuple[float, Key]](), clock.now()
         for stored, key in self._known.values():
             end = min(now if one is None else one for one in (stored.revoked, stored.expires))

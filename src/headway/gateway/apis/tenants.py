@@ -50,7 +50,7 @@ def add_tenant_endpoints(app: FastAPI, state: AppState) -> None:
         shown = [*busy, *islice(idle, max(_MOST - len(busy), 0))][:_MOST]
         rest = set(busy[_MOST:])
         valid = {name: _keys(state, name) for name in shown}
-        kept = {name: state.limits_of_tokens(name) for name in shown}  # that of an ended key, without valid ones
+        kept = {name: state.limits_of_tokens(name) for name in shown}  # of an ended key, if none is valid
         keys = {name: valid[name] or [key for key in [kept[name]] if key is not None] for name in shown}
         budgets, problem = await _budgets(state, keys)
         uncounted = None if OTHER in window else dict.fromkeys(_COUNTS, 0)  # (other) may include its figures

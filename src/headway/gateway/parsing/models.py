@@ -38,7 +38,7 @@ def check_aliases(config: Config) -> None:
 
 
 def unserved(prices: Iterable[str], served: Collection[str]) -> str:
-    """Return a warning of prices of what is not served, empty if there are none. served: models and adapters."""
+    """Return a warning of prices whose names are not served, empty if there are none. served: models and adapters."""
     if not (names := sorted(set(prices) - set(served))):
         return ""
     tables = ", ".join(f"[prices.{name}]" for name in names)

@@ -367,7 +367,7 @@ class Exchange:
             engine.count(-1)
 
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
-        address = self._pool.addresses.get(engine.id)  # address and planner may have changed since it was planned
+        address = self._pool.addresses.get(engine.id)  # it and the planner may have changed since planning
         if address is None or not (self._subset is None or address in self._subset):
             raise NotNamed(engine.id)
         headers: dict[str, str | bytes] = {

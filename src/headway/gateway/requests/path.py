@@ -271,9 +271,8 @@ class RequestPath:
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
         """Take note that a request has lost its engine; return whether that can still work.
 
-        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. NotNamed: the proxy has
-        no address for the chosen engine; the request is planned again for the engines that it has, with errors as
-        `Via.restricted`.
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. After NotNamed, the
+        request is restricted to the engines that the proxy now has an address for, with errors as `Via.restricted`.
         """
         if isinstance(error, NotNamed) and in_flight.via is not None:
             log.warning("request %s: %s", in_flight.id, error.message)

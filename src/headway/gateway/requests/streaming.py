@@ -318,18 +318,18 @@ class ResponseStream(DeferredResponse):
         """Send the end of the response, before the broker stores it, so that no client waits for the disk.
 
         A crash in between leaves an answered request open; the next start fails it as `client_gone`. close: closes the
-        request; done before where budgets count it.
+        request; called before the end is sent if the request is charged to budgets.
         """
         self._sent = math.inf
         await self._settle(close)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         self._complete = True
-        await close()  # nothing where it is closed
+        await close()  # does nothing if it is closed already
 
     async def _settle(self, close: _Close) -> None:
-        """Close a request that budgets count: what it has not used is free before its client sends the next one.
+        """Close a request that is charged to budgets, so that the unused part is free before its client's next request.
 
-        Not where `finish` does so. The store's timeout limits the wait; afterwards the end is stored later.
+        Not for a kept answer: its `finish` does so. The store's timeout limits the wait; then the end is stored later.
         """
         if self._in_flight.bill.reserved and not self.keeps:
             await close()
@@ -339,7 +339,7 @@ class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for.
 
     transcript: of the stream, if it may go on at another engine. An engine's error is then kept back, in `failure`.
-    cost: returns the cost for the usage event, from the counts so far; None = the model has no price.
+    cost: returns the cost for the usage event, from the counts so far, or None for a model without a price.
     """
 
     __slots__ = (

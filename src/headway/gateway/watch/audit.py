@@ -26,7 +26,7 @@ from headway.gateway.http.connections import TENANT
 
 ACTOR = "headway.actor"  # in the scope of a request: who sent it, the name of a key or "operator"
 OPERATOR = "headway.operator"  # in the scope of what an operator does that only operators may
-CONTENT = "headway.content"  # in the scope of such a request for what a tenant has sent or got
+CONTENT = "headway.content"  # in the scope of an operator's request for a tenant's prompt or answer
 DETAIL = "headway.detail"  # in the scope of a request: what it concerns, besides its path
 CODE = "headway.code"  # in the scope of a request that is refused: the error's code
 _READS = ("GET", "HEAD", "OPTIONS")

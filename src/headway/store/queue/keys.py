@@ -38,7 +38,7 @@ class KeyStore(Protocol):
         """Store new keys, and take over `expires` and `revoked` of known ones, all or none; a revocation stays.
 
         They survive a crash when this returns. forget: keys that expired or were revoked before it are deleted.
-        Raises HeadwayError (409) when a key's id is known with another digest; then nothing is stored.
+        Raises HeadwayError (409) when another key is stored under the same id; then nothing is stored.
         """
 
 

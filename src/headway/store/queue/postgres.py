@@ -302,7 +302,7 @@ class PostgresBroker(Session):
     async def _put_keys(self, call: QueueCall, connection: Connection) -> HeadwayError | None:
         """Store keys while no other gateway does: changes become visible in the order of their numbers.
 
-        Return the error of a key whose id is another's.
+        Return the error of a key whose id another key has, else None.
         """
         async with connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_of(f"{self._address.schema} keys"))

@@ -24,7 +24,7 @@ UNDO_PUTS = """WITH undone AS (
 _LOCK = "SELECT pg_advisory_xact_lock(number) FROM unnest($1::bigint[]) AS number"
 _EXPIRE = """DELETE FROM {s}.spent USING unnest($1::text[], $2::float8[]) AS past (account, until)
     WHERE spent.account = past.account AND spent.at <= past.until"""
-# From the latest instant that counts: what a gateway charges whose clock is behind is not too old for others.
+# At the latest instant of the account, at least: a charge by a gateway whose clock is behind is not old for others.
 _CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units)
     SELECT $1, $2, greatest($3, max(at)), $4 FROM {s}.spent WHERE account = $1
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = one.units + excluded.units"""

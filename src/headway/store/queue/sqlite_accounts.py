@@ -13,7 +13,7 @@ from headway.store.queue.port import TOTAL, AccountSpent, Charge, Unused
 _EXPIRE = "DELETE FROM spent WHERE account = ? AND at <= ?"
 _SUM = "SELECT coalesce(sum(units), 0) FROM spent WHERE account = ? AND at > ?"
 _COUNTED = "SELECT sum(units) FROM spent WHERE account = ? AND at > ?"
-# From the latest instant that counts: what a gateway charges whose clock is behind is not too old for others.
+# At the latest instant of the account, at least: a charge by a gateway whose clock is behind is not old for others.
 _CHARGE = """INSERT INTO spent (account, id, at, units)
     SELECT :account, :id, max(:at, coalesce(max(at), :at)), :units FROM spent WHERE account = :account
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""

@@ -24,7 +24,7 @@ _NOTE = (
     "Tokens are those that are paid; cached_tokens are part of prompt_tokens. The cost is by [prices] when each "
     "request was accepted; requests whose model had no price cost nothing."
 )
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that a spreadsheet would execute
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of texts that a spreadsheet would execute
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from headway.store.queue.port import Job
 from headway.types import Request
 
 _AGAIN_S = 0.5  # until a line that found no room is tried again
-_BUDGET_S = 10.0  # the same of one for which its tenant's budget had no room, while no other line is in progress
+_BUDGET_S = 10.0  # the same of a line whose tenant's budget had no room, if no other line is in progress
 _ENTRY = 16  # lines that are on their way into the queue at a time
 _PAGE = 64  # lines that are looked up at a time
 _FAR = 1000  # lines in a row that the queue does not know, at least, before the others are not looked for
@@ -232,7 +232,7 @@ class Execution:
             except HeadwayError as error:
                 if not _is_temporary(error):
                     raise
-                alone = error.code == BUDGET_SPENT and not self._begun  # no end gives back a part of the budget soon
+                alone = error.code == BUDGET_SPENT and not self._begun  # no other line will give back units
                 await asyncio.sleep(_BUDGET_S if alone else _AGAIN_S)
 
     async def _accept(self, line: Line) -> None:
