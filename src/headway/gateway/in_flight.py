@@ -51,7 +51,7 @@ class TakenBack(Exception):
     """The engine of a request is to load another model or leaves, or an overflow engine is to have the request."""
 
 
-class NotNamed(EngineGone):
+class EngineWithoutAddress(EngineGone):
     """The proxy has no address for the chosen engine; the request is planned again for the engines with an address."""
 
     def __init__(self, name: str) -> None:
@@ -73,7 +73,7 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Send the request, like `EngineConnection.open`; NotNamed if the engine has no allowed address now."""
+        """Send the request, like `EngineConnection.open`; EngineWithoutAddress if the engine has no allowed address now."""
         ...
 
 
@@ -97,7 +97,7 @@ _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineGone: ("engine_gone", "failed"),
-    NotNamed: ("no_address", "failed"),
+    EngineWithoutAddress: ("no_address", "failed"),
     EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"),

@@ -25,7 +25,7 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, Watcher
-from headway.gateway.in_flight import VIA, NotNamed
+from headway.gateway.in_flight import VIA, EngineWithoutAddress
 from headway.gateway.picker.messages import (
     FULL_DUPLEX,
     ProcessingResponse,
@@ -369,7 +369,7 @@ class Exchange:
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
         address = self._pool.addresses.get(engine.id)  # it and the planner may have changed since planning
         if address is None or not (self._subset is None or address in self._subset):
-            raise NotNamed(engine.id)
+            raise EngineWithoutAddress(engine.id)
         headers: dict[str, str | bytes] = {
             ":path": urlsplit(engine.url).path + path,
             "content-type": "application/json",
