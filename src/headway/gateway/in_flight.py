@@ -73,7 +73,10 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Send the request, like `EngineConnection.open`; EngineWithoutAddress if the engine has no allowed address now."""
+        """Send the request, like `EngineConnection.open`.
+
+        EngineWithoutAddress if the engine has no allowed address now.
+        """
         ...
 
 
