@@ -103,13 +103,13 @@ peers: requirements-peers.lock
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
 # For tests/gateway/test_open_webui.py: 2.4 GB, so `make test` runs it only where it has been installed. Open WebUI pins
-# what it needs itself; the locked PyTorch is the one for CPUs.
-open-webui: requirements.lock
+# what it needs itself; PyTorch comes first, in the locked build for CPUs.
+WEBUI_PIP := $(OPEN_WEBUI)/bin/pip install --quiet --disable-pip-version-check
+open-webui:
 	@test -e $(OPEN_WEBUI)/.installed \
 	  || { $(PYTHON) -m venv $(OPEN_WEBUI) \
-	       && $(OPEN_WEBUI)/bin/pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH) \
-	          open-webui==0.12.4 $$(grep ^torch== requirements.lock) \
-	       && touch $(OPEN_WEBUI)/.installed; } \
+	       && $(WEBUI_PIP) --no-deps --extra-index-url $(TORCH) $$(grep ^torch== requirements.lock) \
+	       && $(WEBUI_PIP) open-webui==0.12.4 && touch $(OPEN_WEBUI)/.installed; } \
 	  || { rm -rf $(OPEN_WEBUI); echo "Open WebUI cannot be installed here; pip says above why."; exit 1; }
 
 # pytest rewrites the assertions of all test files, half of what it does before the first test: it is done once, before

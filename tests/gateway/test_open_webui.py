@@ -30,6 +30,7 @@ OPEN_WEBUI = {
         "title",
         "tags",
         "follow-ups",
+        "a class for these",
         "tokens and cost",
         "second turn with an image",
         "stop",
@@ -96,9 +97,14 @@ def webui(gateway: Gateway, pooling: Gateway, tmp_path_factory: pytest.TempPathF
 
 
 def settings(home: Path, gateway: Gateway, pooling: Gateway) -> dict[str, str]:
-    """Return its environment variables: three connections to the gateway, one of them with a wrong key."""
+    """Return its environment variables: four connections to the gateway, the last of them with a wrong key."""
     url = f"{gateway.url}/v1"
-    wrong, responses = {"prefix_id": "wrong", "model_ids": ["smollm2"]}, {"prefix_id": "r", "api_type": "responses"}
+    connections = [
+        {},
+        {"prefix_id": "tasks", "headers": {"x-llm-d-inference-objective": "batch"}},
+        {"prefix_id": "responses", "api_type": "responses"},
+        {"prefix_id": "wrong", "model_ids": ["smollm2"]},
+    ]
     return {
         "HOME": str(home),
         "DATA_DIR": str(home),
@@ -106,9 +112,10 @@ def settings(home: Path, gateway: Gateway, pooling: Gateway) -> dict[str, str]:
         "OFFLINE_MODE": "true",
         "ENABLE_OLLAMA_API": "false",
         "ENABLE_DIRECT_CONNECTIONS": "true",
-        "OPENAI_API_BASE_URLS": ";".join([url] * 3),
-        "OPENAI_API_KEYS": f"{KEY};sk-wrong;{KEY}",
-        "OPENAI_API_CONFIGS": json.dumps({"1": wrong, "2": responses}),
+        "OPENAI_API_BASE_URLS": ";".join([url] * 4),
+        "OPENAI_API_KEYS": ";".join([KEY] * 3 + ["sk-wrong"]),
+        "OPENAI_API_CONFIGS": json.dumps({str(i): connection for i, connection in enumerate(connections)}),
+        "TASK_MODEL_EXTERNAL": "tasks.smollm2",
         "DEFAULT_MODEL_METADATA": json.dumps({"capabilities": {"usage": True}}),
         **{f"{name}_GENERATION_PROMPT_TEMPLATE": template for name, template in TEMPLATES.items()},
         "AUDIO_STT_ENGINE": "openai",
@@ -161,6 +168,8 @@ def test_a_chat_with_a_second_turn_that_is_stopped(visitor: Page, webui: str, sl
     expect(visitor.get_by_label("Follow up: And of Spain?")).to_be_visible()
     expect(visitor).to_have_title("On capitals / Open WebUI")
     until(lambda: "geography" in WEB.get(f"{webui}/api/v1/chats/all/tags", headers=token(visitor)).text)
+    finished = 'headway_requests_total{class="batch",model="smollm2",outcome="finished",tenant="webui"}'
+    until(lambda: gateway.metric(finished) == len(TEMPLATES))
     visitor.locator("[id^=info-]").hover()  # 11 tokens of the prompt and one of the answer
     expect(visitor.get_by_role("tooltip").filter(has_text="cost: 13")).to_be_visible()
     picture = {"name": "a.png", "mimeType": "image/png", "buffer": b64decode(png().split(",")[1])}
@@ -184,7 +193,7 @@ def test_a_tool(visitor: Page, slow: Fake) -> None:
 
 
 def test_responses(visitor: Page) -> None:
-    visitor.goto("/?model=r.smollm2")
+    visitor.goto("/?model=responses.smollm2")
     ask(visitor, "FAKE SAY It is Rome. END")
     expect(visitor.get_by_text("It is Rome.", exact=True)).to_be_visible()
 
