@@ -102,7 +102,7 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
-# For tests/gateway/test_open_webui.py: 2.4 GB, so `make test` runs it only where it has been installed. Open WebUI pins
+# For tests/gateway/test_open_webui.py: 2.9 GB, so `make test` runs it only where it has been installed. Open WebUI pins
 # what it needs itself; PyTorch comes first, in the locked build for CPUs.
 WEBUI_PIP := $(OPEN_WEBUI)/bin/pip install --quiet --disable-pip-version-check
 open-webui:
