@@ -16,10 +16,8 @@ from benchmarks.papers.quoted import quoted
 from benchmarks.papers.slower import SlowerLatency
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency import profiles
-from headway.policy.pack.baselines.chunked import Chunked
+from headway.policy.pack.baselines.arrival_order import Chunked, MultiRes, Orca
 from headway.policy.pack.baselines.fastserve import FastServe
-from headway.policy.pack.baselines.multires import MultiRes
-from headway.policy.pack.baselines.orca import Orca
 from headway.policy.pack.baselines.srtf import Srtf
 from headway.policy.pack.ecoserve.packer import EcoServe, Options
 from headway.policy.recipes.ecoserve import VARIANTS

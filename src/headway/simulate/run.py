@@ -22,7 +22,7 @@ from headway.policy.forecast.lengths.padding import QUANTILE, Padded
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.policy.scale.rates import DAY_S
-from headway.policy.scale.scaling import Scaling
+from headway.policy.scale.scaler import Scaling
 from headway.ports import Lengths, Planner
 from headway.simulate import compiled_loop, compiled_state
 from headway.simulate.elastic import Decide, ElasticLoop, by_promises, expanded

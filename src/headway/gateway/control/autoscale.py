@@ -17,7 +17,7 @@ from headway.errors import EngineError, HeadwayError
 from headway.gateway.control.fleet import Fleet
 from headway.policy.scale.changes import Member, State, changes
 from headway.policy.scale.rates import STEP_S
-from headway.policy.scale.scaling import Scaling
+from headway.policy.scale.scaler import Scaling
 
 log = logging.getLogger("headway.gateway")
 

@@ -13,7 +13,7 @@ from headway.gateway.watch.metrics import Metrics
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.core.controller import Controller
 from headway.policy.core.shares import QueueShares
-from headway.policy.scale.scaling import Scaling
+from headway.policy.scale.scaler import Scaling
 from headway.ports import Lengths, Planner
 
 Listener = Callable[[Event], None]

@@ -12,10 +12,9 @@ import numpy as np
 
 from headway.events import Arrived, Event
 from headway.policy.apps.knowledge import Knowledge
-from headway.policy.apps.prepare import prepare
 from headway.policy.apps.prewarming import Prewarming, PrewarmOptions
 from headway.policy.apps.run import Run
-from headway.policy.apps.runs import Futures, RankOptions, Runs
+from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare
 from headway.policy.core.cluster import Cluster
 from headway.policy.plan.dispatch import sends
 from headway.policy.plan.request_column import RequestColumn

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.pack.by_rank import ByRank
+from headway.policy.pack.ranked import ByRank
 from headway.policy.plan.group_placement import QlmOptions
 from headway.policy.plan.qlm import Qlm
 from headway.policy.recipes.recipe import Recipe
