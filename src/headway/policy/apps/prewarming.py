@@ -16,9 +16,6 @@ from headway.policy.apps.run import Run
 from headway.stages import Prewarm, Resource
 from headway.types import Floats
 
-
-
-
 _FIRST_GUESS = 1.0  # seconds that warming takes until one was measured
 _NEWEST = 0.3  # weight of the newest measurement
 _SLOWLY = 0.05  # of the pace's, which differs from visit to visit

@@ -41,9 +41,4 @@ def variant(name: str, about: str, options: QlmOptions, kv_swap: bool = True) ->
     return Recipe(name, about, planner, partial(_packer, kv_swap))
 
 
-def with_delta(delta: float) -> Recipe:
-    """Return QLM with groups of at most this many batches (QLM 8.3, figure 18)."""
-    return variant(f"qlm, delta {delta:g}", "QLM with groups of another size", QlmOptions(delta=delta))
-
-
 QLM = {name: variant(name, about, options, kv_swap) for name, (about, options, kv_swap) in _VARIANTS.items()}
