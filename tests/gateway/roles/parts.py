@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.cluster.roles.agent import Agent
-from headway.cluster.roles.controllers import ControllerProcess
+from headway.cluster.roles.main import ControllerProcess
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.lengths.service import open_lengths

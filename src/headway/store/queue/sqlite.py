@@ -34,8 +34,18 @@ from headway.store.queue.port import (
     queue_unavailable,
     unknown_id,
 )
-from headway.store.queue.sqlite_accounts import charge_all, check_room, counted, refund, settle, spend
-from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
+from headway.store.queue.sqlite_ends import (
+    FEW,
+    Done,
+    charge_all,
+    check_room,
+    counted,
+    end,
+    end_together,
+    refund,
+    settle,
+    spend,
+)
 from headway.store.queue.sqlite_file import (
     COLUMNS,
     KEEP,
