@@ -17,10 +17,8 @@ SOURCES = [
     for name in (
         "hook.py",
         "view.py",
-        "blocked.py",
         "columns.py",
         "recording.py",
-        "token_caps.py",
         "prefix_cache.py",
         "grammar_time.py",
         "continuations.py",

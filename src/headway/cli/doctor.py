@@ -30,7 +30,7 @@ from headway.engines.vllm.process.launch import kv_use
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
 from headway.engines.vllm.process.memory import memory_uses
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
-from headway.engines.vllm.process.settings import cores_of
+from headway.engines.vllm.process.sizes import cores_of
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.apis.oidc import Tokens

@@ -25,7 +25,7 @@ from headway.cluster.wire.messages import (
 from headway.cluster.wire.port import Message, WireLink
 from headway.config import Config, read_engine, write_engine
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.inside import inside_of
+from headway.engines.vllm.process.limits import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from headway.config import Tier
-from headway.engines.vllm.process.inside import Inside
+from headway.engines.vllm.process.limits import Inside
 from headway.engines.vllm.process.models import SwapReport
 from headway.gateway.watch.ends import Ended, Observer, Refused, Resumption
 from headway.gateway.watch.history import History, RatePair

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway import __version__, clock
-from headway.engines.vllm.process.inside import inside_of
+from headway.engines.vllm.process.limits import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import HeadwayError
 from headway.gateway.control.targets import describe

@@ -15,7 +15,7 @@ from headway.cluster.wire.port import Message
 from headway.config import Engine, read_engine
 from headway.engines.vllm.fatal_fields import known_fields
 from headway.engines.vllm.process.api import APIS
-from headway.engines.vllm.process.remote import KnownModels, RemoteEngine
+from headway.engines.vllm.process.view import KnownModels, RemoteEngine
 from headway.errors import EngineError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
 from headway.gateway.control.dispatcher import Dispatcher

@@ -13,7 +13,7 @@ from typing import Any
 from headway.cluster.wire.messages import EngineOrder, OrderAnswer
 from headway.cluster.wire.port import WireLink
 from headway.config import Config, Engine, write_engine
-from headway.engines.vllm.process.remote import RemoteEngine
+from headway.engines.vllm.process.view import RemoteEngine
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.control.fleet import POLL_S, Fleet, Work
 from headway.gateway.control.remote.fleet import RemoteFleet
