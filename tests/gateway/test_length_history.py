@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Predictor, Sqlite
-from headway.gateway.control.lengths.history import keep, recall
-from headway.gateway.control.lengths.service import PredictorService, open_lengths
+from headway.gateway.control.lengths.service import PredictorService, keep, open_lengths, recall
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.forecast.lengths.ridge import PLAIN, History
 from tests.gateway.conftest import Serve

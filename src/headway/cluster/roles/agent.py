@@ -33,7 +33,7 @@ from headway.gateway import tasks
 from headway.gateway.control.agents import Agents
 from headway.gateway.control.fleet import POLL_S
 from headway.gateway.control.own_fleet import OwnFleet
-from headway.gateway.control.setup import Make, drops, engines_of
+from headway.gateway.control.wiring import Make, drops, engines_of
 from headway.gateway.preflight import preflight
 from headway.gateway.watch.metrics import Metrics
 from headway.types import Instance, Progress, Rerank, Swap, Warm

@@ -32,11 +32,11 @@ from headway.config.keys import reveal
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
+from headway.gateway.control.autoscale import commands
 from headway.gateway.control.control import Control, Inquire
 from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.planning import Execute
-from headway.gateway.control.scale_command import commands
-from headway.gateway.control.setup import controller_of, drops, engine_maker
+from headway.gateway.control.wiring import controller_of, drops, engine_maker
 from headway.gateway.errors import error_response
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import bind

@@ -22,12 +22,10 @@ from headway.gateway.parsing import run_identity
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.audio import AudioKind
 from headway.gateway.parsing.engine_body import EngineBody
-from headway.gateway.parsing.fields import Ms, milliseconds, parse_as
-from headway.gateway.parsing.openai_fields import needs_vllm
+from headway.gateway.parsing.fields import Ms, milliseconds, needs_vllm, parse_as, refuse_in
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
-from headway.gateway.parsing.text import text_of
-from headway.gateway.parsing.unsupported import refuse_in
+from headway.gateway.parsing.tokens import text_of
 from headway.store.queue.port import Job
 from headway.types import Request, Slo
 

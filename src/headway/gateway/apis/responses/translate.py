@@ -17,8 +17,7 @@ from headway.gateway.apis.responses.tools import (
     name_of,
     tools_of,
 )
-from headway.gateway.parsing.fields import list_in, object_in
-from headway.gateway.parsing.unsupported import RESPONSES, refuse
+from headway.gateway.parsing.fields import RESPONSES, list_in, object_in, refuse
 
 _SAME = (
     "model",
