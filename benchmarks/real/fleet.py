@@ -33,8 +33,7 @@ from headway.simulate.workload import traffic
 from headway.types import Slo
 from headway.whatif.load import generator, mix
 from headway.whatif.load.records import Call, Record
-from headway.whatif.measured.starting import START_S
-from headway.whatif.measured.systems import Counts, answering, counts, gateway, total
+from headway.whatif.measured.systems import START_S, Counts, answering, counts, gateway, total
 
 SYSTEMS = ("vllm-model-swap", "edf-model-swap", "shepherd", "qlm", "headway")
 INSTANCES = ("e0", "e1")

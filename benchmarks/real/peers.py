@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import tomli_w
 
 from headway.engines.vllm.process.launch import Child, free_port
-from headway.whatif.measured.starting import START_S, attempts
+from headway.whatif.measured.systems import START_S, attempts
 
 DIRECT, HEADWAY = "direct", "headway"
 QUEUE, _CONFIG = "queue.sqlite", "headway.toml"

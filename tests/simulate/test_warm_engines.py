@@ -18,12 +18,20 @@ from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
 from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.simulate.replay import Replayed, replay
 from headway.simulate.warm_engines import AdapterEngine, Adapters, KvCache, WarmEngine
 from headway.simulate.workload.application_models import generated
-from headway.simulate.workload.applications import Applications, AppRun, Step, applications, draw, graphs_of
-from headway.simulate.workload.run_prefixes import templates, with_prefixes
+from headway.simulate.workload.applications import (
+    Applications,
+    AppRun,
+    Step,
+    applications,
+    draw,
+    graphs_of,
+    templates,
+    with_prefixes,
+)
 from headway.stages import Resource
 from tests.simulate.machines import machine
 

@@ -30,8 +30,7 @@ from headway.simulate.fleet import check_fleet
 from headway.simulate.forecasts import Oracle
 from headway.simulate.instance import InstanceSpec, Load, SimulatedInstance, check
 from headway.simulate.loop import CHUNK
-from headway.simulate.observer import Observer
-from headway.simulate.outcome import Failure, Outcome
+from headway.simulate.outcome import Failure, Observer, Outcome
 from headway.simulate.workload.traffic import Workload
 from headway.types import Floats
 
