@@ -13,9 +13,8 @@ from functools import cache
 import numpy as np
 
 from benchmarks.catalog import recorded, simulated
-from benchmarks.catalog.bars import bars
 from benchmarks.catalog.grounds import PROFILE, check_sizes, fleet
-from benchmarks.catalog.margins import HEADWAY
+from benchmarks.catalog.margins import HEADWAY, bars
 from benchmarks.catalog.programs import RECIPE as PROGRAMS
 from benchmarks.catalog.workloads import CHAT
 from benchmarks.experiment import Result, computed, experiment, refuse_unknown

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import soak
-from benchmarks.real.soak_clients import judged
-from benchmarks.real.soak_history import End, SoakHistory, check
+from benchmarks.real.soak_clients import End, SoakHistory, check, judged
 from benchmarks.real.streams import Stream
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask, Row, save
