@@ -11,7 +11,7 @@ from benchmarks.papers.ecoserve_setup import TFS, TRUE_LENGTHS, Data, instance, 
 from benchmarks.papers.observers import Gauges, inside
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.pack.ecoserve.packer import Options
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.ports import Lengths, Packer
 from headway.simulate.forecasts import Oracle
 from headway.simulate.outcome import Outcome

@@ -106,8 +106,8 @@ def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
         assert len(engine.finished) == 24
         assert all_back(engine)
         seen.update({name: int(value) for name, value in counters(engine).items()})
-        seen["extended"] += engine.scheduler.packer.counts.extended
-        seen["late"] += engine.scheduler.packer.counts.late
+        seen["extended"] += engine.scheduler.packer.counters["extended"]
+        seen["late"] += engine.scheduler.packer.counters["late"]
     assert seen["loans"] > 10
     assert seen["late"] > 0
     assert seen["extended"] > 0
