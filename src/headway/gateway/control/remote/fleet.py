@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from headway import clock
 from headway.cluster.wire.messages import AgentEngines, EngineOrder, EngineState, Gone, OrderAnswer
@@ -40,30 +40,6 @@ class _Report:
     state: EngineState
 
 
-class Orders(Protocol):
-    """Takes note of what agents report of engines that come and go (`remote/orders.py`)."""
-
-    def found(self, id: str, settings: Engine) -> None:
-        """Take note of an engine that an agent has, and that is not known here."""
-        ...
-
-    def leaves(self, engine: RemoteEngine) -> None:
-        """Take note of an engine that takes no new work."""
-        ...
-
-    def altered(self, settings: Engine | None) -> None:
-        """Take note of an engine that leaves or stays, or has other settings; None = the same."""
-        ...
-
-    def lost(self, engine: RemoteEngine) -> None:
-        """Take note of an engine that was removed."""
-        ...
-
-    def answered(self, answer: OrderAnswer) -> None:
-        """Take an agent's answer to an order."""
-        ...
-
-
 class RemoteFleet:
     """Keeps the gateway's engines as their agents report them.
 
@@ -79,7 +55,7 @@ class RemoteFleet:
         self._owner: dict[str, str] = {}  # engine -> the agent that reported it last
         self._unknown: set[tuple[str, str]] = set()  # agents and engines of theirs that were logged
         self.dispatcher: Dispatcher | None = None
-        self.orders: Orders | None = None
+        self.orders: RemoteOrders | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
