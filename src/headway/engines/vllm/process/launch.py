@@ -195,7 +195,7 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
     recipe: the scheduling recipe of the child, None = stock vLLM or a program that is not an engine.
     """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/orphan.py`
+    env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/guard.py`
     if secret is not None:
         env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():
