@@ -25,7 +25,7 @@ from benchmarks.validate.replay import ReplayRun, ReplaySetup, answered, calls_a
 from benchmarks.validate.report import compared, overheads
 from benchmarks.validate.twin import TwinPair, pair
 from headway.config import Engine
-from headway.engines.vllm.process.cards import cards
+from headway.engines.vllm.process.memory import cards
 from headway.errors import EngineError
 from headway.models.compare import weight_bytes
 from headway.models.resolve import resolve

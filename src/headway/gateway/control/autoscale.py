@@ -23,9 +23,8 @@ from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.control.fleet import Fleet
-from headway.policy.scale.changes import Member, State, changes
 from headway.policy.scale.rates import STEP_S
-from headway.policy.scale.scaler import Scaling
+from headway.policy.scale.scaler import Member, Scaling, State, changes
 
 log = logging.getLogger("headway.gateway")
 

@@ -22,9 +22,8 @@ from headway.policy.core.cluster import Cluster
 from headway.policy.core.mapping import Targets, costs_of
 from headway.policy.forecast.latency.laws import PUBLISHED, SloAware, sampled
 from headway.policy.forecast.latency.online import seconds_of
-from headway.policy.plan.dispatch import sends
+from headway.policy.plan.dispatch import eligible, sends
 from headway.policy.plan.request_column import RequestColumn
-from headway.policy.plan.virtual_queue import eligible
 from headway.ports import Planner
 from headway.types import Backlog, Batch, Floats, Instance, Ints, Plan
 

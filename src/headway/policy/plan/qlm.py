@@ -20,16 +20,12 @@ import numpy as np
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, Learned, Returned, Swapped
 from headway.policy.core.cluster import Cluster
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.plan import plan_generator as generator
-from headway.policy.plan.estimator import Normal, fleet_of, load_seconds
-from headway.policy.plan.group_placement import GroupPlacement, QlmOptions, served_by, serves
-from headway.policy.plan.group_queues import Item
+from headway.policy.plan import queue_order as generator
+from headway.policy.plan.group_placement import GroupPlacement, Item, QlmOptions, served_by, serves
 from headway.policy.plan.groups import Group, RequestGroups, Sort, centres_of
-from headway.policy.plan.occupancy import SentRequest
-from headway.policy.plan.plan_generator import Shortage
-from headway.policy.plan.pulling import Pulling, urgency_of
-from headway.policy.plan.queue_order import QueueOrder
-from headway.policy.plan.situation import INTERACTIVE, Situation, describe
+from headway.policy.plan.pulling import Pulling, SentRequest, urgency_of
+from headway.policy.plan.queue_order import QueueOrder, Shortage
+from headway.policy.plan.situation import INTERACTIVE, Normal, Situation, describe, fleet_of, load_seconds
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Plan, Rerank
 

@@ -37,8 +37,19 @@ from headway.store.queue.port import (
     no_lease,
     unknown_id,
 )
-from headway.store.queue.postgres_accounts import COUNTED, REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
-from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
+from headway.store.queue.postgres_calls import (
+    COUNTED,
+    REFUND,
+    UNDO_PUTS,
+    QueueCall,
+    check,
+    count_charges,
+    lock,
+    settle,
+    together,
+    unfit,
+    without_room,
+)
 from headway.store.queue.postgres_schema import JOBS, TOO_MUCH
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction

@@ -22,7 +22,7 @@ one such method to the engine core and the HTTP route `POST /headway/control` th
         hold what the prefix cache has of a prompt that begins with these token ids, whatever else is needed,
         and give it back (`pinned_prefixes.py`); the answer's `pinned` is the number of tokens held
     {"op": "end", "runs": [numbers]}
-        let KV that only these application runs have used go first (`run_blocks.py`); the answer's `ended` is the
+        let KV that only these application runs have used go first (`pinned_prefixes.py`); the answer's `ended` is the
         number of its blocks
     {"op": "cache", "epoch": name, "position": number}
         return as `cache` what the prefix cache has taken in and given up since that position (`cache_log.py`), and
@@ -52,8 +52,7 @@ from vllm import __version__
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION, fatal_fields
 from headway.engines.vllm.plugin.cache_log import CacheLog
 from headway.engines.vllm.plugin.guard import Guard, end_with_parent, keep_keys
-from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin
-from headway.engines.vllm.plugin.run_blocks import RunBlocks
+from headway.engines.vllm.plugin.pinned_prefixes import PinsMixin, RunBlocks
 from headway.engines.vllm.request_metadata import HEADER, finite, from_header
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.types import Jobs

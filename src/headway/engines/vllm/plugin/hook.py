@@ -28,9 +28,9 @@ from headway.engines.vllm.plugin.continuations import ContinuationsMixin, TokenC
 from headway.engines.vllm.plugin.control import ControlMixin, PendingUrgency, install
 from headway.engines.vllm.plugin.grammar_time import GrammarTimeMixin
 from headway.engines.vllm.plugin.kv_policy import KvPolicy, StockKv
+from headway.engines.vllm.plugin.pinned_prefixes import RunBlocks
 from headway.engines.vllm.plugin.prefix_cache import PrefixCache
 from headway.engines.vllm.plugin.recording import RecordingMixin, ints
-from headway.engines.vllm.plugin.run_blocks import RunBlocks
 from headway.engines.vllm.plugin.scheduler_stats import SchedulerStats, StatsMixin
 from headway.engines.vllm.plugin.setup import kv_policy_of, settings_of, spec_of
 from headway.engines.vllm.plugin.view import Blocked, View, sort_by_arrival, within_adapters

@@ -30,8 +30,8 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
-from headway.engines.vllm.process.cards import VISIBLE, parallel, visible_to
 from headway.engines.vllm.process.exits import exit_error
+from headway.engines.vllm.process.memory import VISIBLE, parallel, visible_to
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.sizes import expected, requested
 from headway.errors import ConfigError, EngineError
