@@ -1,4 +1,4 @@
-"""The situation of a fleet with groups on virtual queues, as a `PlanProblem`, by the completion times of its kinds (QLM 6, 7)."""
+"""The situation of a fleet with groups on virtual queues, as a `PlanProblem`, by completion times (QLM 6, 7)."""
 
 from __future__ import annotations
 

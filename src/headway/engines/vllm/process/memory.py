@@ -1,4 +1,4 @@
-"""The memory that engines take, against what is free: on a CPU their total, on GPUs the weights of each engine."""
+"""The GPUs that this process sees, and the memory that engines take, against what is free: on a CPU their total, on GPUs their weights."""
 
 from __future__ import annotations
 
