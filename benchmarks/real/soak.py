@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.experiment import Result, experiment
+from benchmarks.experiment import Result, bars_of, experiment
 from benchmarks.real import soak_calls, soak_kills
 from benchmarks.real.attack_clients import request, say
 from benchmarks.real.health_watch import HealthSeen, health_watch
@@ -31,7 +31,6 @@ from benchmarks.real.peers import Peer, servers
 from benchmarks.real.responses import count_response, read_response
 from headway.errors import ConfigError, EngineError
 from headway.whatif.load import prompts
-from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
 from testing.fake_engine import NAME, WORD
 
@@ -293,17 +292,5 @@ def result(rows: list[Row]) -> Result:
     ]
     header = ("setting", "figure", "value", "goal, at most", "unit")
     grid = Grid(header, [lines], ("value", "goal, at most"))
-    return Result(rows, WORKLOAD, lambda: {"soak": plot(rows)}, grid, _NOTES)
-
-
-def plot(rows: list[Row]) -> bytes:
-    """Return a PNG of each figure with a goal above 0, and that goal."""
-    shown = [row for row in rows if GOALS.get(row.id)] or rows[:1]
-    figure, panels = sheet(1, len(shown), 3.4 * len(shown), 3.2)
-    for axes, row in zip(panels, shown, strict=True):
-        axes.bar([row.setting], [row.ours or 0.0], color="#0072B2")
-        if row.id in GOALS:
-            axes.axhline(GOALS[row.id], color="#D55E00", linewidth=1)
-        axes.set_title(f"{row.id}, {row.unit} (line: goal)", fontsize=8)
-        axes.tick_params(labelsize=7)
-    return png(figure)
+    drawn = {row.id: GOALS[row.id] for row in rows if GOALS.get(row.id)} or {rows[0].id: None}
+    return Result(rows, WORKLOAD, lambda: {"soak": bars_of(rows, drawn)}, grid, _NOTES)

@@ -1,4 +1,4 @@
-"""The GPUs that this process sees, and the memory that engines take, against what is free: on a CPU their total, on GPUs their weights."""
+"""The GPUs that this process sees, and the memory that engines take on them or on a CPU, against what is free."""
 
 from __future__ import annotations
 
