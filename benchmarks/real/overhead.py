@@ -2,7 +2,7 @@
 
 A real gateway runs in front of a FAKE engine that responds immediately (`fake_engine.py`). The same requests go
 to both in turn, which gives the latency added by the gateway, and the requests and tokens per second of one
-gateway core. Gateways of other projects (`peer_gateways.py`) serve the same requests in front of the same
+gateway core. Gateways of other projects (`peers.py`) serve the same requests in front of the same
 engine. It also measures the check of a JWT, `hook_overhead.py` the scheduler hook inside vLLM.
 """
 
@@ -26,9 +26,8 @@ import uvloop
 from jwt.utils import base64url_decode
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.peer_gateways import KNOWN, chosen, gateway, ratio_rows
-from benchmarks.real.peer_gateways import versions as peer_versions
-from benchmarks.real.peers import DIRECT, HEADWAY, Peer, servers, set_answers
+from benchmarks.real.peers import DIRECT, HEADWAY, KNOWN, Peer, chosen, gateway, ratio_rows, servers, set_answers
+from benchmarks.real.peers import versions as peer_versions
 from benchmarks.real.planning_overhead import planning_rows
 from benchmarks.real.responses import MARK, TOKENS, check, complete, count_response, read_response
 from headway.config import Config, Oidc

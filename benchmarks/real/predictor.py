@@ -40,8 +40,7 @@ from benchmarks.papers.quoted import quoted
 from headway.errors import ConfigError
 from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
 from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
-from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import PLAIN, Features, History, fit
+from headway.policy.forecast.lengths.predictor import PLAIN, Features, History, Predictor, features, fit
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
 from headway.types import Floats, Ints, Request
@@ -357,7 +356,7 @@ def boosted(texts: Sequence[str], features: Features, output_tokens: Floats, cut
     """Fit a candidate to the first `cut` rows; return the median and the served (`QUANTILE`) lengths of the rest.
 
     Quantile gradient boosting on the plain features of a prompt, those of its instruction and its input, the leading
-    components of the embedding, and the forecast of `ridge.py` (cross-fitted). Nothing is served with it.
+    components of the embedding, and the forecast of the ridge (cross-fitted). Nothing is served with it.
     """
     target = np.log(output_tokens[:cut])
     ridge = np.empty(len(output_tokens))

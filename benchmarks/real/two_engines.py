@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.real.peer_gateways import SGLANG_ROUTER, installed, router_argv
+from benchmarks.real.peers import SGLANG_ROUTER, installed, router_argv
 from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import ConfigError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.policy.apps.demand import Costs, Known
-from headway.policy.apps.graph import LLM, Graph, Visit
-from headway.policy.apps.knowledge import SHARED, Knowledge
+from headway.policy.apps.graph import LLM, SHARED, Graph, Knowledge, Visit
 from tests.helpers.held import held
 
 

@@ -18,7 +18,7 @@ from headway.gateway.control.lengths.service import PredictorService, TaskServic
 from headway.gateway.parsing.tokens import text_of
 from headway.gateway.preflight import preflight
 from headway.gateway.watch.metrics import Metrics
-from headway.policy.forecast.lengths.ridge import PLAIN
+from headway.policy.forecast.lengths.predictor import PLAIN
 from headway.policy.recipes.registry import find
 from headway.types import Request
 from tests.gateway.conftest import Serve

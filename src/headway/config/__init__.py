@@ -18,9 +18,9 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
+from headway.config.engines import expanded
 from headway.config.keys import MASK, OPERATOR_NAME, OTHER, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key

@@ -12,7 +12,7 @@ from pathlib import Path
 from headway import clock
 from headway.cluster.backends.port import Backend
 from headway.cluster.backends.registry import opened
-from headway.cluster.wire.port import WireLink
+from headway.cluster.wire.messages import WireLink
 from headway.config import Broker as BrokerSettings
 from headway.config import Config
 from headway.gateway import tasks

@@ -26,7 +26,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headway.cluster.wire.port import WireLink
+from headway.cluster.wire.messages import WireLink
 from headway.config import Config
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError, HeadwayError

@@ -17,9 +17,8 @@ import numpy as np
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.core.controller import Controller
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
-from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.task import GaussianLengths, TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.policy.scale.rates import DAY_S
 from headway.policy.scale.scaler import Scaling

@@ -18,11 +18,12 @@ from headway.cluster.wire.messages import (
     EngineState,
     Gone,
     Item,
+    Message,
     OrderAnswer,
     Progressed,
     Standing,
+    WireLink,
 )
-from headway.cluster.wire.port import Message, WireLink
 from headway.config import Config, read_engine, write_engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.limits import inside_of

@@ -25,7 +25,7 @@ from headway import clock
 from headway.cluster.roles.agent import Agent
 from headway.cluster.roles.leader import Leader
 from headway.cluster.wire.connection import VARIABLE, RabbitAddress
-from headway.cluster.wire.port import Message, WireLink
+from headway.cluster.wire.messages import Message, WireLink
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.config import Config
 from headway.config.keys import reveal
@@ -33,9 +33,8 @@ from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
 from headway.gateway.control.autoscale import commands
-from headway.gateway.control.control import Control, Inquire
+from headway.gateway.control.control import Control, Execute, Inquire
 from headway.gateway.control.lengths.service import LengthService, open_lengths
-from headway.gateway.control.planning import Execute
 from headway.gateway.control.wiring import controller_of, drops, engine_maker
 from headway.gateway.errors import error_response
 from headway.gateway.http.garbage import collect, spare_old_objects

@@ -1,7 +1,7 @@
 """The wire in RabbitMQ: one queue for the controller that leads, one for each gateway and agent.
 
 It carries only transient state. Gateways own the requests (and their shared PostgreSQL the background work),
-agents own the engines; a process that missed a message gets everything again (`port.WireLink`). So no message
+agents own the engines; a process that missed a message gets everything again (`messages.WireLink`). So no message
 waits in RabbitMQ for a request to end, and its queues are short.
 """
 
@@ -34,8 +34,7 @@ from headway.cluster.wire.connection import (
     sized,
     tag_of,
 )
-from headway.cluster.wire.messages import Item, Present
-from headway.cluster.wire.port import Message, Role
+from headway.cluster.wire.messages import Item, Message, Present, Role
 
 
 class Term:
@@ -116,7 +115,7 @@ class _Delivery(NamedTuple):
 
 
 class RabbitLink:
-    """A `port.WireLink` over RabbitMQ, made by `opened`. name: of this process."""
+    """A `messages.WireLink` over RabbitMQ, made by `opened`. name: of this process."""
 
     def __init__(self, address: RabbitAddress, name: str, role: Role) -> None:
         self.name, self._address, self._controls = name, address, role == "controller"
@@ -147,7 +146,7 @@ class RabbitLink:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    # ---- port.WireLink
+    # ---- messages.WireLink
 
     def send(self, to: str, *items: Item) -> None:
         """Send items soon, together with others to the same receiver; without a connection they are lost."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headway.config import Config, Engine
-from headway.config.copies import expanded
+from headway.config.engines import expanded
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, RequestError
 from headway.gateway import tasks

@@ -59,8 +59,7 @@ from headway.store.queue.sqlite_file import (
 )
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
-from headway.store.sqlite.connection import leave_open
-from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, checksum, damage
+from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, checksum, damage, leave_open
 from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")

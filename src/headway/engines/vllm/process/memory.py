@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil  # type: ignore[import-untyped]
 
 from headway.config import Engine
-from headway.config.copies import numbers
+from headway.config.engines import numbers
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError
 from headway.models.resolve import resolve

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.config import Engine
-from headway.config.copies import numbers
+from headway.config.engines import numbers
 from headway.engines.vllm.parsers import Kind, known_to_vllm, parsers
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError, check_all

@@ -25,11 +25,9 @@ from headway.gateway import tasks
 from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
 from headway.gateway.files import replacing
 from headway.gateway.watch.metrics import Metrics
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
-from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import History, Model, fit
-from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.predictor import History, Model, Predictor, features, fit
+from headway.policy.forecast.lengths.task import GaussianLengths, TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Lengths
 from headway.types import Request

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from headway import clock
-from headway.cluster.wire.messages import Alive, Gone, InFlight, Present, Standing, Waiting
-from headway.cluster.wire.port import Message, WireLink
+from headway.cluster.wire.messages import Alive, Gone, InFlight, Message, Present, Standing, Waiting, WireLink
 from headway.config import Config
 from headway.events import Arrived, Event, Failed, Finished, Returned, Started
 from headway.gateway import tasks

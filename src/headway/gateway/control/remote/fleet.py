@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from headway import clock
-from headway.cluster.wire.messages import AgentEngines, EngineOrder, EngineState, Gone, OrderAnswer
-from headway.cluster.wire.port import Message, WireLink
+from headway.cluster.wire.messages import AgentEngines, EngineOrder, EngineState, Gone, Message, OrderAnswer, WireLink
 from headway.config import Config, Engine, read_engine, write_engine
 from headway.engines.vllm.fatal_fields import known_fields
 from headway.engines.vllm.process.api import APIS
