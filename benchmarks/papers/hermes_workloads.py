@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.papers.hermes_vtc import fewest_output_tokens, least_beside_its_share, served_tokens
 from benchmarks.papers.quoted import quoted
-from headway.policy.apps.graph import LLM, SHARED, Graph, Knowledge
+from headway.policy.apps.demand import SHARED, Knowledge
+from headway.policy.apps.graph import LLM, Graph
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.default import headway
 from headway.policy.recipes.hermes import variant

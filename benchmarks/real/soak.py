@@ -292,5 +292,5 @@ def result(rows: list[Row]) -> Result:
     ]
     header = ("setting", "figure", "value", "goal, at most", "unit")
     grid = Grid(header, [lines], ("value", "goal, at most"))
-    drawn = {row.id: GOALS[row.id] for row in rows if GOALS.get(row.id)} or {rows[0].id: None}
+    drawn: dict[str, float | None] = {row.id: GOALS[row.id] for row in rows if GOALS.get(row.id)} or {rows[0].id: None}
     return Result(rows, WORKLOAD, lambda: {"soak": bars_of(rows, drawn)}, grid, _NOTES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headway.policy.apps.demand import Costs, Known
-from headway.policy.apps.graph import LLM, SHARED, Graph, Knowledge, Visit
+from headway.policy.apps.demand import SHARED, Costs, Knowledge, Known
+from headway.policy.apps.graph import LLM, Graph, Visit
 from tests.helpers.held import held
 
 

@@ -16,7 +16,7 @@ from benchmarks.real.fleet import FleetRun, FleetState, FleetTrial, ServedFleet,
 from benchmarks.simulated import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError
-from headway.policy.plan.situation import load_seconds
+from headway.policy.plan.estimator import load_seconds
 from headway.policy.recipes.registry import find
 from headway.simulate.instance import SimulatedInstance
 from headway.types import Slo

@@ -30,7 +30,7 @@ from headway.events import Event, InstanceUp, Swapped
 from headway.gateway.preflight import preflight
 from headway.models.compare import difference, weight_bytes
 from headway.models.variants import vary
-from headway.policy.plan.situation import load_seconds
+from headway.policy.plan.estimator import load_seconds
 from headway.types import Instance
 from tests.gateway.swapping import start_instead
 from tests.helpers.packages import install

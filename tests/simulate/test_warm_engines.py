@@ -9,7 +9,8 @@ import pytest
 
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
-from headway.policy.apps.graph import LLM, SHARED, Knowledge
+from headway.policy.apps.demand import SHARED, Knowledge
+from headway.policy.apps.graph import LLM
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.hermes import variant

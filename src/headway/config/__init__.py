@@ -18,17 +18,17 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headway.config.engines import Around, expanded, overflow_contradictions
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
-from headway.config.engines import expanded
 from headway.config.keys import MASK, OPERATOR_NAME, OTHER, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
 from headway.config.problems import explain, unrelated, valid_part
-from headway.config.tables import Around, Count, Positive, oidc_contradictions, overflow_contradictions
 from headway.config.tables import Audit as Audit
 from headway.config.tables import Backend as Backend
 from headway.config.tables import Batches as Batches
+from headway.config.tables import Count, Positive, oidc_contradictions
 from headway.config.tables import Grammars as Grammars
 from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log

@@ -25,8 +25,8 @@ from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.own_fleet import OwnFleet
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
 from headway.gateway.control.prewarm import AdapterWarmer, BackendWarmer
-from headway.gateway.control.remote.control import NoPlanner, RemoteGateway
-from headway.gateway.control.remote.fleet import RemoteOrders
+from headway.gateway.control.remote.control import NoPlanner
+from headway.gateway.control.remote.fleet import RemoteGateway, RemoteOrders
 from headway.gateway.control.targets import Paces, measures
 from headway.gateway.control.wiring import LocalGateway, be_ready, controller_of, engine_maker
 from headway.gateway.parsing.tokens import TokenCounter

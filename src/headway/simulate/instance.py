@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.policy.apps.run import number_of
 from headway.policy.core.engine_spec import EngineSpec, KvUse
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.plan.situation import load_seconds
+from headway.policy.plan.estimator import load_seconds
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import LatencyModel, Packer
 from headway.simulate.event_queue import Timer

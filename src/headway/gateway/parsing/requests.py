@@ -20,12 +20,11 @@ from headway.config import Config, Key, Tier
 from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
 from headway.gateway.parsing.engine_body import EngineBody
-from headway.gateway.parsing.fields import Ms, milliseconds, needs_vllm, parse_as, refuse_in
+from headway.gateway.parsing.fields import Ms, milliseconds, needs_vllm, parse_as, refuse_in, text_of
 from headway.gateway.parsing.media import PATHS as AUDIO
 from headway.gateway.parsing.media import AudioKind
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
-from headway.gateway.parsing.tokens import text_of
 from headway.store.queue.port import Job
 from headway.types import Request, Slo
 

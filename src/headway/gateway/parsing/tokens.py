@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, RequestError
+from headway.gateway.parsing.fields import texts_in
 from headway.gateway.parsing.media import MediaCounter, media_tokens
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, too_long
 from headway.gateway.tasks import in_daemon
 from headway.models.resolve import resolve
 from headway.prefix import prompt_seed, token_keys
-
-
-def text_of(body: Mapping[str, Any]) -> str | None:
-    """Return the text that an answer's length depends on most: the user's last message, or the prompt.
-
-    None for token ids and for images without text.
-    """
-    if "messages" in body:
-        by_user = [message for message in body["messages"] if message.get("role") == "user"]
-        content = (by_user or body["messages"])[-1].get("content")
-        return " ".join(texts_in(content)) or None
-    prompt = body.get("prompt")
-    first = prompt[0] if isinstance(prompt, list) else prompt
-    return first if isinstance(first, str) and first else None
-
-
-def texts_in(content: Any) -> list[str]:
-    """Return the texts of a message: its content is one, or has parts, of which images have none."""
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return [str(text) for text in texts if text is not None]
-
 
 _KEEPING = frozenset(("ByteLevel", "Digits", "Split"))  # pre-tokenizers that drop no byte
 Encode = Callable[[str, bool], Sized]

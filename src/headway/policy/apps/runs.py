@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.events import Event, Failed, Finished, Prewarmed, Returned, RunEnded, Started, UnitBegan, UnitEnded
-from headway.policy.apps.demand import BUCKETS, SAMPLES, Costs, Demand, Draw, Known
+from headway.policy.apps.demand import BUCKETS, SAMPLES, Costs, Demand, Draw, Knowledge, Known
 from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
-from headway.policy.apps.graph import LLM, Graph, Knowledge, Visit
+from headway.policy.apps.graph import LLM, Graph, Visit
 from headway.policy.apps.prewarming import Prewarming, PrewarmOptions
 from headway.policy.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request

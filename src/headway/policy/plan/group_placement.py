@@ -1,163 +1,20 @@
-"""Virtual queues of request groups: the instance of a new group, and the situation of the whole fleet (QLM 4)."""
+"""Where request groups stand: the instance of a new group, and the situation of the whole fleet (QLM 4)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.pseudo_random import below, seeded
 from headway.policy.placement.cost import Engine, least
-from headway.policy.plan.groups import Group, Kind
-from headway.policy.plan.pulling import Occupancy
+from headway.policy.plan.estimator import fleet_of, holds, limit_of
+from headway.policy.plan.group_queues import Item
+from headway.policy.plan.groups import Group
 from headway.policy.plan.queue_order import best_place, insert
-from headway.policy.plan.situation import Placed, describe, fleet_of, holds, limit_of
+from headway.policy.plan.situation import Placed, describe
 from headway.types import Instance
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A queued group, or what runs of one kind on one instance; `policy/plan/queue_order.py` orders both.
-
-    group: None = it runs already.
-    """
-
-    kind: Kind
-    size: int
-    group: Group | None = None
-    instance: int = -1
-
-
-class GroupQueues:
-    """Groups on virtual queues, in order (definition 4.2), and what is inside each instance.
-
-    What runs has its place in that order, too: each group has a rank between those of its neighbours, whether these
-    are queued or running. Neighbours of one model are in the order of their deadlines, those overdue last: what an
-    order decides is which model an instance serves next, and which groups stand on which instance.
-
-    queues: by instance, most urgent group first. inside: by instance, what was sent there and has not ended.
-    unplaced: groups on no queue: new ones, and those of instances that are gone.
-    """
-
-    def __init__(self) -> None:
-        self.queues: dict[str, list[Group]] = {}
-        self.inside: dict[str, Occupancy] = {}
-        self.unplaced: list[Group] = []
-
-    def follow(self, names: Sequence[str]) -> None:
-        """Keep queues for these instances; the groups of others are to be placed anew."""
-        for name in [name for name in self.queues if name not in names]:
-            for group in self.queues.pop(name):
-                self.unplace(group)
-            del self.inside[name]
-        for name in names:
-            self.queues.setdefault(name, [])
-            self.inside.setdefault(name, Occupancy())
-
-    def unplace(self, group: Group) -> None:
-        """Let a group be placed anew."""
-        group.instance = ""
-        self.unplaced.append(group)
-
-    def remove(self, group: Group) -> None:
-        """Take a group off its queue."""
-        if group.instance:
-            self.queues[group.instance].remove(group)
-            group.instance = ""
-        else:
-            self.unplaced.remove(group)
-
-    def append(self, name: str, group: Group) -> None:
-        """Put a group at the end of a queue, behind all that is inside, too."""
-        queue, inside = self.queues[name], self.inside[name]
-        last = max(queue[-1].rank if queue else 0.0, inside.highest if len(inside) else 0.0)
-        self._put(name, len(queue), group, last + 1.0)
-
-    def after(self, group: Group, other: Group) -> None:
-        """Put a group right behind another one."""
-        queue = self.queues[group.instance]
-        at = queue.index(group) + 1
-        behind = queue[at].rank if at < len(queue) else group.rank + 1.0
-        self._put(group.instance, at, other, (group.rank + behind) / 2)
-
-    def put(self, name: str, item: Item | None, group: Group) -> None:
-        """Put a group behind an item of an instance's order, None = before all others."""
-        queue, inside = self.queues[name], self.inside[name]
-        low = -math.inf if item is None else _highest(item, inside)
-        at = sum(other.rank <= low for other in queue)
-        above = [other.rank for other in queue[at : at + 1]] + _above(inside, low)
-        high = min(above, default=math.inf)
-        if math.isinf(low):
-            rank = 0.0 if math.isinf(high) else high - 1.0
-        else:
-            rank = low + 1.0 if math.isinf(high) else (low + high) / 2
-        self._put(name, at, group, rank)
-
-    def _put(self, name: str, at: int, group: Group, rank: float) -> None:
-        self.queues[name].insert(at, group)
-        group.instance, group.rank = name, rank
-        self.settle(group)
-
-    def adopt(self, orders: Mapping[str, Sequence[Item]]) -> None:
-        """Take over an order of the fleet. Groups that have come since it was made are to be placed anew."""
-        placed = {item.group.id for items in orders.values() for item in items if item.group is not None}
-        new = {name: [one for one in queue if one.id not in placed] for name, queue in self.queues.items()}
-        self.unplaced = [group for group in self.unplaced if group.id not in placed]
-        for name, items in orders.items():
-            self._reorder(name, items)
-        for name, groups in new.items():
-            if name not in orders:
-                self.queues[name] = groups
-                continue
-            for group in groups:
-                self.unplace(group)
-
-    def _reorder(self, name: str, items: Sequence[Item]) -> None:
-        """Make an instance's order that of these items; what has come inside since goes before them."""
-        at = {item.kind.id: rank for rank, item in enumerate(items) if item.group is None}
-        for request in self.inside[name]:
-            request.rank = at.get(request.kind.id, -1.0)
-        queue = self.queues[name] = list[Group]()
-        for rank, item in enumerate(items):
-            if item.group is not None:
-                item.group.instance, item.group.rank = name, rank
-                queue.append(item.group)
-        begin = 0
-        for _, run in groupby(list(queue), lambda group: group.kind.sort.model):
-            self._by_deadline(name, begin, begin := begin + len(list(run)))
-
-    def settle(self, group: Group) -> None:
-        """Bring a group to its place in the run of its model, after its first deadline has changed."""
-        queue, model = self.queues[group.instance], group.kind.sort.model
-        begin = end = queue.index(group)
-        while begin > 0 and queue[begin - 1].kind.sort.model == model:
-            begin -= 1
-        while end < len(queue) and queue[end].kind.sort.model == model:
-            end += 1
-        self._by_deadline(group.instance, begin, end)
-
-    def _by_deadline(self, name: str, begin: int, end: int) -> None:
-        """Sort neighbouring groups of one model; they exchange their ranks."""
-        run = self.queues[name][begin:end]
-        ranks = sorted(group.rank for group in run)
-        run.sort(key=lambda group: (group.lost, group.first))
-        for group, rank in zip(run, ranks, strict=True):
-            group.rank = rank
-        self.queues[name][begin:end] = run
-
-
-def _highest(item: Item, inside: Occupancy) -> float:
-    """Return the rank of the last request of an item."""
-    if item.group is not None:
-        return item.group.rank
-    return max(request.rank for request in inside if request.kind.id == item.kind.id)
-
-
-def _above(inside: Occupancy, low: float) -> list[float]:
-    return [request.rank for request in inside if request.rank > low]
 
 
 @dataclass(frozen=True, slots=True)

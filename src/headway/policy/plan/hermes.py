@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.events import Arrived, Event
-from headway.policy.apps.graph import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming, PrewarmOptions
 from headway.policy.apps.run import Run
 from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
-from headway.policy.apps.graph import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming
 from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare
 from headway.policy.core.cluster import Cluster

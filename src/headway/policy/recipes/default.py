@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.policy.apps.graph import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.core import ranks
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.pack.promises.packer import Promises

@@ -24,7 +24,8 @@ from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, 
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.gateway.control.graph_files import GraphFiles
-from headway.policy.apps.graph import SHARED, Graph
+from headway.policy.apps.demand import SHARED
+from headway.policy.apps.graph import Graph
 from headway.policy.recipes.registry import find
 from headway.whatif.load import generator
 

@@ -19,11 +19,14 @@ from headway.engines.vllm.process.api import APIS
 from headway.engines.vllm.process.view import KnownModels, RemoteEngine
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
+from headway.gateway import tasks
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.fleet import POLL_S, Fleet, Work
 from headway.gateway.control.remote.control import RemoteControl
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.gateway.watch.metrics import Metrics
+from headway.policy.apps.account import RunAccount
+from headway.policy.core.controller import Controller
 from headway.types import Leaving
 
 UNKNOWN = "this configuration lacks it. Give all parts the same [[engines]], and restart them."
@@ -347,3 +350,43 @@ class RemoteOrders(Fleet):
         known = f"Name one with ?agent=: {', '.join(agents)}." if agents else "Start one."
         problem = "There are several agents." if agent is None and agents else f"There is no agent {agent or ''!r}."
         raise RequestError(problem, known, code="agent_unknown", param="agent")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteGateway:
+    """The gateway's side, with what it knows of controller and engines from the wire."""
+
+    control: RemoteControl
+    fleet: RemoteFleet
+    dispatcher: Dispatcher
+    metrics: Metrics
+    link: WireLink
+
+    @classmethod
+    def of(cls, config: Config, controller: Controller, metrics: Metrics, link: WireLink) -> RemoteGateway:
+        """Connect requests in flight with the wire. controller: plans nothing, and admits requests."""
+        control = RemoteControl(controller, link)
+        fleet = RemoteFleet(control, config.named, config.wire.lease_seconds)
+        runs = RunAccount(config.apps.run_timeout_s)
+        dispatcher = Dispatcher(control, fleet.engines, runs, metrics)
+        control.execute, fleet.dispatcher = dispatcher.execute, dispatcher
+        return cls(control, fleet, dispatcher, metrics, link)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Listen to the wire until the block ends."""
+        loops: list[tasks.Loop] = [self._listen, self.control.live, self.fleet.expire, *self.dispatcher.loops()]
+        async with self.fleet.running():
+            try:
+                async with tasks.running(*loops, failed=self.metrics.loop_failed):
+                    yield
+            finally:
+                await self.dispatcher.warmups.close()
+                self.link.send("controller", Gone())
+
+    async def _listen(self) -> None:
+        async for message in self.link.messages():
+            if message.epoch:
+                self.control.receive(message)
+            else:
+                self.fleet.receive(message)
