@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
     for seed in range(6):
         engine, tables = engine_of("ecoserve", 40), Tables()
         packer = engine.scheduler.packer
-        packer.options = replace(packer.options, reserve=0.3)  # many prompts run first and wait for KV then
+        packer.options = packer.options._replace(reserve=0.3)  # many prompts run first and wait for KV then
         crowd(engine, seed)
         while engine.busy:
             output = engine.schedule()
