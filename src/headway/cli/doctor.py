@@ -24,13 +24,12 @@ from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.config.keys import reveal
 from headway.engines.vllm.process.api import APIS
-from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.launch import kv_use
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
-from headway.engines.vllm.process.memory import memory_uses
+from headway.engines.vllm.process.memory import CUDA_BUILD, cards, memory_uses
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
-from headway.engines.vllm.process.settings import cores_of
+from headway.engines.vllm.process.sizes import cores_of
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.apis.oidc import Tokens

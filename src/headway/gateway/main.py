@@ -26,12 +26,12 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headway.cluster.wire.port import WireLink
+from headway.cluster.wire.messages import WireLink
 from headway.config import Config
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
-from headway.gateway.apis.batches.runner import BatchRunner
+from headway.gateway.apis.batches.execution import BatchRunner
 from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
 from headway.gateway.gateway import Gateway, serving

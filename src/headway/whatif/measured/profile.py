@@ -24,8 +24,8 @@ from rich.progress import Progress
 
 from headway import clock
 from headway.config import Engine
-from headway.engines.vllm.process.cards import cards
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
+from headway.engines.vllm.process.memory import cards
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
