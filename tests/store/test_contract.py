@@ -532,6 +532,17 @@ async def test_what_a_dead_gateway_s_job_was_charged_counts_until_it_ends(two: l
     assert await counted(second, "x") == 3.0
 
 
+async def test_a_gateway_that_outlives_its_lease_says_what_its_job_used(two: list[Broker]) -> None:
+    first, second = two
+    await first.put(job(), [charge("x", 10.0, 10.0, 1.0)])
+    assert await take_ids(second, now=10.0) == ["a"]
+    assert await second.fail("a", "client_gone", 11.0), "what its client got is not known there"
+    assert await counted(second, "x") == 10.0
+    for _ in range(2):  # again, as after an answer that was lost
+        assert not await first.done("a", b"r", 12.0, {"x": 7.0})
+        assert await counted(second, "x") == 3.0
+
+
 async def test_random_requests_of_two_gateways_and_their_deaths(connect: Connect) -> None:
     """No account counts more than its limit, nor less than what its requests used; what is left is what they used."""
     rng, open_, used = random.Random(0), dict[str, tuple[str, float]](), Counter[str]()

@@ -17,10 +17,13 @@ from headway.store.queue.postgres_calls import QueueCall
 REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
 COUNTED = """SELECT account, sum(units) AS units FROM {s}.spent
     JOIN unnest($1::text[], $2::float8[]) AS past (account, until) USING (account) WHERE at > until GROUP BY account"""
-# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them.
+# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them. Of those
+# that another gateway has closed meanwhile, as the lease had ended, what was charged is deleted.
 UNDO_PUTS = """WITH undone AS (
-        DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id)
-    DELETE FROM {s}.spent USING undone WHERE spent.account = ANY ($3) AND spent.id = undone.id"""
+        DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id),
+    closed AS (SELECT id FROM {s}.jobs WHERE id = ANY ($4) AND state = 'failed' AND owner <> $1 AND NOT background)
+    DELETE FROM {s}.spent USING (TABLE undone UNION ALL TABLE closed) AS put
+        WHERE spent.account = ANY ($3) AND spent.id = put.id"""
 _LOCK = "SELECT pg_advisory_xact_lock(number) FROM unnest($1::bigint[]) AS number"
 _EXPIRE = """DELETE FROM {s}.spent USING unnest($1::text[], $2::float8[]) AS past (account, until)
     WHERE spent.account = past.account AND spent.at <= past.until"""
