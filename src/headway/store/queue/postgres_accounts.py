@@ -34,7 +34,7 @@ _CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units)
 _SETTLE = f"""WITH ended AS (
         DELETE FROM {{s}}.spent USING unnest($1::text[], $2::text[], $3::float8[]) AS one (account, id, unused)
         WHERE spent.account = one.account AND spent.id = one.id
-            AND NOT EXISTS (SELECT FROM {{s}}.jobs WHERE jobs.id = one.id AND state = 'open')
+            AND NOT EXISTS (SELECT FROM {{s}}.jobs WHERE jobs.id = one.id AND state = 'open' AND background)
         RETURNING spent.account, spent.at, spent.units - one.unused AS units)
     INSERT INTO {{s}}.spent AS total (account, id, at, units)
         SELECT account, '{TOTAL}', max(at), sum(units) FROM ended GROUP BY account
@@ -81,7 +81,7 @@ async def count_charges(group: Sequence[QueueCall], sql: Sql, connection: Connec
 
 
 async def settle(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> None:
-    """Add what jobs used of their charges to the sums of their accounts, unless they are open."""
+    """Add what jobs used of their charges to the sums of their accounts, unless they may run again."""
     rows = [(stored(name), stored(call.id), units) for call in group for name, units in call.unused.items()]
     if rows:
         await connection.execute(sql(_SETTLE), *map(list, zip(*rows, strict=True)))
