@@ -238,8 +238,21 @@ def _queue_file(file: Path) -> Finding:
     return Finding("queue", "good", found)
 
 
+def _folders(config: Config) -> Iterator[Finding]:
+    """Check that directories which are named can be made or written; others are beside the queue."""
+    given = {"journal": config.journal.dir, "batches": config.batches.dir, "apps": config.apps.dir}
+    for what, folder in given.items():
+        if folder is None or folder == "none":
+            continue
+        found = _existing(Path(folder).expanduser())
+        if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+            problem = f"{folder} cannot be made or written: {found} is not a directory in which this user may write"
+            yield Finding(what, "bad", problem, f"Change its owner, or {what}.dir.")
+
+
 def _existing(folder: Path) -> Path:
-    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    # Unlike Path.exists, this is false for what is in a directory that this user may not search.
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.exists(one))
 
 
 def _engines(config: Config) -> Iterator[Finding]:
@@ -325,5 +338,5 @@ def _cpus(engine: Engine) -> set[int]:
 
 
 _CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
-    _classes, _address, _prices, _issuer, _queue, _engines, _kv, _memory, _cores,
+    _classes, _address, _prices, _issuer, _queue, _folders, _engines, _kv, _memory, _cores,
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headway.addresses import certificate_hint
 from headway.cli.options import ConfigFile, Json
 from headway.config import load
 from headway.config.keys import reveal
@@ -54,11 +54,7 @@ class OperatorClient:
             problem = f"The gateway at {self._url} does not answer as one does: {error}."
             hint = "Start it, or correct --server."
             if isinstance(error, OSError) or "SSL" in str(error):  # OSError: the file in SSL_CERT_FILE is unreadable
-                file = os.environ.get("SSL_CERT_FILE", "unset")
-                hint = (
-                    f"Set SSL_CERT_FILE (now {file}) to a PEM file of the authority that signed the gateway's "
-                    "certificate, and --server to a name in that certificate."
-                )
+                hint = f"{certificate_hint()} Name it with --server."
             raise HeadwayError(problem, hint) from error
         if answer.is_error:
             raise HeadwayError(str(body["error"]["message"]), f"The gateway at {self._url} refused it.")

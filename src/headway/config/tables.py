@@ -268,10 +268,12 @@ class Server:
     hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
     cors_origins: origins of web pages whose scripts may use the API ("https://app.example"); "*" = of any, where
         clients need a key.
-    media_domains: hosts whose images, audio and video engines may fetch by URL ("images.example"), over http and
-        https; others are refused, and data: URLs always accepted.
+    media_domains: hosts whose images, audio and video engines may fetch by URL, over http and https: "images.example"
+        at ports 80 and 443, "images.example:8080" at that port; others are refused, and data: URLs always accepted.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
+    max_attempts: times that a request which loses its engine before its answer begins is sent to an engine; after the
+        last one it fails with status 500, or 503 if the engine lives and only the connection was lost.
     head_timeout_s: limit for a request's headers, from the connection's opening, and for a TLS handshake before it.
     body_timeout_s: limit for a body.
     write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.
@@ -298,7 +300,7 @@ class Server:
     class_share: Share = 0.75
     operator_key: Secret | None = None
     operator_only: bool | None = None
-    max_attempts: Count = 2  # attempts at a request whose engine dies before it answers
+    max_attempts: Count = 2
     max_resumes: Annotated[int, Field(ge=0)] = 3  # times that a stream whose engine is lost goes on; 0 = it ends
     head_timeout_s: Positive = 10.0
     body_timeout_s: Positive = 60.0
@@ -313,7 +315,7 @@ class Server:
     tls: Tls = field(default_factory=Tls)
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
     max_audio_mib: Count = 25  # limit of an uploaded speech form; vLLM itself refuses files above 25 MB
-    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+$")], ...] = ()
+    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+(:\d{1,5})?$")], ...] = ()
 
     @property
     def url(self) -> str:

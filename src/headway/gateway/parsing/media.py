@@ -37,7 +37,7 @@ _HEAD = 2**18  # bytes of a file in which its size is looked for
 _LARGE = ((8192, 8192), (16384, 4096), (4096, 16384))
 _URLS = ("image_url", "audio_url", "video_url")  # of vLLM's parts, whatever their type
 # Of a URL about whose host all parsers agree: no user, no backslash, no control character before the path.
-_HOST = re.compile(r"https?://([a-z0-9.-]+)(?::\d+)?(?:[/?#]|\Z)", re.IGNORECASE)
+_HOST = re.compile(r"(https?)://([a-z0-9.-]+)(?::(\d+))?(?:[/?#]|\Z)", re.IGNORECASE)
 _AUDIO_RATE = 50  # tokens per second at most: positions of Whisper's encoder, which audio models pool further
 
 
@@ -93,7 +93,7 @@ def media_tokens(counter: MediaCounter | None, contents: Iterable[Any]) -> tuple
 def refuse_urls(raw: Mapping[str, Any], domains: Collection[str]) -> None:
     """Raise RequestError for a body with a URL of an image, audio or video that an engine may not fetch.
 
-    domains: hosts from which it may; data: URLs are not fetched.
+    domains: hosts from which it may, as in `server.media_domains`; data: URLs are not fetched.
     """
     hosts = {domain.lower() for domain in domains}
     rest: list[Any] = [raw.get(name) for name in FIELDS]
@@ -101,15 +101,25 @@ def refuse_urls(raw: Mapping[str, Any], domains: Collection[str]) -> None:
         one = rest.pop()
         if isinstance(one, dict):
             for url in filter(None, (_url(one.get(name) or "") for name in _URLS)):
-                found = _HOST.match(url)
-                if not (url.startswith("data:") or (found and found[1].lower() in hosts)):
+                if not (url.startswith("data:") or _is_of(hosts, url)):
                     raise RequestError(
                         f"The image, audio or video at {url[:100]!r} is not fetched.",
-                        "Send it in a data: URL, or have the operator add its host to server.media_domains.",
+                        "Send it in a data: URL, or have the operator add its host (and port, unless it is 80 or 443) "
+                        "to server.media_domains.",
                         code="media_url_refused",
                     )
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         rest += [value for value in inner if isinstance(value, dict | list)]
+
+
+def _is_of(hosts: Collection[str], url: str) -> bool:
+    """Tell whether a URL's host is one of these, its port also unless it is the scheme's."""
+    if (found := _HOST.match(url)) is None:
+        return False
+    scheme, host, given = found.groups()
+    default = "443" if scheme.lower() == "https" else "80"
+    port = given or default
+    return f"{host.lower()}:{port}" in hosts or (port == default and host.lower() in hosts)
 
 
 def _parts(contents: Iterable[Any]) -> Iterable[Mapping[str, Any]]:

@@ -195,10 +195,13 @@ class MemoryBroker:
         account[id] = max([charge.at, *(at for at, _ in account.values())]), before + charge.units
 
     def _settle(self, id: str, unused: Unused) -> None:
-        """Add what an ended job used of its charges to the sums of their accounts."""
+        """Add what a job used of its charges to the sums of their accounts, unless it may run again."""
+        job = self._jobs.get(id)
+        if job is not None and job.state == "open" and job.background:
+            return
         for name, units in unused.items():
             account = self._store.spent.get(name, {})
-            if id in account and (id not in self._jobs or self._jobs[id].state != "open"):
+            if id in account:
                 at, charged = account.pop(id)
                 latest, before = account.get(TOTAL, (at, 0.0))
                 account[TOTAL] = max(at, latest), before + charged - units

@@ -97,7 +97,7 @@ class PostgresBroker(Session):
     def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
         self.owner, self._lock = owner, lock_of(address.schema)
         self._numbers = count(secrets.randbits(62))  # differ from those of other connections under this name
-        self._unknown: dict[str, list[tuple[int, list[str]]]] = {"put": [], "take": []}
+        self._unknown: dict[str, list[QueueCall]] = {"put": [], "take": []}
         self._most_apart_s = most_apart_s
         self._renewal_unknown = False  # the outcome of the last renewal is unknown
         super().__init__(address, "The broker", "send the request again")
@@ -318,16 +318,17 @@ class PostgresBroker(Session):
     def _note_unknown(self, group: Sequence[QueueCall]) -> None:
         for call in group:
             if call.verb in self._unknown:
-                self._unknown[call.verb].append((call.number, call.accounts))
+                self._unknown[call.verb].append(call)
             self._renewal_unknown |= call.verb == "renew"
 
     async def _undo(self, connection: Connection) -> None:
         if puts := self._unknown["put"]:
-            accounts = [stored(account) for _, names in puts for account in names]
-            await connection.execute(self.sql(UNDO_PUTS), self.owner, [number for number, _ in puts], accounts)
+            numbers, ids = [call.number for call in puts], [stored(call.id) for call in puts]
+            accounts = [stored(account) for call in puts for account in call.accounts]
+            await connection.execute(self.sql(UNDO_PUTS), self.owner, numbers, accounts, ids)
             puts.clear()
         if takes := self._unknown["take"]:
-            await connection.execute(self.sql(UNDO_TAKES), self.owner, [number for number, _ in takes])
+            await connection.execute(self.sql(UNDO_TAKES), self.owner, [call.number for call in takes])
             takes.clear()
 
 

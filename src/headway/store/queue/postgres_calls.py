@@ -97,10 +97,13 @@ def check(call: QueueCall) -> None:
 REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
 COUNTED = """SELECT account, sum(units) AS units FROM {s}.spent
     JOIN unnest($1::text[], $2::float8[]) AS past (account, until) USING (account) WHERE at > until GROUP BY account"""
-# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them.
+# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them. Of those
+# that another gateway has closed meanwhile, as the lease had ended, what was charged is deleted.
 UNDO_PUTS = """WITH undone AS (
-        DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id)
-    DELETE FROM {s}.spent USING undone WHERE spent.account = ANY ($3) AND spent.id = undone.id"""
+        DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id),
+    closed AS (SELECT id FROM {s}.jobs WHERE id = ANY ($4) AND state = 'failed' AND owner <> $1 AND NOT background)
+    DELETE FROM {s}.spent USING (TABLE undone UNION ALL TABLE closed) AS put
+        WHERE spent.account = ANY ($3) AND spent.id = put.id"""
 _LOCK = "SELECT pg_advisory_xact_lock(number) FROM unnest($1::bigint[]) AS number"
 _EXPIRE = """DELETE FROM {s}.spent USING unnest($1::text[], $2::float8[]) AS past (account, until)
     WHERE spent.account = past.account AND spent.at <= past.until"""
@@ -111,7 +114,7 @@ _CHARGE = """INSERT INTO {s}.spent AS one (account, id, at, units)
 _SETTLE = f"""WITH ended AS (
         DELETE FROM {{s}}.spent USING unnest($1::text[], $2::text[], $3::float8[]) AS one (account, id, unused)
         WHERE spent.account = one.account AND spent.id = one.id
-            AND NOT EXISTS (SELECT FROM {{s}}.jobs WHERE jobs.id = one.id AND state = 'open')
+            AND NOT EXISTS (SELECT FROM {{s}}.jobs WHERE jobs.id = one.id AND state = 'open' AND background)
         RETURNING spent.account, spent.at, spent.units - one.unused AS units)
     INSERT INTO {{s}}.spent AS total (account, id, at, units)
         SELECT account, '{TOTAL}', max(at), sum(units) FROM ended GROUP BY account
@@ -158,7 +161,7 @@ async def count_charges(group: Sequence[QueueCall], sql: Sql, connection: Connec
 
 
 async def settle(group: Sequence[QueueCall], sql: Sql, connection: Connection) -> None:
-    """Add what jobs used of their charges to the sums of their accounts, unless they are open."""
+    """Add what jobs used of their charges to the sums of their accounts, unless they may run again."""
     rows = [(stored(name), stored(call.id), units) for call in group for name, units in call.unused.items()]
     if rows:
         await connection.execute(sql(_SETTLE), *map(list, zip(*rows, strict=True)))

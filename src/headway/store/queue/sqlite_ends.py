@@ -27,7 +27,7 @@ _CHARGE = """INSERT INTO spent (account, id, at, units)
     ON CONFLICT (account, id) DO UPDATE SET at = excluded.at, units = units + excluded.units"""
 _REFUND = "UPDATE spent SET units = units - ? WHERE account = ? AND id = ?"
 _ENDED = """account = :account AND id = :id AND NOT EXISTS
-    (SELECT 1 FROM jobs WHERE jobs.id = :id AND state = 'open')"""
+    (SELECT 1 FROM jobs WHERE jobs.id = :id AND state = 'open' AND background)"""
 _ADD = f"""INSERT INTO spent (account, id, at, units)
     SELECT account, '{TOTAL}', at, units - :unused FROM spent WHERE {_ENDED}
     ON CONFLICT (account, id) DO UPDATE SET at = max(at, excluded.at), units = units + excluded.units"""
@@ -70,7 +70,7 @@ def counted(charges: Sequence[Charge], db: sqlite3.Connection) -> dict[str, floa
 
 
 def settle(id: str, unused: Unused, db: sqlite3.Connection) -> None:
-    """Add what a job used of its charges to the sums of their accounts, unless it is open."""
+    """Add what a job used of its charges to the sums of their accounts, unless it may run again."""
     for account, units in unused.items():
         values = {"account": account, "id": id, "unused": units}
         if db.execute(_ADD, values).rowcount:
