@@ -283,31 +283,11 @@ def errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
 
 def nonnegative(a: Floats, y: Floats) -> Floats:
     """Return x >= 0 that minimises |a x - y| (Lawson and Hanson's active set); a: (rows, columns)."""
+    from scipy.optimize import nnls  # takes half a second to import, and most processes never fit
+
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0  # a column of zeros explains nothing and stays at 0
-    a = a / scale
-    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)
-    for _ in range(10 * a.shape[1]):
-        slope = np.where(free, -np.inf, a.T @ (y - a @ x))
-        if slope.max(initial=-np.inf) <= 1e-10 * (1 + np.linalg.norm(y)):
-            break
-        free[slope.argmax()] = True
-        x, free = _within(a, y, x, free)
-    return np.asarray(x / scale)
-
-
-def _within(a: Floats, y: Floats, x: Floats, free: Bools) -> tuple[Floats, Bools]:
-    """Move x to the best values of its free columns; a column that would turn negative stops at 0."""
-    while free.any():
-        best = np.zeros_like(x)
-        best[free] = np.linalg.lstsq(a[:, free], y, rcond=None)[0]
-        wrong = free & (best <= 0)
-        if not wrong.any():
-            return best, free
-        x = x + (x[wrong] / (x[wrong] - best[wrong])).min() * (best - x)
-        free = free & (x > 1e-12)
-        x = np.where(free, x, 0.0)
-    return x, free
+    return np.asarray(nnls(a / scale, y)[0] / scale)
 
 
 def _solve(columns: Sequence[Floats], seconds: Floats) -> list[float]:
