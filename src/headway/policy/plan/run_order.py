@@ -25,11 +25,12 @@ from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.policy.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.run_admission import RunAdmission
 from headway.policy.plan.service_costs import ServiceCosts
 from headway.policy.plan.tenant_parts import TenantParts
 from headway.policy.plan.tenant_turns import TenantTurns
 from headway.policy.plan.waiting import Entry
-from headway.types import Backlog, Ints, Plan, Request, Send
+from headway.types import Backlog, Bools, Ints, Plan, Request, Send
 
 _FIRST = 1e-6  # the least rank among best effort: packers take positive ones as such
 _NEWEST = 0.05  # weight of the newest best-effort request without a run in the mean of what they need
@@ -60,6 +61,7 @@ class RunOrder(Ordered):
         super().__init__(kind, ahead=ahead)
         self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
         self._stretch = stretch
+        self._admission = RunAdmission(self.runs, stretch)
         self._costs = ServiceCosts()
         self._stands: dict[str, float] = {}  # by id: from when it counts, or its tenant's turn
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
@@ -70,8 +72,8 @@ class RunOrder(Ordered):
 
     @property
     def wake_at(self) -> float:
-        """The instant of the next warm-up."""
-        return self.runs.prewarming.wake_at
+        """The instant of the next warm-up, or at which a run may go in."""
+        return min(self.runs.prewarming.wake_at, self._admission.wake_at)
 
     @property
     def knowledge(self) -> Knowledge:
@@ -131,6 +133,7 @@ class RunOrder(Ordered):
             self._count(self._parts, event, now)
         if self._stands and isinstance(event, Finished | Failed):
             self._stands.pop(event.id, None)
+            self._admission.left(event.id, now)
 
     def _count(self, parts: TenantParts, event: Event, now: float) -> None:
         match event:
@@ -143,7 +146,10 @@ class RunOrder(Ordered):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by its place in the order, and what is to be warmed."""
+        for id in self._admission.enter(cluster, now):
+            self._push(cluster, cluster.backlog.row_of[id])
         plan = super().plan(cluster, now)
+        self._admission.able.clear()
         if self.runs:
             self.runs.refresh(now)
         # Also those of runs that have ended are taken out, or the host would be woken for them for ever.
@@ -178,7 +184,22 @@ class RunOrder(Ordered):
         runs.refresh(now)
         run = runs.run_of(request.id)
         more = float(runs.rank[run.slot]) - self._plain
-        self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+        stands = self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+        if request.slo.objective == "best_effort":
+            self._admission.came(request, stands, cluster, now)
+
+    def _push(self, cluster: Cluster, row: int) -> None:
+        if str(cluster.backlog.keys[row]) not in self._admission.held:
+            super()._push(cluster, row)
+
+    def _may(self, cluster: Cluster, row: int, name: str) -> bool:
+        able = self._admission.able.get(str(cluster.backlog.keys[row]))
+        return super()._may(cluster, row, name) and (able is None or name in able)
+
+    def _waits(self, backlog: Backlog) -> Bools:
+        waits = super()._waits(backlog)
+        waits[[backlog.row_of[id] for id in self._admission.held]] = False
+        return waits
 
     def _stands_at(self, request: Request, expected: float, instant: float) -> float:
         """Return where best effort of a run stands: at this instant, or that much off its tenant's turn."""
@@ -207,6 +228,7 @@ class RunOrder(Ordered):
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         """Tell the engine where a request stands, so that the packer orders by it, too; `BEYOND` as well."""
         send, backlog = super()._send(cluster, row, name), cluster.backlog
+        self._admission.sent(send.id, name)
         if send.id in self._beyond or backlog.expendable[row]:
             return replace(send, rank=BEYOND)
         if send.id not in self._stands:
