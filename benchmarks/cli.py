@@ -10,30 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.bench_commands import bench_app as bench_app
-from headway.cli.bench_commands import command, listed, mix_of, with_slos
+from headway.cli.bench_commands import command, mix_of, with_slos
 from headway.cli.journal_commands import numbers
-from headway.cli.options import (
-    AppSystems,
-    Burstiness,
-    Duration,
-    FleetQuick,
-    FleetRate,
-    FleetSeeds,
-    FleetSimulated,
-    Kill,
-    MaxRunning,
-    MixName,
-    Model,
-    PeerNames,
-    Rounds,
-    RunLoad,
-    RunRate,
-    Scale,
-    Slos,
-    Swapping,
-    Tail,
-    Together,
-)
+from headway.cli.options import Burstiness, Duration, MaxRunning, MixName, Model, Rounds, Slos, Together, listed
 from headway.errors import ConfigError
 from headway.plugins import attribute
 from headway.whatif.output.results import Ask
@@ -91,7 +70,17 @@ def gpu(
 
 
 @command("benchmarks.real.overhead:main")
-def overhead(ask: Ask, peers: PeerNames = None) -> None:
+def overhead(
+    ask: Ask,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            "--peers",
+            help="Comma-separated gateways to measure beside Headway: litellm, sglang-router (`make peers` "
+            "installs them). Takes minutes longer, even with --quick.",
+        ),
+    ] = None,
+) -> None:
     """Measure Headway's own cost: the gateway in front of a FAKE engine, the hook inside vLLM's scheduler."""
 
 
@@ -381,20 +370,39 @@ def elastic(
     main(ask, listed(systems or ""), listed(grounds or ""), numbers(starts) if starts else ())
 
 
-@command(quick=FleetQuick)
+@command(
+    quick=Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="About a minute, mostly for the start of two engines: one system (qlm), 10 s of arrivals, two "
+            "models of one shape, without the model that needs a restart of vLLM.",
+        ),
+    ]
+)
 def fleet(
     ask: Ask,
-    systems: Swapping = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            "--systems",
+            help="Comma-separated recipes that swap models. Default: vllm-model-swap, edf-model-swap, shepherd, "
+            "qlm, and headway if it swaps.",
+        ),
+    ] = None,
     model: Model = "smollm2",
     slo: Slos = None,
-    rate: FleetRate = 1.2,
-    tail: Tail = 0.06,
+    rate: Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")] = 1.2,
+    tail: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests for the rare model.")] = 0.06,
     burstiness: Burstiness = 1.0,
     duration: Duration = 600.0,
     max_running: MaxRunning = 8,
-    kill: Kill = False,
-    simulated: FleetSimulated = False,
-    seeds: FleetSeeds = 5,
+    kill: Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")] = False,
+    simulated: Annotated[
+        bool,
+        typer.Option("--simulated", help="Simulate in virtual time (SIMULATED), without engines; means over seeds."),
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --simulated: number of seeds, from --seed on.")] = 5,
 ) -> None:
     """Serve three models on two real vLLM instances (a core each) that swap them, one recipe after the other.
 
@@ -418,12 +426,22 @@ def fleet(
 @command()
 def apps(
     ask: Ask,
-    systems: AppSystems = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            "--systems",
+            help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, hermes.",
+        ),
+    ] = None,
     model: Model = "smollm2",
     slo: Slos = None,
-    load: RunLoad = 1.0,
-    rate: RunRate = None,
-    scale: Scale = 0.25,
+    load: Annotated[
+        float, typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity.")
+    ] = 1.0,
+    rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")] = None,
+    scale: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Factor for recorded tokens and seconds outside the LLM.")
+    ] = 0.25,
     burstiness: Burstiness = 0.0625,
     duration: Duration = 240.0,
     rounds: Rounds = 1,
@@ -448,7 +466,7 @@ def papers(
     name: Annotated[str, typer.Argument(help="The paper: anneal, bros, ecoserve, hermes or qlm.")],
     only: Annotated[str, typer.Option(help="Comma-separated parts; a wrong one names them all.")] = "",
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes or hermes-caches.")
+        int | None, typer.Option(min=1, help="Seeds of each setting of bros, hermes, hermes-caches or qlm.")
     ] = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""

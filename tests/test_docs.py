@@ -17,6 +17,7 @@ from tools import reference, results
 
 from headway.cli.checkout import bench_commands
 from headway.cli.main import app
+from headway.cluster.wire import codec
 from headway.policy.recipes.registry import find
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,10 @@ def test_a_reference_is_what_the_script_writes(name: str) -> None:
     assert written == reference.pages()[name], "run `python -m tools.reference`"
 
 
+def test_the_tables_in_the_schema_of_the_chart_are_those_of_the_configuration() -> None:
+    assert reference.VALUES.read_text() == reference.values_schema(), "run `python -m tools.reference`"
+
+
 def test_the_results_are_what_the_script_writes() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == results.page(), "run `python -m tools.results`"
 
@@ -85,6 +90,10 @@ def test_a_result_stands_beside_its_strongest_rival(tmp_path: Path) -> None:
     assert "| x | `headway bench x` | 7 | 2 cores | 2026-11-30 |" in lines
     with pytest.raises(KeyError, match=r"x.json has no lost of headway in '1x'"):
         results.page([replace(figure, id="lost")], tmp_path)
+
+
+def test_the_page_on_upgrades_names_the_version_of_the_wire() -> None:
+    assert f"(now {codec.VERSION};" in (ROOT / "docs" / "upgrade.md").read_text()
 
 
 # ---- paths

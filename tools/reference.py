@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md and docs/cli.md from the code: `python -m tools.reference`.
+"""Writes docs/configuration.md, docs/cli.md and the tables in the chart's values.schema.json from the code.
+
+`python -m tools.reference` writes them.
 
 The text comes from the docstrings and comments of `headway.config` and from the commands' help texts.
 """
@@ -6,6 +8,7 @@ The text comes from the docstrings and comments of `headway.config` and from the
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +24,8 @@ from headway.cli.main import app
 from headway.config import Config
 
 DOCS = Path(__file__).parents[1] / "docs"
+VALUES = DOCS.parent / "deploy" / "helm" / "headway" / "values.schema.json"
+_NOTES = ("title", "description", "default")  # of a schema, which check nothing
 _UNITS = {
     "s": "seconds",
     "seconds": "seconds",
@@ -80,6 +85,40 @@ are generated from ShareGPT's length statistics, and the report says so.
 def pages() -> dict[str, str]:
     """Return the generated pages by file name."""
     return {"configuration.md": "\n".join(_configuration()), "cli.md": "\n".join(_cli())}
+
+
+def values_schema() -> str:
+    """Return the schema of the chart's values, with the tables of the configuration as they are in `headway.config`."""
+    config = TypeAdapter(Config).json_schema(ref_template="#/definitions/{model}")
+    tables = {"Config": config} | config.pop("$defs")
+    entry = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}  # of `secret`, an environment variable
+    tables["Key"]["properties"]["secretKey"], tables["Key"]["required"] = entry, ["secretKey", "tenant"]
+    tables["Engine"]["required"] = ["model"]
+    elsewhere = {"Config": ("engines", "keys", "classes", "scale"), "Key": ("key",), "Engine": ("id", "count")}
+    secrets = {"Server": "operator_key", "Engine": "api_key", "Postgres": "url", "Wire": "url"}
+    for name, one in secrets.items():  # or they would be in the ConfigMap
+        tables[name]["properties"][one] = {"type": "string", "pattern": "^(env|file):"}
+    for name, others in elsewhere.items():
+        for one in others:
+            del tables[name]["properties"][one]
+    schema = json.loads(VALUES.read_text()) | {"definitions": {name: name for name in sorted(tables)}}
+    text = json.dumps(schema, indent=2) + "\n"
+    for name, table in tables.items():  # a line each
+        text = text.replace(f'"{name}": "{name}"', f'"{name}": {json.dumps(_checking(table))}')
+    return text
+
+
+def _checking(schema: Any) -> Any:
+    """Return the part of a schema that checks values, without nulls, which TOML does not have."""
+    if isinstance(schema, list):
+        return [_checking(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    if len(left) == 1:
+        return _checking(left[0])
+    kept = {name: one for name, one in schema.items() if not (name in _NOTES and not isinstance(one, dict))}
+    return {name: _checking(left if name == "anyOf" else one) for name, one in kept.items()}
 
 
 # ---- the configuration
@@ -233,3 +272,4 @@ def _row(cells: tuple[str, ...], last: str) -> str:
 if __name__ == "__main__":
     for name, text in pages().items():
         (DOCS / name).write_text(text)
+    VALUES.write_text(values_schema())

@@ -106,12 +106,17 @@ FIGURES = (
         rival=None, asks="headway bench faults --faults 1000 --seed 0",
     ),
     Figure(
-        "Iterations in the simulator against real ones", "truth", "pace.bias_pct", "below", rival=None,
-        asks="headway bench truth",
+        "Seconds per iteration in the simulator, against real ones", "truth", "pace.bias_pct", "below", rival=None,
+        system="vllm", asks="headway bench truth --quick --seed 0",
     ),
     Figure(
-        "Completion times of LLM applications, shorter than stock vLLM's by", "apps", "act.mean.reduction_pct",
-        "all, against vllm-fcfs", rival=None, system="hermes", asks="headway bench apps",
+        "Mean completion time of LLM applications above the capacity, below stock vLLM's by", "apps",
+        "act.mean.reduction_pct", "all, against vllm-fcfs, 1.3x", rival=None, system="hermes",
+        asks="headway bench apps --load 1.3 --systems vllm-fcfs,hermes",
+    ),
+    Figure(
+        "The same, P95", "apps", "act.p95.reduction_pct", "all, against vllm-fcfs, 1.3x", rival=None, system="hermes",
+        asks="headway bench apps --load 1.3 --systems vllm-fcfs,hermes",
     ),
     Figure(
         "An event in the planner with 100,000 queued", "planner", "event.us", "100000 queued, 8 instances",

@@ -136,6 +136,8 @@ def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
         if row.id == "attainment.promised" and row.ours is not None and ":" not in row.setting:
             place, _, load = row.setting.rpartition(", ")
             places.setdefault(place, {}).setdefault(row.system, {})[float(load[:-1])] = row.ours
+    if not places:  # nothing was promised
+        return {}
     systems = list(dict.fromkeys(name for lines in places.values() for name in lines))
     shades, columns = colours(systems), min(len(places), 3)
     height = math.ceil(len(places) / columns)

@@ -7,4 +7,4 @@ PAPERS = {
 # Benchmarks whose `main` takes `only`.
 PARTED = ("anneal", "bros", "ecoserve", "hermes", "qlm")
 # Benchmarks whose `main` takes `seeds`.
-SEEDED = ("bros", "hermes", "hermes-caches")
+SEEDED = ("bros", "hermes", "hermes-caches", "qlm")

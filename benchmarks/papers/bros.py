@@ -98,6 +98,7 @@ def full() -> BrosPlan:
     in_twos, in_threes = (2.0, 4.0, 6.0, 8.0, 10.0), (3.0, 6.0, 9.0, 12.0, 15.0)
     slower = ClaimCase(OPT_13B, 1.6, "sharegpt", (2.0, 3.0, 4.0))
     theirs = tuple(ClaimCase(OPT_13B, factor, "sharegpt", (1.0, 2.0, 3.0, 4.0)) for factor in AUTHORS_TIMES)
+    lmsys = tuple(ClaimCase(OPT_13B, factor, "lmsys", (2.0, 3.0, 4.0, 5.0)) for factor in AUTHORS_TIMES)
     alone = (
         ClaimCase(OPT_13B, 1.0, "sharegpt", (4.0, 5.0, 6.0, 7.0), "real-time only"),
         ClaimCase(OPT_30B, 1.0, "sharegpt", (6.0, 8.0, 10.0, 12.0), "real-time only"),
@@ -111,6 +112,7 @@ def full() -> BrosPlan:
         PaperPart("llama-3-70b", _both(LLAMA_3, in_threes, in_threes), _COMPARED),
         PaperPart("slower", (slower,), (*_COMPARED, "bros-no-parts")),
         PaperPart("authors", theirs, _COMPARED),
+        PaperPart("authors-lmsys", lmsys, _COMPARED),
         PaperPart("real-time", alone, _ALONE),
         PaperPart("shared-blocks", (_SHARED_CASE,), _SHARED),
         PaperPart("choices", each, bros_choices.SYSTEMS),

@@ -30,6 +30,7 @@ from benchmarks.papers.ecoserve_tables import (
     averages,
     bounds,
     errors,
+    floors,
     is_beyond,
     measured,
     rates,
@@ -137,6 +138,7 @@ def _claims(trials: Trials, seed: int, limit: float) -> Iterator[Row]:
     yield from errors(seed)
     yield from rates(trials, limit)
     yield from averages(trials)
+    yield from floors(trials, seed)
     yield from bounds(trials, seed)
 
 

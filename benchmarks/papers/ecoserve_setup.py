@@ -205,17 +205,21 @@ def _whole(tokens: Floats) -> Ints:
 
 
 def with_slo(workload: Workload, spec: InstanceSpec, scale: float) -> Workload:
-    """Return the workload with an e2e SLO of `scale` x the seconds on an idle engine (section 4).
-
-    t_p and t_g come from the latency profile: a prefill alone, and one decode per token at the context in the
-    middle of the output.
-    """
-    alone = [
-        spec.latency.seconds(Batch(0, 0, p, p * p // 2)) + o * spec.latency.seconds(Batch(1, p + o // 2, 0))
-        for p, o in zip(workload.prompt.tolist(), workload.output.tolist(), strict=True)
-    ]
+    """Return the workload with an e2e SLO of `scale` x the seconds on an idle engine (section 4)."""
     never = np.full(len(workload), np.inf)
-    return replace(workload, ttft=never, tpot=never, e2e=scale * np.array(alone))
+    return replace(workload, ttft=never, tpot=never, e2e=scale * alone(workload, spec)[0])
+
+
+def alone(workload: Workload, spec: InstanceSpec) -> tuple[Floats, Floats]:
+    """Return each request's seconds on an idle engine, and those of one of its output tokens.
+
+    t_p and t_g of section 4 come from the latency profile: a prefill alone, and one decode per token at the
+    context in the middle of the output.
+    """
+    lengths = list(zip(workload.prompt.tolist(), workload.output.tolist(), strict=True))
+    prefill = np.array([spec.latency.seconds(Batch(0, 0, p, p * p // 2)) for p, _ in lengths])
+    token = np.array([spec.latency.seconds(Batch(1, p + o // 2, 0)) for p, o in lengths])
+    return prefill + workload.output * token, token
 
 
 # ---- engine and systems

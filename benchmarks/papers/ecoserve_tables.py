@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, bound, workload
+from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, alone, bound, instance, workload
 from benchmarks.papers.quoted import quoted
 from benchmarks.papers.trial import PaperTrial, forecasts
 from headway.simulate.forecasts import Provisioned
@@ -225,10 +226,10 @@ def averages(trials: Trials) -> Iterator[Row]:
                 for system in (*ABLATION, PAPER_TEXT):
                     each = [_change(chosen, id, system, BASE, seed) for seed in seeds]
                     yield from _spread(f"{id}.change", system, setting, each, papers.get(system), case)
-            for other, figure in SSR.items():
-                each = [_change(chosen, "ssr", ECOSERVE, other, seed) for seed in seeds]
-                name = f"{ECOSERVE} over {other}"
-                yield from _spread("ssr.change", name, setting, each, figure, case)
+            for ours, other in product((ECOSERVE, ORACLE), SSR):
+                each = [_change(chosen, "ssr", ours, other, seed) for seed in seeds]
+                figure = SSR[other] if ours == ECOSERVE else None
+                yield from _spread("ssr.change", f"{ours} over {other}", setting, each, figure, case)
 
 
 def _spread(
@@ -264,6 +265,29 @@ def _change(mine: Sequence[PaperTrial], id: str, ours: str, theirs: str, seed: i
     a, b = np.array(sums).T
     ratio = a.sum() / max(b.sum(), 1e-9) if id == "ssr" else (a / b).mean()
     return float(100 * (ratio - 1))
+
+
+def floors(trials: Trials, seed: int) -> Iterator[Row]:
+    """Yield JCT and time between tokens of a request alone on the engine, and their change against vLLM's.
+
+    No schedule has less. vLLM's are means over all rates and seeds, as in `averages`.
+    """
+    for case, mine in trials.items():
+        changes: dict[str, list[float]] = {"jct.mean": [], "tbt.mean": []}
+        for data in DATA:
+            load = workload(data, data.rates[-1], 5 * data.seconds, seed, case.steps)
+            base = [t for t in mine if (t.system, t.data) == (BASE, data.name)]
+            for (id, each), least in zip(changes.items(), alone(load, instance(steps=case.steps)), strict=True):
+                yield Row(f"{id}.alone", "a request alone", f"{data.name}, {case}", float(least.mean()), "s")
+                if base:
+                    each.append(float(100 * (least.mean() / np.mean([_FIELDS[id](t) for t in base]) - 1)))
+                    setting = f"{data.name}, all rates, {case}"
+                    yield Row(f"{id}.alone.change", f"a request alone over {BASE}", setting, each[-1], "%")
+        for id, each in changes.items():
+            if each:
+                setting, paper = f"mean of data sets, all rates, {case}", _paper(case, AVERAGES[id][-1])
+                mean = float(np.mean(each))
+                yield Row(f"{id}.alone.change", f"a request alone over {BASE}", setting, mean, "%", paper)
 
 
 def bounds(trials: Trials, seed: int) -> Iterator[Row]:

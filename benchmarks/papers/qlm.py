@@ -71,8 +71,8 @@ def _loads(single: QlmSetting) -> tuple[QlmSetting, ...]:
 
 
 def _multi_loads(multi: QlmSetting) -> tuple[QlmSetting, ...]:
-    """Return several models from a little to far above the capacity."""
-    return tuple(replace(multi, load=load) for load in (1.2, 2.0, 3.0))
+    """Return several models from a little to far above the capacity, with three seeds."""
+    return tuple(replace(multi, load=load, interactive=s, seeds=3) for s in _SHARES[1:3] for load in (1.2, 2.0, 3.0))
 
 
 def _limits(single: QlmSetting) -> tuple[QlmSetting, ...]:
@@ -141,9 +141,16 @@ _SCALES = (1.0, 3.0, 11.0)
 
 
 @experiment("papers qlm", "sim", f"QLM, its ablations and its baselines ({SIMULATED})")
-def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None) -> Result:
-    """Run the evaluation. `quick`: about a minute, W_A and W_B at one rate. only: parts; () = all."""
-    results = run(part(plan or (quick() if ask.quick else full()), only, _MEASURED), ask.seed, bar=not ask.as_json)
+def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None, seeds: int | None = None) -> Result:
+    """Run the evaluation. `quick`: about a minute, W_A and W_B at one rate.
+
+    only: parts; () = all. seeds: per setting, instead of its own number.
+    """
+    plan = part(plan or (quick() if ask.quick else full()), only, _MEASURED)
+    if seeds is not None:
+        parts = (replace(e, settings=tuple(replace(s, seeds=seeds) for s in e.settings)) for e in plan.experiments)
+        plan = replace(plan, experiments=tuple(parts))
+    results = run(plan, ask.seed, bar=not ask.as_json)
     workload = (
         f"{SIMULATED}: ShareGPT lengths, batch limit {RUNNING}, Gamma arrivals with a coefficient of "
         f"variation of {CV:g}; load = work that arrives / capacity of the fleet; latency-sensitive requests "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +30,9 @@ _LIFE_S = (0.3, 1.2)  # seconds before, during and after a fault
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """The outcome. faults: number of kills with each fault."""
+    """The outcome."""
 
     kills: int
-    faults: Counter[str]
     verdict: Verdict
 
     def rows(self) -> list[Row]:
@@ -50,7 +48,7 @@ class Killed:
 
 def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) -> Killed:
     """Kill gateways on one queue, then let a last one finish the work. tick: called with the new kills."""
-    rng, faults = np.random.default_rng([seed, 12]), Counter[str]()
+    rng = np.random.default_rng([seed, 12])
     engine_port, port, journal = free_port(), free_port(), folder / "journal"
     jump(folder, 0.0)
     server, engines = {"max_attempts": 1000}, {"health_timeout_s": _HEALTH_S}
@@ -59,13 +57,11 @@ def measure(folder: Path, kills: int, seed: int, tick: Callable[[int], None]) ->
     with fake_engine(folder, engine_port, "--journal", str(journal)) as engine:
         with clients.running():
             for _ in range(kills):
-                name = str(rng.choice(list(FAULTS)))
-                faults[name] += 1
-                _life(clients, engine, folder, name, rng)
+                _life(clients, engine, folder, str(rng.choice(list(FAULTS))), rng)
                 tick(1)
         _settle(clients, folder)
     clients.history.computed.update(filter(None, journal.read_text().split("\n")))
-    return Killed(kills, faults, check(clients.history))
+    return Killed(kills, check(clients.history))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.rivals.cells import Cell, Job, Search
-from benchmarks.rivals.grounds import ARENAS
 from benchmarks.rivals.measures import Figures
 from benchmarks.rivals.systems import LADDER
 from headway.whatif.output.results import Row
@@ -126,11 +125,6 @@ def _cells(found: Found, seed: int, quick: bool) -> list[Row]:
     slai, sarathi = of("G5-slai", 0.9, "slai"), of("G5-slai", 0.9, "sarathi")
     change = 100 * (slai.ttft / sarathi.ttft - 1)
     return [*rows, Row("fidelity.slai.ttft_p50", "slai", "G5-slai, 0.9x", change, "% of sarathi's", -53.0)]
-
-
-def own_measure(arena: str) -> str:
-    """Return the measure of the paper whose ground it is, as a field of `Figures`."""
-    return {"JITServe": "in_time", "QoServe": "line", "SLOs-Serve": "line"}.get(ARENAS[arena].paper, "kept")
 
 
 def _ratio(ours: float, theirs: float) -> float | None:

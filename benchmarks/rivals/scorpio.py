@@ -32,7 +32,6 @@ class Scorpio(Rival):
     prompts: tokens of an iteration of prompts.
     """
 
-    decoding: float = 0.8
     factor: float = 1.25
     prompts: int = PROMPTS
     credits: Memory = field(default_factory=lambda: Memory(0.0))

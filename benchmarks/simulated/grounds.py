@@ -113,7 +113,7 @@ class Ground:
         """Return the forecasts of answers that every recipe gets."""
         rng = np.random.default_rng([seed, 1])
         if self.hints:
-            return Noisy(workload, 0.0, rng.choice(np.array(self.hints), len(workload)), np.ones(1))
+            return Noisy(workload, rng.choice(np.array(self.hints), len(workload)), np.ones(1))
         return TaskLengths() if self.predictor is None else Noisy.of(workload, *self.predictor, rng)
 
     def loaded_seconds(self, load: float) -> float:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -69,8 +68,6 @@ class Replay:
     rate: arrivals per second
     records: what the client measured
     rows: the engine's log of iterations
-    requests: the engine's log of requests
-    started: wall-clock time of the start
     """
 
     system: str
@@ -79,8 +76,6 @@ class Replay:
     calls: list[Call]
     records: list[Record]
     rows: Rows
-    requests: list[tuple[Any, ...]]
-    started: float
 
 
 @dataclass(slots=True)
@@ -183,8 +178,7 @@ async def _replay(system: str, setting: str, rate: float, calls: list[Call], tar
     async with aiohttp.ClientSession() as session:
         state = await engine_state(session, target)
     rows = [row for row in state["iterations"] if row[0] >= started]
-    requests = [tuple(row) for row in state["requests"] if row[1] >= started]
-    return Replay(system, setting, rate, calls, records, rows, requests, started)
+    return Replay(system, setting, rate, calls, records, rows)
 
 
 async def answered(target: ProfileTarget, calls: Sequence[Call]) -> list[Record]:

@@ -13,7 +13,7 @@ from headway.engines.vllm.process.sizes import expected
 from headway.policy.forecast.latency.measurement import bias, disturbed
 from headway.policy.forecast.latency.profiles import LatencyProfile
 from headway.policy.recipes.registry import find
-from headway.simulate.run import InstanceSpec, Outcome, Simulation
+from headway.simulate.run import InstanceSpec, Simulation
 from headway.simulate.workload.traffic import Workload
 from headway.types import Instance
 from headway.whatif import experiment
@@ -31,7 +31,6 @@ class TwinPair:
     replay: Replay
     real: list[Record]
     simulated: list[Record]
-    outcome: Outcome
     bias: float
     disturbed: float
 
@@ -41,11 +40,10 @@ def pair(replay: Replay, run: ReplayRun, setup: ReplaySetup) -> TwinPair:
     kept = [(c, r) for c, r in zip(replay.calls, replay.records, strict=True) if r.ok and r.output_tokens]
     load = workload(kept, setup.engine.name)
     outcome = Simulation(find(replay.system), [instance(run.profile, setup.engine)], load).run()
-    simulated = experiment.records(load, outcome)
     more = len(replay.records) * (run.profile.interruption_s or 0.0)
     wrong = bias(run.profile.law, replay.rows, more=more)
     slow = disturbed(run.profile.law, replay.rows)
-    return TwinPair(replay, [r for _, r in kept], simulated, outcome, wrong, slow)
+    return TwinPair(replay, [r for _, r in kept], experiment.records(load, outcome), wrong, slow)
 
 
 def workload(kept: Sequence[tuple[Call, Record]], model: str) -> Workload:

@@ -54,11 +54,13 @@ class Returned:
 
     output_tokens: tokens of its answer that are out already and will not be generated again.
     aside_s: seconds for which an overflow engine that refused it gets no requests.
+    engines: those that it may go to now, as in `Request`; None = as before.
     """
 
     id: str
     output_tokens: int = 0
     aside_s: float = 0.0
+    engines: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pwd
 import shutil
 import signal
 import subprocess
@@ -12,18 +10,16 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from testing.servers import process
+from testing.servers.process import PASSWORD
 
-PASSWORD = "correct-horse"
-_MARK = "HEADWAY_TESTS"  # marks processes that a test module must not leave behind; the server may outlive it
 _SECONDS = 30.0  # time limit for a start or a stop
 _SETTLE_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 def binaries() -> Path:
@@ -46,13 +42,8 @@ class PostgresServer:
         self.bin, self.port = binaries(), free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="headway-postgres-"))
         self._process: subprocess.Popen[bytes] | None = None
-        # PostgreSQL refuses to run as root.
-        self._as: dict[str, Any] = {}
-        if os.getuid() == 0:
-            user = pwd.getpwnam("postgres" if _is_user("postgres") else "nobody")
-            os.chown(self.folder, user.pw_uid, user.pw_gid)
-            self._as = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-        self._env = {key: value for key, value in os.environ.items() if key != _MARK and key[:2] != "PG"}
+        self._as = process.own("postgres", self.folder)  # PostgreSQL refuses to run as root
+        self._env = process.environment("PG")
         self._make()
 
     @property
@@ -64,28 +55,11 @@ class PostgresServer:
 
     def start(self, *more: str) -> None:
         """Start the server and wait until it answers. more: further command-line options."""
-        options = [
-            "-c",
-            f"port={self.port}",
-            "-c",
-            f"unix_socket_directories={self.folder}",
-            "-c",
-            "listen_addresses=127.0.0.1",
-            "-c",
-            "max_connections=200",
-            *more,
-        ]
+        options = [f"--port={self.port}", f"--unix_socket_directories={self.folder}"]
+        options += ["--listen_addresses=127.0.0.1", "--max_connections=200", *more]
         with (self.folder / "log").open("ab") as out:
-            self._process = subprocess.Popen(
-                [self.bin / "postgres", "-D", self.folder / "data", *options],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                cwd=self.folder,
-                preexec_fn=_die_with_parent,
-                **self._as,
-            )
+            argv = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
+            self._process = process.spawn(argv, self._env, out, self.folder, signal.SIGINT, self._as)
         deadline = time.monotonic() + _SECONDS
         while self._run("pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port), check=False).returncode:
             assert self._process.poll() is None, (self.folder / "log").read_text()
@@ -123,15 +97,15 @@ class PostgresServer:
     def _limit(self, size: str) -> None:
         """Set the soft limit of file sizes, as the user that owns the processes."""
         assert self._process is not None
-        process = psutil.Process(self._process.pid)
-        for one in (process, *process.children(recursive=True)):
+        first = psutil.Process(self._process.pid)
+        for one in (first, *first.children(recursive=True)):
             argv = ["prlimit", f"--fsize={size}:", f"--pid={one.pid}"]
             subprocess.run(argv, cwd=self.folder, capture_output=True, **self._as)  # it may have ended
 
     def _signal_all(self, number: int) -> None:
         assert self._process is not None
-        process = psutil.Process(self._process.pid)
-        for one in (process, *process.children(recursive=True)):
+        first = psutil.Process(self._process.pid)
+        for one in (first, *first.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):  # a session that has just ended
                 one.send_signal(number)
 
@@ -153,31 +127,10 @@ class PostgresServer:
         password = self.folder / "password"
         password.write_text(PASSWORD)
         password.chmod(0o644)
-        self._run(
-            "initdb",
-            "-D",
-            str(self.folder / "data"),
-            "-U",
-            "headway",
-            "--pwfile",
-            str(password),
-            "--auth",
-            "scram-sha-256",
-            "--encoding",
-            "UTF8",
-            "--no-locale",
-            "--no-sync",
-        )
+        options = [f"--pgdata={self.folder / 'data'}", "--username=headway", f"--pwfile={password}"]
+        self._run("initdb", *options, "--auth=scram-sha-256", "--encoding=UTF8", "--no-locale", "--no-sync")
 
     def _run(self, name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
         done = subprocess.run([self.bin / name, *args], env=self._env, cwd=self.folder, capture_output=True, **self._as)
         assert not check or done.returncode == 0, done.stderr.decode()
         return done
-
-
-def _is_user(name: str) -> bool:
-    return any(user.pw_name == name for user in pwd.getpwall())
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import pwd
 import secrets
 import shutil
 import signal
@@ -19,11 +16,10 @@ from typing import Any
 
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
+from testing.servers import process
+from testing.servers.process import PASSWORD
 
-PASSWORD = "correct-horse"
-_MARK = "HEADWAY_TESTS"  # marks processes that a test module must not leave behind; the server may outlive it
 _SECONDS = 120.0  # time limit for a start or a stop
-_PR_SET_PDEATHSIG = 1
 _CONFIG = f"""\
 default_user = headway
 default_pass = {PASSWORD}
@@ -66,12 +62,7 @@ class RabbitServer:
         file.write_text(cookie or secrets.token_hex(16))
         file.chmod(0o400)
         # As with PostgreSQL, no test server runs as root.
-        self._as: dict[str, Any] = {}
-        if os.getuid() == 0:
-            user = pwd.getpwnam("rabbitmq" if _is_user("rabbitmq") else "nobody")
-            for path in (self.folder, *self.folder.iterdir()):
-                os.chown(path, user.pw_uid, user.pw_gid)
-            self._as = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+        self._as = process.own("rabbitmq", self.folder, *self.folder.iterdir())
         self._env = self._environment()
 
     def join(self, nodes: Sequence[str]) -> None:
@@ -97,7 +88,7 @@ class RabbitServer:
         """Start the server without waiting."""
         self.epmd.start(self._env, self._as)
         with (self.folder / "log").open("ab") as out:
-            self._process = _run([str(self.script)], self._env, out, self.folder, self._as)
+            self._process = process.spawn([str(self.script)], self._env, out, self.folder, signal.SIGKILL, self._as)
 
     def wait(self) -> None:
         """Wait until the server answers."""
@@ -143,9 +134,8 @@ class RabbitServer:
         return False
 
     def _environment(self) -> dict[str, str]:
-        ours = {key: value for key, value in os.environ.items() if key != _MARK and key[:8] != "RABBITMQ"}
         folder = str(self.folder)
-        return ours | {
+        return process.environment("RABBITMQ") | {
             "HOME": folder,
             "ERL_EPMD_PORT": str(self.epmd.port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -173,7 +163,7 @@ class PortMapper:
         """Start the port mapper, unless it runs."""
         if self._process is None:
             argv = [shutil.which("epmd") or "epmd", "-port", str(self.port)]
-            self._process = _run(argv, env, subprocess.DEVNULL, Path("/"), as_user)
+            self._process = process.spawn(argv, env, subprocess.DEVNULL, Path("/"), signal.SIGKILL, as_user)
 
     def stop(self) -> None:
         """Stop the port mapper."""
@@ -212,27 +202,3 @@ class RabbitCluster:
         for node in self.nodes:
             node.remove()
         self.epmd.stop()
-
-
-def _run(
-    argv: Sequence[str], env: Mapping[str, str], out: Any, folder: Path, as_user: Mapping[str, Any]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        cwd=folder,
-        start_new_session=True,
-        preexec_fn=_die_with_parent,
-        **as_user,
-    )
-
-
-def _is_user(name: str) -> bool:
-    return any(user.pw_name == name for user in pwd.getpwall())
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

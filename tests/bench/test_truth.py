@@ -68,7 +68,7 @@ def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: Late
     work = twin.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
     outcome = Simulation(find(recipe), [twin.instance(profile, ENGINE)], work).run()
     rows: list[list[float | None]] = [[0.0, 0.02, 0.021, 4.0, 900.0, 0.0, 0.0]] * 9
-    return Replay(recipe, setting, rate, calls, experiment.records(work, outcome), rows, [], 0.0)
+    return Replay(recipe, setting, rate, calls, experiment.records(work, outcome), rows)
 
 
 def run_of(replays: list[Replay]) -> ReplayRun:

@@ -57,6 +57,14 @@ def test_what_is_wrong_is_told_without_the_url(postgres: Any) -> None:
     assert "short" not in str(caught.value).replace("should", "")
 
 
+@pytest.mark.parametrize("wire", [{"url": 3}, {"urk": URL}, {"lease_seconds": 0}, URL, {"url": "short"}])
+def test_a_wrong_wire_is_told_without_its_url(wire: Any) -> None:
+    with pytest.raises(ConfigError, match="wire") as caught:
+        parse({"wire": wire})
+    assert "very-secret-word" not in str(caught.value)
+    assert "short" not in str(caught.value).replace("should", "")
+
+
 @pytest.mark.parametrize("schema", ["no-dash", "Upper", "1st", "", "a" * 64, 'x"; DROP TABLE jobs; --'])
 def test_a_schema_is_a_plain_name(schema: str) -> None:
     with pytest.raises(ConfigError, match=r"broker\.postgres\.schema"):

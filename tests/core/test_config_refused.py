@@ -152,6 +152,35 @@ def test_a_short_api_key_is_refused_without_being_quoted() -> None:
     assert "hunter2" not in said
 
 
+def test_of_a_secret_elsewhere_the_secret_is_checked_and_not_its_place() -> None:
+    config = parse({"keys": [{"key": "env:K", "tenant": "a"}], "server": {"operator_key": "file:k"}})
+    assert (config.keys[0].key, config.server.operator_key) == ("env:K", "file:k")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"keys": [{"key": "****", "tenant": "a"}]},
+        {"server": {"operator_key": "****"}},
+        {"wire": {"url": "****"}},
+        {"broker": {"postgres": {"url": "****"}}},
+        {"engines": [{"url": "http://x", "api_key": "****"}]},
+    ],
+)
+def test_a_mask_is_no_secret(data: dict[str, Any]) -> None:
+    said = refused(data)
+    assert "it is masked by `headway config show`; write the secret, or" in said
+
+
+def test_a_wrong_price_is_the_only_error_of_a_budget_by_cost() -> None:
+    keys = [{"key": SECRET, "tenant": "a", "budgets": [{"per": "day", "cost": 1}]}]
+    for price in ({"prompt": "x", "answer": 1}, {"prompt": 1}, 3):
+        with pytest.raises(ConfigError) as caught:
+            parse({"keys": keys, "prices": {"smollm2": price}})
+        (part,) = caught.value.parts
+        assert str(part.param).startswith("prices.smollm2")
+
+
 def test_an_engine_s_key_is_never_quoted_and_needs_a_url() -> None:
     assert "but no url" in refused({"engines": [{"api_key": SECRET}]})
     assert "hunter2" not in refused({"engines": [{"url": "http://x", "api_key": "hunter2"}]})

@@ -109,6 +109,19 @@ def test_requests_for_one_instance_keep_no_other_instance_idle(recipe: str, prog
     assert not around.core.cluster.only
 
 
+@pytest.mark.parametrize("recipe", ["vllm", *DISPLACES])
+def test_a_request_that_comes_back_may_be_for_other_instances(recipe: str) -> None:
+    core = controller(recipe)
+    for name in ("e0", "e1"):
+        core.on(InstanceUp(FLEET[name]), 0.0)
+    sends = core.on(Arrived(request("r", engines=("e0",))), 0.0)
+    for engines in (("e1",), ("e0",), None):
+        sends += core.on(Returned("r", engines=engines), 1.0)
+    assert [one.instance for one in sends if isinstance(one, Send)] == ["e0", "e1", "e0", "e0"]
+    core.on(Returned("r", engines=()), 1.0)
+    assert not core.cluster.only
+
+
 @pytest.mark.parametrize("recipe", [name for name in PULLING if not find(name).planner().restricts])
 def test_other_planners_send_what_is_for_one_instance_anywhere(recipe: str) -> None:
     core = controller(recipe)

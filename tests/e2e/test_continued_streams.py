@@ -72,7 +72,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(MARK)
-        with serving(config, ready=False) as running:
+        with serving(config, ready=False, logs=tmp_path_factory.mktemp("logs")) as running:
             until(lambda: running.get("/ready").status_code == 200, START_S)
             yield running
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+import headway.gateway.picker  # noqa: F401  before gRPC, whose fork handlers it switches off
 from headway.engines.vllm.process.client import VllmEngine
 from headway.gateway.parsing import tokens
 from tests.conftest import MARK

@@ -184,16 +184,19 @@ def configuration(folder: Path, *urls: str, broker: Broker | None = None, **fiel
 
 
 @contextmanager
-def serving(config: Config, *, ready: bool = True, link: OpenLink | None = None, port: int = 0) -> Iterator[Gateway]:
+def serving(
+    config: Config, *, ready: bool = True, link: OpenLink | None = None, port: int = 0, logs: Path | None = None
+) -> Iterator[Gateway]:
     """Run `headway serve` in a thread of this process until the block ends.
 
-    link: to a controller and agents elsewhere. port: 0 = a free one. At the end of the block no client is about to ask,
-    so the gateway does not wait for connections to send their last requests: half a second of each test.
+    link: to a controller and agents elsewhere. port: 0 = a free one. logs: of engines; unset, beside the queue.
+    At the end of the block no client is about to ask, so the gateway does not wait for connections to send their last
+    requests: half a second of each test.
     """
     with bind(config.server.host, port, shared=config.server.reuse_port) as sock:
         port = sock.getsockname()[1]
         config = replace(config, server=replace(config.server, port=port))
-        server = Served(config, Path(config.broker.sqlite.path or ".").parent, link)
+        server = Served(config, logs or Path(config.broker.sqlite.path or ".").parent, link)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="gateway")
         thread.start()
         try:

@@ -300,7 +300,9 @@ def test_a_key_is_rotated_and_its_text_copied(browser: Browser, page: Page, smal
     expect(page.locator("#keys tr").filter(has_text=new[:10])).to_contain_text("5K tokens/day")
 
 
-def test_a_form_that_is_closed_while_it_is_sent_still_shows_the_key(page: Page, small: Gateway) -> None:
+@pytest.fixture
+def held(page: Page, small: Gateway) -> Route:
+    """A request for a new key, held back on its way, whose form has been closed."""
     sign_in(page, small, 1280)
     sent = list[Route]()
     page.route("**/keys", lambda route: sent.append(route) if route.request.method == "POST" else route.continue_())
@@ -310,23 +312,19 @@ def test_a_form_that_is_closed_while_it_is_sent_still_shows_the_key(page: Page, 
         page.keyboard.press("Enter")
     page.keyboard.press("Escape")
     expect(page.locator("#dialog")).to_be_hidden()
-    sent[0].continue_()
+    return sent[0]
+
+
+def test_a_form_that_is_closed_while_it_is_sent_still_shows_the_key(page: Page, small: Gateway, held: Route) -> None:
+    held.continue_()
     text = page.locator("#field-text").input_value()
     assert small.get("/v1/models", headers={"x-api-key": text}).status_code == 200
 
 
-def test_the_text_of_a_new_key_waits_for_an_open_form_and_outlives_a_refusal(page: Page, small: Gateway) -> None:
-    sign_in(page, small, 1280)
-    sent = list[Route]()
-    page.route("**/keys", lambda route: sent.append(route) if route.request.method == "POST" else route.continue_())
-    page.click("#create")
-    page.get_by_label("Tenant", exact=True).fill("beta")
-    with page.expect_request("**/keys"):
-        page.keyboard.press("Enter")
-    page.keyboard.press("Escape")
+def test_the_text_of_a_new_key_waits_for_an_open_form_and_outlives_a_refusal(page: Page, held: Route) -> None:
     page.click("#add")
     page.get_by_label("Model").fill("half a name")
-    sent[0].continue_()
+    held.continue_()
     expect(page.locator("#said")).to_contain_text("was created")
     expect(page.get_by_label("Model")).to_have_value("half a name")
     page.keyboard.press("Escape")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headway.config import Audit, Budget, Key, Log, write
+from headway.config import Audit, Budget, Engine, Key, Log, Price, Tier, write
 from headway.errors import ConfigError
 from headway.gateway.reload import Reload
 from headway.gateway.watch.audit import AuditLog
@@ -87,6 +88,23 @@ def test_an_operator_s_acts_on_a_tenant_s_response(audited: tuple[Gateway, Path]
     assert [(line["act"], line["actor"]) for line in lines(path)] == [("DELETE /v1/responses/{id}", "operator")]
 
 
+def test_acts_on_stored_keys_are_in_the_audit_log_alone(
+    fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, url = tmp_path / "audit.jsonl", "/v1/headway/keys"
+    caplog.set_level(logging.INFO)
+    with serving(configuration(tmp_path, fake.url, server={"stored_keys": True}, audit=Audit(str(path)))) as gateway:
+        made = gateway.post({"tenant": "beta"}, url, headers=OPERATOR).json()["data"][0]["id"]
+        new = gateway.post({}, f"{url}/{made}/rotate", headers=OPERATOR).json()["data"][0]["id"]
+        assert httpx.delete(f"{gateway.url}{url}/{new}", headers=OPERATOR).status_code == 200
+    assert [(line["target"], line["detail"]) for line in lines(path)] == [
+        (url, f"{made} (tenant 'beta')"),
+        (f"{url}/{made}/rotate", f"{new} (tenant 'beta')"),
+        (f"{url}/{new}", f"{new} (tenant 'beta')"),
+    ]
+    assert "API key" not in caplog.text
+
+
 def test_refused_keys(audited: tuple[Gateway, Path]) -> None:
     gateway, path = audited
     assert gateway.post(gateway.chat()).status_code == 401
@@ -109,12 +127,21 @@ def test_a_reload_is_an_act(fake: Fake, tmp_path: Path) -> None:
         state = gateway.server._state
         assert state is not None
         reload = Reload(file, state)
-        gateway.do(reload.run())
-        file.write_text("[server\n")
-        gateway.do(reload.run())
-    assert [(line["act"], line["actor"], line["outcome"]) for line in lines(path)] == [
-        ("reload", "SIGHUP", "done"),
-        ("reload", "SIGHUP", "failed"),
+        other = {"keys": (replace(ALPHA, key="sk-alpha-456"),), "prices": {"smollm2": Price(1.0, 2.0)}}
+        again = replace(config, **other, classes=config.classes | {"batch": Tier(e2e_ms=9000)})
+        more = replace(again, engines=(*again.engines, Engine(url=DEAD, served_name="smollm2", id="new")))
+        taken = replace(again, keys=(replace(ALPHA, key="sk-operator-1"),))
+        for text in (*map(write, (config, again, more, taken)), "[server\n"):
+            file.write_text(text)
+            gateway.do(reload.run())
+        assert gateway.get("/v1/models", headers=by("sk-alpha-456")).status_code == 200, "the last ones changed nothing"
+    assert {(line["act"], line["actor"]) for line in lines(path)} == {("reload", "SIGHUP")}
+    assert [(line["outcome"], line.get("detail")) for line in lines(path)] == [
+        ("done", "nothing has changed"),
+        ("done", "classes: batch; keys: first; prices: smollm2"),
+        ("done", "engines added: new"),
+        ("failed", "keys.0.key"),
+        ("failed", None),
     ]
 
 

@@ -537,3 +537,14 @@ async def test_a_docker_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     async with asyncio.timeout(5):
         await containers.Container("python", Settings("sandbox", isolation="docker")).remove(0.2)
+
+
+async def test_a_container_that_is_created_late_is_removed(docker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker)
+    container = containers.Container("python", Settings("sandbox", isolation="docker", image=IMAGE))
+    name = next(one for one in container.argv("", {}, ()) if one.startswith("--name="))
+    removing = asyncio.create_task(container.remove_unfinished())
+    await asyncio.sleep(0.4)
+    assert command(docker, "create", name, IMAGE, "true").returncode == 0
+    await removing
+    assert command(docker, "ps", "--all", "--quiet").stdout == ""

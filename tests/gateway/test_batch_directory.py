@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from headway.config import Batches, Config
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.batches.results import result_line
 from headway.store.batches.directory import DirectoryStore
+from headway.store.batches.opening import opened
 from headway.store.batches.records import Line
 from tests.gateway.batch_stores import BATCH, FILE, add, job
 
@@ -50,6 +54,17 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"batches\.dir"):
         DirectoryStore(tmp_path / "taken")
+
+
+async def test_a_signal_while_the_store_is_being_opened_leaves_none_open(tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    opening = asyncio.create_task(opened(Config(batches=Batches(dir=str(tmp_path)))).__aenter__())
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert {*threading.enumerate()} <= before, "an open file has a thread that watches it"
 
 
 async def test_no_other_user_can_read_it_or_hold_its_lock(tmp_path: Path) -> None:

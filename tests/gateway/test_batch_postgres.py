@@ -21,6 +21,7 @@ from headway.store.queue.postgres import PostgresBroker
 from headway.store.queue.postgres_link import Address
 from tests.gateway.batch_stores import BATCH, FILE, ROOM, add, begun, content, custom_ids
 from tests.helpers import postgres as server
+from tests.helpers.postgres import succeeds
 
 LEASE_S = 1.0
 
@@ -57,18 +58,6 @@ def sql(address: Address, statement: str, *values: Any) -> list[Any]:
 
 def count(address: Address, table: str) -> int:
     return int(sql(address, f"SELECT count(*) FROM {{s}}.{table}")[0][0])
-
-
-async def succeeds(call: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> Any:
-    """Repeat a call until it is carried out; meanwhile it may fail with 503 only."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return await call()
-        except HeadwayError as error:
-            if error.status != 503 or time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(0.02)
 
 
 async def held(store: PostgresStore, seconds: float = 20.0) -> None:

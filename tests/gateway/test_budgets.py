@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,17 @@ from headway.config import Broker, Budget, Config, Engine, Key, Price, Server, S
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
 from headway.gateway.apis.state import AppState
-from headway.gateway.bill import Bill, Used, accounts_of, bill_of, reserved_in, window, with_bill, without_promises
+from headway.gateway.bill import (
+    Bill,
+    Used,
+    accounts_of,
+    bill_of,
+    priced,
+    reserved_in,
+    window,
+    with_bill,
+    without_promises,
+)
 from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.store.journal.rows import RequestRow
@@ -36,7 +47,7 @@ from headway.store.queue.memory import MemoryBroker
 from headway.store.queue.port import AccountSpent, Job
 from headway.types import Request, Slo
 from headway.whatif.journal.costs import sums_of
-from tests.gateway.batches import begin, line
+from tests.gateway.batches import begin, content, ended, line
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_cli import headway
@@ -140,6 +151,7 @@ def test_cached_tokens_have_their_own_price() -> None:
     assert PRICE.units(1_000_000, 0, 400_000) == 0.6 + 0.2
     assert Price(1.0, 2.0).units(1_000_000, 0, 400_000) == 1.0
     assert Bill().cost(Used(1, 1)) is None
+    assert Bill(price=Price(0.1, 2.0)).cost(Used(3, 0)) == 3e-07, "rounded once, for all that tell it"
 
 
 def test_a_job_keeps_its_bill() -> None:
@@ -181,9 +193,10 @@ def test_every_model_needs_a_price_where_a_budget_is_of_money() -> None:
         parse({"keys": keys, "engines": [{"url": "http://a"}]})
 
 
-def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve) -> None:
+def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = key(Budget("day", cost=1.0))
     with serve(keys=(one,), prices={"any": PRICE}) as gateway:
+        until(lambda: "[prices.any]: no model or adapter has that name" in caplog.text)
         said = error(ask(gateway, one), 403)
         assert (said["code"], "[prices.smollm2]" in said["message"]) == ("no_price", True)
         assert gateway.jobs() == {}
@@ -266,7 +279,7 @@ def test_a_budget_by_cost_its_price_and_an_engine_come_with_one_sighup(
     assert added.status_code == 202, added.text
 
 
-def test_a_reload_warns_of_stored_keys_whose_models_have_no_price_any_more(
+def test_a_reload_warns_of_prices_without_a_model_and_of_stored_keys_whose_models_have_none(
     reloaded: tuple[Gateway, Callable[[Config], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway, reread = reloaded
@@ -275,7 +288,9 @@ def test_a_reload_warns_of_stored_keys_whose_models_have_no_price_any_more(
     (made,) = gateway.post(body, "/v1/headway/keys", headers=OPERATOR).json()["data"]
     reread(replace(gateway.config, prices=PRICES))
     assert "budget by cost" not in caplog.text
-    reread(gateway.config)
+    assert "no model or adapter has that name" not in caplog.text
+    reread(replace(gateway.config, prices={"smolm2": PRICE}))
+    assert "[prices.smolm2]: no model or adapter has that name; served here: smollm2" in caplog.text
     assert f"stored keys with a budget by cost ({made['id']}) cannot use smollm2" in caplog.text
 
 
@@ -299,10 +314,69 @@ def test_the_cost_of_a_request_is_told_and_noted(serve: Serve) -> None:
     assert [one.paid_output for one in rows[:2]] == [usage["completion_tokens"]] * 2
     sums = sums_of(rows, "tenant")
     assert [*sums] == ["alpha", "beta"], "the dearest first"
-    assert sums["alpha"].cost == pytest.approx(2 * cost)
+    assert float(sums["alpha"].cost) == pytest.approx(2 * cost)
     assert [*sums_of(rows, "key")] == ["first", "beta"]
     assert [*sums_of(rows, "app")] == ["(none)"]
     assert sums_of(rows, "class")["default"].requests == 3
+
+
+def test_all_tell_the_same_number_as_the_cost(serve: Serve) -> None:
+    one = key()
+    with serve(keys=(one,), prices={"smollm2": Price(1234.567891, 0.7)}) as gateway:
+        answer = ask(gateway, one, **fakes(prompt=31, tokens=5))
+        odd = fakes(prompt=0, tokens=5)  # then the gateway's own count of the prompt is billed
+        stream = ask(gateway, one, stream=True, stream_options={"include_usage": True}, **odd)
+        told = [answer.json()["usage"]["cost"]]
+        told += [event["usage"]["cost"] for event in events(stream) if event != "[DONE]" and event.get("usage")]
+        assert answer.headers["x-headway-cost"] == repr(told[0]) == "0.038275104621"
+        folder = gateway.config.journal_dir
+        assert folder is not None
+    rows = read(folder).requests
+    assert [one.cost for one in rows] == told
+    assert sums_of(rows, "tenant")["alpha"].cost == sum(Decimal(repr(cost)) for cost in told)
+
+
+def typed(stream: httpx.Response) -> list[dict[str, Any]]:
+    """Return the typed events of a stream."""
+    return [json.loads(one.partition("data: ")[2]) for one in stream.text.split("\n\n") if one]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_apis_tell_the_cost_in_their_usage(serve: Serve, stream: bool) -> None:
+    with serve(prices=PRICES) as gateway:
+        asked = {"model": "smollm2", "max_tokens": 8, "messages": SAY, "stream": stream}
+        message = gateway.post(asked, "/v1/messages")
+        told = typed(message)[-2:-1] if stream else [message.json()]
+        asked = {"model": "smollm2", "max_output_tokens": 8, "input": "Say something.", "stream": stream}
+        response = gateway.post(asked, "/v1/responses")
+        told.append(typed(response)[-1]["response"] if stream else response.json())
+        told.append(gateway.get(f"/v1/responses/{told[-1]['id']}").json())
+        for usage in (one["usage"] for one in told):
+            assert usage["cost"] == pytest.approx(PRICE.units(usage["input_tokens"], usage["output_tokens"]))
+        assert "x-headway-cost" in message.headers or stream
+
+
+def test_answers_that_are_fetched_later_tell_their_cost(serve: Serve) -> None:
+    with serve(prices=PRICES) as gateway:
+        chat = gateway.post(gateway.chat(background=True)).json()["id"]
+        response = {"model": "smollm2", "max_output_tokens": 8, "input": "Say something.", "background": True}
+        other = gateway.post(response, "/v1/responses").json()["id"]
+        until(lambda: all(state == "done" for state, _ in gateway.jobs().values()))
+        told = [gateway.get(f"/v1/responses/{id}").json() for id in (chat, other)]
+        usages = [one["response"]["usage"] for one in told]
+        assert [one["usage"]["cost"] for one in told] == [one["cost"] for one in usages]
+        file = ended(gateway, begin(gateway, [line("a")]))["output_file_id"]
+        usages += [one["response"]["body"]["usage"] for one in content(gateway, file)]
+        assert len(usages) == 3
+        for usage in usages:
+            assert usage["cost"] == pytest.approx(PRICE.units(usage["prompt_tokens"], usage["completion_tokens"]))
+
+
+def test_a_cost_changes_nothing_else_of_an_answer() -> None:
+    answer = b'{"a":1.0e2,"choices":[{"x":"\\u00e9","n":1e-05}],"usage":{"prompt_tokens":3,"details":{"b":null}}}'
+    told = priced(answer, 0.5)
+    assert told == answer.replace(b"null}}", b'null},"cost":0.5}')
+    assert [priced(one, 0.5) for one in (b'{"text":"a"}', b'{"usage":null}')] == [b'{"text":"a"}', b'{"usage":null}']
 
 
 def test_a_client_that_leaves_pays_for_what_it_got(serve: Serve) -> None:
@@ -460,6 +534,7 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     rows: list[RequestRow] = [
         row("a", tenant="x, y", key="k", cost=1.5, paid_prompt=10, paid_cached=4, paid_output=5),
         row("b", tenant="z", app="chat", cost=None, paid_prompt=1, paid_output=1),
+        *(row(f"c{i}", tenant="y", app="sums", cost=cost) for i, cost in enumerate((0.1, 0.2, 1e-6, 3e-7 * 3))),
     ]
     folder = written(JournalReader(requests=rows), tmp_path / "journal")
 
@@ -469,11 +544,12 @@ def test_the_report_by_tenant_as_csv(tmp_path: Path) -> None:
     assert [*csv.reader(io.StringIO(report("--by", "tenant", "--csv").stdout))] == [
         ["tenant", "requests", "prompt_tokens", "cached_tokens", "answer_tokens", "cost"],
         ["x, y", "1", "10", "4", "5", "1.5"],
-        ["z", "1", "1", "0", "1", "0.0"],
+        ["y", "4", "0", "0", "0", "0.3000019"],
+        ["z", "1", "1", "0", "1", "0"],
     ]
     found = json.loads(report("--by", "app", "--json").stdout)["rows"]
     told = {one["setting"]: one["ours"] for one in found if one["id"] == "paid.cost"}
-    assert told == {"(none)": 1.5, "chat": 0.0}
+    assert told == {"(none)": 1.5, "sums": 0.3000019, "chat": 0.0}
     assert "--by colour is unknown" in str(report("--by", "colour").exception)
     assert "Give --by" in str(report("--csv").exception)
 

@@ -332,6 +332,28 @@ def test_an_engine_whose_arguments_are_wrong_is_started_once(
     assert (tmp_path / "e0.log").read_text().count("(APIServer pid=1) INFO begins") == starts
 
 
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
+def test_a_start_that_waits_for_a_hub_ends_at_a_signal(tmp_path: Path, sign: signal.Signals, status: int) -> None:
+    file = tmp_path / "headway.toml"
+    engine = Engine(url=DEAD, model="org/no-such-model")
+    file.write_text(write(Config(server=Server(port=free_port()), engines=(engine,), broker=Broker("memory"))))
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(120)
+        url = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        process = headway("serve", "-c", str(file), folder=tmp_path, **environment)
+        try:
+            line, _ = hub.accept()  # which gets no answer
+            process.send_signal(sign)
+            _, err = process.communicate(timeout=15)
+            line.close()
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+
+
 def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
     port = free_port()
     process = headway("serve", "--port", str(port), "--url", fake.url, folder=tmp_path)

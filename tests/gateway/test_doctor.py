@@ -18,6 +18,7 @@ from headway.engines.vllm.process.launch import free_port
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError
 from headway.store.queue.sqlite_file import VERSIONS
+from testing.servers.certificates import Authority
 from tests.gateway.gateway import Fake
 from tests.gateway.stock_engine import CONTEXT
 
@@ -69,6 +70,10 @@ def test_the_kind_of_kv_memory_is_said_before_an_engine_runs(tmp_path: Path, rec
         ('engines = [{ cores = "0" }, { cores = "0-1" }]', "cores", "e0 and e1", 'cores = "1"'),
         ("engines = [{ kv_gib = 100000 }]", "memory", "engines take about", "kv_gib"),
         ('[broker.sqlite]\npath = "/proc/queue.sqlite"', "queue", "", ""),
+        ('server.tls = { cert = "/no/c.pem", key = "/no/k.pem" }', "configuration", "/no/c.pem", "PEM files"),
+        ('audit.path = "/no/such/audit.jsonl"', "configuration", "/no/such does not exist", "a directory that exists"),
+        ('audit.path = "/proc"', "configuration", "/proc cannot be written", "Name a file"),
+        ('scale.smollm2 = { max = 2, command = ["no-such-program"] }', "configuration", "'no-such-program'", "path"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_mend(tmp_path: Path, text: str, what: str, says: str, mend: str) -> None:
@@ -93,6 +98,37 @@ def test_an_address_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         seen = found(tmp_path, f"[server]\nport = {taken.getsockname()[1]}")["address"]
     assert (seen.state, "in use" in seen.found) == ("bad", True)
+
+
+def test_a_picker_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        seen = found(tmp_path, f"picker.port = {port}\nserver.port = {free_port()}")["picker"]
+    assert (seen.state, "in use" in seen.found, "picker.port" in seen.mend) == ("bad", True, True)
+
+
+def test_what_can_be_used_is_left_as_it_is(tmp_path: Path) -> None:
+    cert, key = Authority(tmp_path).issue("gateway")
+    text = f"""
+    server = {{ tls.cert = "{cert}", tls.key = "{key}", port = {free_port()} }}
+    audit.path = "{tmp_path / "audit.jsonl"}"
+    picker.port = {free_port()}
+    scale.smollm2 = {{ max = 2, command = ["sh", "scale.sh"] }}
+    """
+    seen = found(tmp_path, text)
+    assert (seen["configuration"].state, seen["picker"].state) == ("good", "good")
+    assert not (tmp_path / "audit.jsonl").exists()
+
+
+def test_certificates_to_trust_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    seen = found(tmp_path, 'engines = [{ url = "https://127.0.0.1:9" }]')["engine e0"]
+    assert (seen.state, "SSL_CERT_FILE" in seen.mend) == ("bad", True)
+
+
+def test_prices_of_what_is_not_served_are_doubtful(tmp_path: Path) -> None:
+    seen = found(tmp_path, "prices.smolm2 = { prompt = 1, answer = 2 }")["prices"]
+    assert (seen.state, "served here: smollm2" in seen.found) == ("doubt", True)
 
 
 def test_an_open_address_without_keys_is_doubtful(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_list_says_what_engines_wait_for(serve: Serve, fake: Fake, others: l
         until(lambda: waits(gateway) == {"e0": "the requests inside it (1, each at most 21600 s)"})
         file = tmp_path / "headway.toml"
         file.write_text(write(gateway.config))
-        listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)], env={"COLUMNS": "200"})
+        listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)], env={"COLUMNS": "40"})
         assert "waits for the requests inside it (1, each at most 21600 s)" in listed.stdout
         fake.release("waits")
         assert held.result().status_code == 200

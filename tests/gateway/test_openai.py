@@ -152,6 +152,21 @@ def test_the_answer_has_an_id_that_the_queue_knows(gateway: Gateway) -> None:
     assert list(gateway.jobs())[-1] == answer.headers["x-request-id"]
 
 
+def test_what_open_webui_sends(gateway: Gateway) -> None:
+    """By its source (backend/open_webui/routers: openai.py, tasks.py, audio.py); it is not run itself."""
+    user = {"authorization": "Bearer none", "x-openwebui-user-name": "A%20User", "x-openwebui-chat-id": "1"}
+    assert [one["id"] for one in gateway.get("/v1/models", headers=user).json()["data"]] == ["smollm2"]
+    chat = gateway.post({"model": "smollm2", "messages": SAY, "stream": True, **USAGE}, headers=user)
+    assert '"completion_tokens":8' in chat.text.replace(" ", "")
+    assert chat.text.endswith("data: [DONE]\n\n")
+    title = {"model": "smollm2", "messages": SAY, "stream": False, "max_completion_tokens": 1000}
+    assert gateway.post(title, headers=user).json()["choices"][0]["message"]["content"] == "fake " * 8
+    form = {"files": {"file": ("a.wav", b"RIFF")}, "data": {"model": "smollm2", "language": "en"}, "headers": user}
+    assert gateway.post(None, "/v1/audio/transcriptions", **form).json()["text"] == "fake " * 8
+    for path in ("/v1/audio/speech", "/v1/images/generations"):
+        assert gateway.post({"model": "smollm2", "input": "Hi."}, path, headers=user).status_code == 404
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "slack"])
 def test_every_recipe_serves(serve: Serve, recipe: str) -> None:
     with serve(recipe=recipe, broker=Broker(kind="memory")) as gateway, gateway.client() as client:

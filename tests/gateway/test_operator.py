@@ -18,7 +18,7 @@ from tests.gateway.test_request_ends import fakes
 
 KEY = Key("sk-alpha-123", "alpha")
 TENANT = {"authorization": f"Bearer {KEY.key}"}
-STATE, CONTROL = {"op": "state"}, "/headway/control/e0"
+STATE = {"op": "state"}
 
 
 def test_control_is_the_operator_s(serve: Serve) -> None:

@@ -306,6 +306,53 @@ async def test_a_planner_that_has_taken_over_keeps_to_no_subset(opened: Open, fa
         assert (answer.status, answer.error["code"]) == (503, "subset_unsupported")
 
 
+async def test_what_waits_for_an_endpoint_goes_to_no_other_one_when_the_planner_changes(
+    opened: Open, fake: Fake, others: list[Fake]
+) -> None:
+    able = Instance("x", "n", 2, 60, 16, 2048, loaded=Loadable("n", 1.0, 1.0, 2048))
+    async with opened(fake.url, others[0].url) as (gateway, channel), asyncio.timeout(120):
+        await soon(gateway.all_up)
+        notify = gateway.inner.dispatcher.control.notify
+        gateway.loop.call_soon_threadsafe(notify, InstanceDown("e0"))
+        await soon(lambda: "e0" not in gateway.controller.cluster.instances)
+        waits = await channel.asked(subset=[fake.url.removeprefix("http://")])
+        await soon(lambda: gateway.controller.queued == 1)
+        gateway.loop.call_soon_threadsafe(notify, InstanceUp(able))
+        answer = await waits.immediate()
+        assert (answer.status, answer.error["code"]) == (503, "subset_unsupported")
+        assert gateway.newest()[1] == f"model_unavailable: {answer.error['message'].partition(' Use ')[0]}"
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+async def test_a_request_whose_endpoint_has_lost_its_address_goes_to_another_allowed_one(
+    opened: Open, fake: Fake, others: list[Fake], attempts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = [one.url.removeprefix("http://") for one in (fake, *others[:2])]
+    fields = one_by_one() | {"server": {"max_attempts": attempts}}
+    async with opened(fake.url, *(one.url for one in others[:2]), **fields) as (gateway, channel):
+        await soon(gateway.all_up)
+        window, first, second = gateway.controller.cluster.instances["e0"].window, list[Call](), list[Call]()
+        for calls, address in ((first, addresses[0]), (second, addresses[1])):
+            for _ in range(window):
+                calls.append(await channel.asked(subset=[address]))
+                await calls[-1].forwarded()
+        waits = await channel.asked(subset=addresses[:2])
+        await soon(lambda: gateway.controller.queued == 1)
+        engine = gateway.inner.dispatcher.engines["e0"]
+        gateway.loop.call_soon_threadsafe(setattr, engine, "url", "http://gone.invalid")
+        await finished(first[0])
+        if attempts == 1:
+            answer = await waits.immediate()
+            assert (answer.status, answer.error["code"]) == (503, "no_address")
+            assert answer.error["message"].startswith("The proxy has no address for the engine e0.")
+            assert gateway.newest()[1] == "no_address: The proxy has no address for the engine e0."
+            assert "went away" not in caplog.text
+            return
+        await soon(lambda: [one.engines for one in gateway.controller.requests.values()].count(("e1",)) == window + 1)
+        await finished(second[0])
+        assert (await waits.forwarded()).address == addresses[1]
+
+
 async def test_a_request_ends_with_the_last_endpoint_that_it_may_go_to(
     opened: Open, fake: Fake, others: list[Fake]
 ) -> None:
@@ -378,8 +425,8 @@ async def test_the_queue_and_open_streams_have_limits(opened: Open) -> None:
         assert (full.status, full.error["code"], "retry-after" in full.headers) == (429, "queue_full", True)
         for _ in range(5 - window):
             await channel.begun()
-        await asyncio.sleep(0.2)
-        many = await (await channel.asked()).immediate()
+        await soon(lambda: len(gateway.server.server_state.tasks) == 6)
+        many = await channel.call().immediate()  # it may be refused before it has sent anything
         assert (many.status, many.error["code"], many.headers["retry-after"]) == (429, "too_many_streams", "1")
 
 

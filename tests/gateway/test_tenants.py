@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import httpx
 import openai
 import pytest
 
-from headway.config import Config, Engine, Key, Server
+from headway.config import Config, Engine, Key, Server, write
 from headway.errors import ConfigError
 from headway.gateway.budget import ByteBudget
 from headway.gateway.preflight import preflight
+from headway.gateway.reload import Reload
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import DEAD, OPERATOR, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_refusals import error
@@ -182,12 +184,14 @@ def test_keys_from_the_environment_and_files(
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("ALPHA_KEY", "sk-from-the-environment")
     (tmp_path / "beta").write_text("sk-from-a-file\n", "utf-8-sig")
+    (tmp_path / "operator").write_text("sk-from-another-file")
     keys = Key("env:ALPHA_KEY", "alpha"), Key(f"file:{tmp_path / 'beta'}", "beta")
-    with serve(keys=keys, server={"operator_key": f"file:{tmp_path / 'beta'}"}) as gateway:
+    with serve(keys=keys, server={"operator_key": f"file:{tmp_path / 'operator'}"}) as gateway:
         for text in ("sk-from-the-environment", "sk-from-a-file"):
             headers = {"authorization": f"Bearer {text}"}
             assert gateway.post(gateway.chat(), headers=headers).status_code == 200
-        assert gateway.control({"op": "state"}, headers=headers).status_code == 200
+        operator = {"authorization": "Bearer sk-from-another-file"}
+        assert gateway.control({"op": "state"}, headers=operator).status_code == 200
         for wrong in ("env:ALPHA_KEY", f"file:{tmp_path / 'beta'}", "sk-from", "\xe9"):
             given = {b"authorization": b"Bearer " + wrong.encode("latin-1")}
             error(gateway.post(gateway.chat(), headers=given), 401)
@@ -218,13 +222,40 @@ def test_with_keys_the_documentation_needs_one(serve: Serve) -> None:
         ((Key("env:NOT_SET_ANYWHERE", "a"),), "environment variable NOT_SET_ANYWHERE"),
         ((Key("file:/no/such/file", "a"),), "file /no/such/file"),
         ((ALPHA, Key(ALPHA.key, "b")), "the same as an earlier one"),
+        ((Key("sk-schl\xfcssel", "a"),), r"keys\.0\.key holds no usable secret"),
+        ((ALPHA, Key("env:OPERATOR", "b")), r"keys\.1\.key is the same as server\.operator_key"),
     ],
 )
-def test_a_key_that_is_not_there_is_refused_at_the_start(keys: tuple[Key, ...], why: str) -> None:
-    config = Config(engines=(Engine(url=DEAD),), keys=keys)
+def test_a_key_that_cannot_be_one_is_refused_at_the_start(
+    keys: tuple[Key, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPERATOR", "sk-operator-1")
+    config = Config(engines=(Engine(url=DEAD),), keys=keys, server=Server(operator_key="sk-operator-1"))
     with pytest.raises(ConfigError, match=why) as caught:
         preflight(config)
     assert ALPHA.key not in str(caught.value)
+
+
+def test_a_reload_compares_keys_with_the_operator_s_key_in_force(fake: Fake, tmp_path: Path) -> None:
+    """The gateway reads that once; the file may have gone, or have another secret by now."""
+    secret, file = tmp_path / "operator", tmp_path / "headway.toml"
+    secret.write_text("sk-operator-1")
+    config = configuration(tmp_path, fake.url, keys=(ALPHA,), server={"operator_key": f"file:{secret}"})
+    file.write_text(write(config))
+    (engine,) = config.engines
+    more, most = (tuple(replace(engine, url=DEAD, id=id) for id in ids) for ids in (["a"], ["a", "b"]))
+    other = replace(config, keys=(replace(ALPHA, key="sk-alpha-456"),), engines=(engine, *more))
+    taken = replace(config, keys=(replace(ALPHA, key="sk-operator-1"),), engines=(engine, *most))
+    with serving(config) as gateway:
+        state = gateway.server._state
+        assert state is not None
+        reload = Reload(file, state)
+        secret.unlink()
+        for new in (other, taken):
+            file.write_text(write(new))
+            gateway.do(reload.run())
+        assert gateway.get("/v1/models", headers={"authorization": "Bearer sk-alpha-456"}).status_code == 200
+        assert [*gateway.inner.dispatcher.engines] == ["e0", "a"], "the second one changed nothing"
 
 
 @pytest.mark.parametrize("text", ["short", "two\nlines-of-it", "\xe9\xe9\xe9\xe9\xe9\xe9\xe9\xe9"])

@@ -8,22 +8,24 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.config import Engine, Tls, parse, write
+from headway.config import Config, Engine, Server, Tls, parse, write
 from headway.engines.vllm.process.tls import context_of
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
+from headway.gateway import tasks
 from headway.gateway.http.tls import Certificate
+from headway.gateway.preflight import preflight
 from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
-from tests.gateway.gateway import OPERATOR, Fake, Gateway, until
+from tests.gateway.gateway import DEAD, OPERATOR, Fake, Gateway, until
 from tests.gateway.test_request_ends import fakes
 
 
@@ -61,6 +63,11 @@ def test_the_gateway_serves_https(
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
         listed = CliRunner().invoke(app, ["engine", "list", "-c", str(file)])
         assert (listed.exit_code, "e0" in listed.stdout) == (0, True), listed.output
+        for wrong in ("/no/such.pem", str(file), str(Authority(tmp_path, "third").ca)):
+            monkeypatch.setenv("SSL_CERT_FILE", wrong)
+            with pytest.raises(HeadwayError, match="does not answer") as caught:
+                CliRunner().invoke(app, ["key", "list", "-c", str(file)], catch_exceptions=False)
+            assert f"Set SSL_CERT_FILE (now {wrong})" in caught.value.hint
 
 
 def test_a_changed_certificate_is_taken_over(
@@ -82,6 +89,38 @@ def test_a_changed_certificate_is_taken_over(
         assert asked(gateway, authority.ca, "/metrics", headers=OPERATOR).status_code == 200
 
 
+async def test_a_new_pair_is_loaded_between_handshakes(authority: Authority) -> None:
+    """A context has no key while it loads a pair, so that must not happen beside the event loop's handshakes."""
+
+    class Seen(Certificate):
+        threads: ClassVar = set[threading.Thread]()
+
+        def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+            self.threads.add(threading.current_thread())
+            loads.set()
+            return super()._load(context)
+
+    loads, (cert, key) = asyncio.Event(), authority.issue("gateway")
+    one = Seen(Tls(cert, key))
+    loads.clear()
+    async with tasks.running(one.follow):
+        for old, new in zip((cert, key), authority.issue("new"), strict=True):
+            shutil.copy(new, old)
+        await loads.wait()
+    assert Seen.threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01"], ids=["nothing", "a part"])
+def test_a_handshake_has_the_time_limit_of_headers(serve: Serve, authority: Authority, begun: bytes) -> None:
+    with (
+        serve(server={"tls": Tls(*authority.issue("gateway")), "head_timeout_s": 0.3}) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.config.server.port), timeout=20) as client,
+        suppress(ConnectionResetError),
+    ):
+        client.sendall(begun)
+        assert client.recv(1) == b""
+
+
 def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:
     (cert, _), (_, key) = authority.issue("one"), authority.issue("other")
     for files in ((cert, key), (cert, str(tmp_path / "none")), (key, cert)):
@@ -89,6 +128,9 @@ def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> 
             Certificate(Tls(*files))
         with pytest.raises(ConfigError, match="cannot be used"):
             context_of("engines.0", Engine(url="https://h:1", tls_cert=files[0], tls_key=files[1]))
+    with pytest.raises(ConfigError, match="only one of cert and key") as caught:
+        preflight(Config(engines=(Engine(url=DEAD),), server=Server(tls=Tls(cert))), serves=True)
+    assert len(caught.value.parts) == 1, "nothing about a key named None"
     assert context_of("engines.0", Engine()) is None
     for settings, said in (
         ({"server": {"tls": {"cert": "a"}}}, "only one of cert and key"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import asyncpg
 import pytest
 
+from headway.errors import HeadwayError
 from headway.store.queue.postgres_link import Address
-from testing.servers.postgres import PASSWORD as PASSWORD
 from testing.servers.postgres import PostgresServer as PrivateServer
+from testing.servers.process import PASSWORD as PASSWORD
 from tests.helpers.private import Private
 
 URL = "HEADWAY_POSTGRES_URL"
@@ -62,6 +64,18 @@ def run_script(sql: str, *, url: str) -> None:
         return []
 
     _apart(lambda: asyncio.run(run()))
+
+
+async def succeeds(call: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> Any:
+    """Repeat a call until it is carried out; meanwhile it may fail with 503 only."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await call()
+        except HeadwayError as error:
+            if error.status != 503 or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.02)
 
 
 def lose(owner: Any, work: str, monkeypatch: pytest.MonkeyPatch) -> None:

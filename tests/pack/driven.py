@@ -96,6 +96,15 @@ class Driven:
         assert self.ends.keys() == outputs.keys()
         assert self.engine.free == self.limits.blocks
 
+    def served(self, asks: Iterable[Ask]) -> dict[str, int]:
+        """Serve everybody; return how many tokens each got."""
+        asks, made = list(asks), dict[str, int]()
+        for seen in self.go(asks):
+            for id, tokens in seen.tokens.items():
+                whole = asks[int(id[1:])].prompt + seen.output_tokens[id]
+                made[id] = seen.output_tokens[id] + (seen.computed[id] + tokens >= whole)
+        return made
+
     def _step(self) -> Iteration:
         jobs, names = self.engine.jobs, self._names
         rows = jobs.rows()

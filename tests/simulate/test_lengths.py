@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.simulate.workload import lengths
+from headway.simulate.workload import lengths, traces
 
 N = 200_000
 seeds = st.integers(0, 2**32 - 1)
@@ -95,7 +95,7 @@ def test_prompt_and_answer_are_tied_as_in_the_data(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_the_rows_that_are_named_are_there(name):
     assert DATA[name]()[-1].size == ROWS[name]
-    assert f"{ROWS[name]:,} rows" in lengths.about(name)
+    assert f"{ROWS[name]:,} rows" in lengths.SOURCES[name].about
 
 
 # ---- against the published tables, without the data
@@ -190,7 +190,7 @@ def test_rows_of_a_file_stay_together(tmp_path):
     prompt, output = lengths.draw(file, 1000, rng())
     # An empty answer has an end token, an empty prompt a first one.
     assert set(zip(prompt.tolist(), output.tolist(), strict=True)) == {(10, 1), (20, 2), (30, 1), (1, 4)}
-    assert lengths.about(str(file)) == "4 requests of l.csv"
+    assert traces.read_lengths(file).about == "4 requests of l.csv"
 
 
 def test_a_name_is_looked_up_in_the_data(tmp_path, monkeypatch):

@@ -11,19 +11,7 @@ from headway.policy.recipes.registry import RECIPES
 from headway.simulate.run import InstanceSpec, Outcome, Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson, single
 from headway.types import Batch, Floats, Instance, Ints, Slo
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Every iteration takes the same time: the queue is then one of the textbook's."""
-
-    each: float
-
-    def seconds(self, batch: Batch) -> float:
-        return self.each
-
-    def learn(self, batch: Batch, seconds: float) -> None:
-        """It is known."""
+from tests.simulate.machines import Constant
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,19 +141,41 @@ async def audit(place: Place, owner: str, printed: dict[str, str]) -> None:
         await broker.close()
 
 
-async def take_over(broker: Broker, dead: str) -> set[str]:
+def one_of_two(place: Place, folder: Path, end_lease: Callable[[], object]) -> None:
+    """Kill one of two processes that write one store: the other goes on, and what it holds is not touched.
+
+    end_lease: ends the lease of "killed".
+    """
+    first, second = folder / "first", folder / "second"
+    with killed(place, second, "living"):
+        with killed(place, first, "killed"):
+            time.sleep(0.2)
+        grown(second)
+        end_lease()
+        taken = asyncio.run(_take_over(place, "killed"))
+    opened = {id for id, state in states(first).items() if state == "open"}
+    ended = asyncio.run(_ended_of(place, opened - taken))
+    assert taken | ended >= opened, "one is lost"
+    assert len(ended) <= PUTTERS, "more ended without a word than calls were in progress"
+    asyncio.run(_unharmed(place, states(second)))
+
+
+async def _take_over(place: Place, dead: str) -> set[str]:
     """Take the dead gateway's jobs and end them, while another gateway writes."""
+    broker = place.connect("third")
+    await broker.renew(20.0)
     seen: Counter[str] = Counter()
     while jobs := await broker.take(5.0, 7):
         for job in jobs:
             assert job.id.startswith(dead), "a living gateway's job was taken"
             seen[job.id] += 1
             assert await broker.done(job.id, b"third", 6.0)
+    await broker.close()
     assert set(seen.values()) <= {1}
     return set(seen)
 
 
-async def ended_of(place: Place, ids: set[str]) -> set[str]:
+async def _ended_of(place: Place, ids: set[str]) -> set[str]:
     """Return which jobs have ended; the gateway was killed between a commit and the word that it is done."""
     broker = place.connect("reader")
     jobs = [await broker.get(id) for id in ids]
@@ -161,7 +183,7 @@ async def ended_of(place: Place, ids: set[str]) -> set[str]:
     return {job.id for job in jobs if job is not None and job.owner == "killed" and job.state != "open"}
 
 
-async def unharmed(place: Place, printed: dict[str, str]) -> None:
+async def _unharmed(place: Place, printed: dict[str, str]) -> None:
     """Check that the living gateway holds or has ended what it printed."""
     broker = place.connect("reader")
     for id, state in printed.items():

@@ -37,6 +37,16 @@ async def two(connect: Connect) -> AsyncIterator[list[Broker]]:
         yield brokers
 
 
+async def test_gateways_that_start_together_share_one_store(connect: Connect) -> None:
+    owners = [str(i) for i in range(6)]
+    brokers = await asyncio.gather(*(asyncio.to_thread(connect, owner) for owner in owners))
+    await asyncio.gather(*(broker.renew(FAR) for broker in brokers))
+    await asyncio.gather(*(broker.put(job(broker.owner)) for broker in brokers))
+    found = await asyncio.gather(*(brokers[0].get(owner) for owner in owners))
+    assert [one.owner for one in found if one] == owners
+    await asyncio.gather(*(broker.close() for broker in brokers))
+
+
 # ---- jobs
 
 

@@ -13,7 +13,6 @@ import resource
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store.killed import PUTTERS, Place, ended_of, grown, killed, rounds, states, take_over, unharmed
+from tests.store.killed import Place, one_of_two, rounds
 from tests.store.stores import FAR, take_ids
 
 from headway.errors import HeadwayError
@@ -69,29 +68,13 @@ def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
 
 
 def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
-    """Two processes write one file; the death of one neither stops the other nor touches what it holds."""
-    place, first, second = Place("sqlite", str(tmp_path / "jobs.db")), tmp_path / "first", tmp_path / "second"
-    with killed(place, second, "living"):
-        with killed(place, first, "killed"):
-            time.sleep(0.2)
-        grown(second)
-        taken = asyncio.run(third(place.where))
-    opened = {id for id, state in states(first).items() if state == "open"}
-    ended = asyncio.run(ended_of(place, opened - taken))
-    assert taken | ended >= opened, "one is lost"
-    assert len(ended) <= PUTTERS, "more ended without a word than calls were in progress"
-    asyncio.run(unharmed(place, states(second)))
+    path = str(tmp_path / "jobs.db")
 
+    def end_lease() -> None:
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE leases SET until = 5 WHERE owner = 'killed'")
 
-async def third(path: str) -> set[str]:
-    """End the dead gateway's lease, and take its jobs over."""
-    broker = SqliteBroker(path, "third")
-    await broker.renew(20.0)
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE leases SET until = 5 WHERE owner = 'killed'")
-    taken = await take_over(broker, "killed")
-    await broker.close()
-    return taken
+    one_of_two(Place("sqlite", path), tmp_path, end_lease)
 
 
 # It commits without a pause, and holds SQLite's lock nearly all the time.

@@ -143,16 +143,6 @@ def test_a_clock_that_is_minutes_off(address: Address, monkeypatch: pytest.Monke
     asyncio.run(PostgresBroker(address, "A", most_apart_s=10.0).close())
 
 
-async def test_gateways_that_start_together_make_one_schema(address: Address) -> None:
-    owners = [str(i) for i in range(6)]
-    brokers = await asyncio.gather(*(asyncio.to_thread(PostgresBroker, address, owner) for owner in owners))
-    await asyncio.gather(*(broker.renew(FAR) for broker in brokers))
-    await asyncio.gather(*(broker.put(job(broker.owner)) for broker in brokers))
-    found = await asyncio.gather(*(brokers[0].get(owner) for owner in owners))
-    assert [one.owner for one in found if one] == owners
-    await asyncio.gather(*(broker.close() for broker in brokers))
-
-
 async def test_open_broker_opens_what_is_configured(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_URL", address.url)
     config = Broker("postgres", postgres=Postgres("env:SOME_URL", address.schema))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import asyncpg
 import pytest
 from tests.helpers import postgres as server
-from tests.store.killed import PUTTERS, Place, ended_of, grown, killed, rounds, states, take_over, unharmed
+from tests.helpers.postgres import succeeds
+from tests.store.killed import PUTTERS, Place, grown, killed, one_of_two, rounds, states
 from tests.store.stores import FAR, gateways, job, take_ids
 
 from headway.errors import HeadwayError
@@ -38,18 +39,6 @@ def address(own: server.PrivateServer) -> Address:
     return replace(server.fresh(url=own.url), timeout_s=1.0)
 
 
-async def succeeds(call: Callable[[], Awaitable[Any]], seconds: float = 20.0) -> Any:
-    """Repeat a call until it is carried out; meanwhile it may fail with 503 only."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return await call()
-        except HeadwayError as error:
-            if error.status != 503 or time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(0.02)
-
-
 # ---- kill -9 of gateways
 
 
@@ -58,31 +47,9 @@ def test_what_was_printed_survives_kill_9(tmp_path: Path) -> None:
 
 
 def test_a_gateway_is_killed_beside_one_that_goes_on(tmp_path: Path) -> None:
-    """Two processes write one schema; the death of one neither stops the other nor touches what it holds."""
-    place, first, second = (
-        Place("postgres", server.the_url(), server.fresh().schema),
-        tmp_path / "first",
-        tmp_path / "second",
-    )
-    with killed(place, second, "living"):
-        with killed(place, first, "killed"):
-            time.sleep(0.2)
-        grown(second)
-        server.run_sql(f"UPDATE {place.schema}.leases SET until = 5 WHERE owner = 'killed'", url=place.where)
-        taken = asyncio.run(third(place))
-    opened = {id for id, state in states(first).items() if state == "open"}
-    ended = asyncio.run(ended_of(place, opened - taken))
-    assert taken | ended >= opened, "one is lost"
-    assert len(ended) <= PUTTERS, "more ended without a word than calls were in progress"
-    asyncio.run(unharmed(place, states(second)))
-
-
-async def third(place: Place) -> set[str]:
-    broker = place.connect("third")
-    await broker.renew(20.0)
-    taken = await take_over(broker, "killed")
-    await broker.close()
-    return taken
+    place = Place("postgres", server.the_url(), server.fresh().schema)
+    end_lease = f"UPDATE {place.schema}.leases SET until = 5 WHERE owner = 'killed'"
+    one_of_two(place, tmp_path, lambda: server.run_sql(end_lease, url=place.where))
 
 
 # ---- a server that is restarted, killed, paused

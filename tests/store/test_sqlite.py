@@ -38,8 +38,14 @@ def refusal(path: str) -> str:
 # ---- files that cannot be used
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    assert "No such file or directory" in refusal(str(tmp_path / "nowhere" / "jobs.db"))
+async def test_missing_directories_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "queue" / "jobs.db"
+    await SqliteBroker(str(path), "A").close()
+    assert [folder.stat().st_mode & 0o777 for folder in (path.parent, path.parent.parent)] == [0o700] * 2
+
+
+def test_a_directory_that_cannot_be_made_is_refused() -> None:
+    assert "The broker cannot use /proc/nowhere/jobs.db" in refusal("/proc/nowhere/jobs.db")
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
@@ -143,16 +149,6 @@ async def test_two_names_of_one_file_are_one_store(path: str, tmp_path: Path) ->
     assert second.path == first.path
     assert await second.get("a") == job(owner="A")
     await asyncio.gather(first.close(), second.close())
-
-
-async def test_gateways_that_start_together_make_one_schema(path: str) -> None:
-    owners = [str(i) for i in range(6)]
-    brokers = await asyncio.gather(*(asyncio.to_thread(SqliteBroker, path, owner) for owner in owners))
-    await asyncio.gather(*(broker.renew(FAR) for broker in brokers))
-    await asyncio.gather(*(broker.put(job(broker.owner)) for broker in brokers))
-    found = await asyncio.gather(*(brokers[0].get(owner) for owner in owners))
-    assert [one.owner for one in found if one] == owners
-    await asyncio.gather(*(broker.close() for broker in brokers))
 
 
 async def test_a_take_reads_no_job_that_is_held(path: str) -> None:

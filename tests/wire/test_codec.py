@@ -35,6 +35,7 @@ FINGERPRINTS = {
     8: "0524a2f1d1ed5201",
     9: "1dbfa6d4409d9665",
     10: "d6e71d1c11a591d8",
+    11: "33466d2f03eee4db",
 }
 
 

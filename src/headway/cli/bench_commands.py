@@ -16,11 +16,9 @@ import typer
 from headway.cli.options import (
     Burstiness,
     Duration,
-    Endpoint,
     HostKv,
     Json,
     KvBlocks,
-    Limit,
     Load,
     MaxRunning,
     MixName,
@@ -30,12 +28,10 @@ from headway.cli.options import (
     Rate,
     Rounds,
     Seed,
-    ServerUrl,
     Slos,
     Systems,
-    Tight,
     Together,
-    Trace,
+    listed,
 )
 from headway.errors import ConfigError
 from headway.plugins import attribute
@@ -74,16 +70,16 @@ def command(run: str = "", *, quick: object = Quick) -> Callable[[Callable[..., 
 @command()
 def serve(
     ask: Ask,
-    url: ServerUrl,
+    url: Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")],
     model: Annotated[str, typer.Option(help="Model name to request.")] = "smollm2",
     mix: MixName = "chat-batch",
     slo: Slos = None,
     rate: Rate = None,
     duration: Duration = 60.0,
     burstiness: Burstiness = 1.0,
-    trace: Trace = None,
-    limit: Limit = None,
-    endpoint: Endpoint = "chat",
+    trace: Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")] = None,
+    endpoint: Annotated[str, typer.Option(help="API to use: chat or completions.")] = "chat",
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")] = None,
 ) -> None:
     """Send an open-loop load to an OpenAI-compatible server and report latency and SLO attainment."""
@@ -122,7 +118,9 @@ def compare(
     rounds: Rounds = 1,
     max_running: MaxRunning = 16,
     together: Together = False,
-    tight: Tight = False,
+    tight: Annotated[
+        bool, typer.Option("--tight", help="Give every engine KV for only a third of a full batch.")
+    ] = False,
     kv_blocks: KvBlocks = None,
     host_kv_gib: HostKv = 1.0,
 ) -> None:
@@ -143,10 +141,6 @@ def compare(
 
 
 _ENDPOINTS: dict[str, Literal["chat", "completions"]] = {"chat": "chat", "completions": "completions"}
-
-
-def listed(systems: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in systems.split(",") if name.strip())
 
 
 def mix_of(name: str, slos: list[str] | None) -> mixes.Mix:

@@ -36,6 +36,7 @@ from headway.errors import ConfigError, EngineError
 from headway.gateway.apis.oidc import Tokens
 from headway.gateway.control.targets import describe
 from headway.gateway.http.listening import bind
+from headway.gateway.parsing.models import served_names, unserved
 from headway.gateway.preflight import preflight
 from headway.store.postgres import schema
 from headway.store.postgres.link import Address, explained
@@ -71,7 +72,7 @@ def examine(file: Path | None) -> list[Finding]:
     sound = False
     try:
         config = load(file, checked=False)
-        preflight(config)
+        preflight(config, serves=True)
         sound = True
         found.append(Finding("configuration", "good", f"recipe {config.recipe}, {len(config.engines)} engine(s)"))
     except ConfigError as error:
@@ -153,6 +154,8 @@ def _classes(config: Config) -> Iterator[Finding]:
 
 def _address(config: Config) -> Iterator[Finding]:
     server = config.server
+    if config.picker.port is not None:
+        yield _picker(server.host, config.picker.port)
     try:
         bind(server.host, server.port, shared=server.reuse_port).close()
     except ConfigError as error:
@@ -163,6 +166,19 @@ def _address(config: Config) -> Iterator[Finding]:
         yield Finding("address", "doubt", f"{where}, without keys", "Add [[keys]]: others can reach it.")
     else:
         yield Finding("address", "good", where)
+
+
+def _picker(host: str, port: int) -> Finding:
+    try:
+        bind(host, port).close()
+    except ConfigError as error:
+        return Finding("picker", "bad", error.message, "Stop what listens there, or set another picker.port.")
+    return Finding("picker", "good", netloc(host, port))
+
+
+def _prices(config: Config) -> Iterator[Finding]:
+    if line := unserved(config.prices, served_names(config)):
+        yield Finding("prices", "doubt", line, "Correct the names, or leave these tables out.")
 
 
 def _issuer(config: Config) -> Iterator[Finding]:
@@ -263,8 +279,9 @@ def _attached(what: str, url: str, key: str | None, tls: ssl.SSLContext | None) 
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         status = httpx.get(url, timeout=_ANSWER_S, headers=headers, verify=tls or True).status_code
-    except httpx.HTTPError as error:
-        return Finding(what, "bad", f"{url} does not answer: {error}", "Start that server, or correct its url.")
+    except (httpx.HTTPError, OSError) as error:  # OSError: what SSL_CERT_FILE names cannot be read
+        fix = f"Start that server, or correct its url{', its tls_ca or SSL_CERT_FILE' * url.startswith('https:')}."
+        return Finding(what, "bad", f"{url} does not answer: {error}", fix)
     if status != 200:
         return Finding(what, "bad", f"{url} answers {status}", "Check its kind, its api_key, and its log.")
     return Finding(what, "good", f"{url} answers")
@@ -309,5 +326,5 @@ def _cpus(engine: Engine) -> set[int]:
 
 
 _CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
-    _classes, _address, _issuer, _queue, _engines, _kv, _memory, _cores,
+    _classes, _address, _prices, _issuer, _queue, _engines, _kv, _memory, _cores,
 )  # fmt: skip

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.cli.operator import OperatorClient, Server, settings_of
+from headway.cli.operator import OperatorClient, Server, settings_of, show
 from headway.cli.options import ConfigFile, Json
 
 engine_app = typer.Typer(help="Engines of a running gateway.", no_args_is_help=True)
@@ -135,4 +134,4 @@ def _print(engines: Sequence[dict[str, Any]]) -> None:
         about = about.removesuffix(" Its last lines:")  # which `--json` has
         cells = one["id"], one["state"] + more, one["model"], one["inside"], one["restarts"], about
         table.add_row(*(escape(str(cell)) for cell in cells))
-    Console(soft_wrap=True).print(table, highlight=False)
+    show(table)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from headway.cli.options import ConfigFile, Json, Out, Seed
+from headway.cli.options import ConfigFile, Json, Out, Seed, listed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def advise(
     specs, classes, _ = fleet_of(instance, fleet, {})
     source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
     case, about, notes = source.case(
-        _names(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
+        listed(recipes), numbers(loads), target=target, most=most, busiest=seconds(busiest)
     )
     advice.main(case, about, notes, seed=seed, as_json=as_json, out=out)
 
@@ -202,14 +202,10 @@ def _instant(text: str | None) -> float | None:
     return None if text is None else instant(text)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def numbers(text: str) -> tuple[float, ...]:
     """Read numbers above 0 such as "1,1.5,2". ConfigError for anything else."""
     try:
-        numbers = tuple(float(part) for part in _names(text))
+        numbers = tuple(float(part) for part in listed(text))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) <= 0:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.cli.operator import OperatorClient, Server, settings_of
+from headway.cli.operator import OperatorClient, Server, settings_of, show
 from headway.cli.options import ConfigFile, Json
 
 key_app = typer.Typer(help="API keys in the queue's store (server.stored_keys).", no_args_is_help=True)
@@ -44,7 +44,7 @@ def list_keys(config: ConfigFile = None, server: Server = None, as_json: Json = 
         limits = ", ".join(f"{name} = {json.dumps(value)}" for name, value in key.items() if name not in _KNOWN)
         row = key["id"] or "-", key["tenant"], key["state"], _date(key["created_at"]), _date(key["expires_at"]), limits
         table.add_row(*(escape(cell) for cell in row))
-    Console(soft_wrap=True).print(table, highlight=False)
+    show(table)
 
 
 @key_app.command()

@@ -272,7 +272,7 @@ ForDevice = Annotated[
 
 @config_app.command()
 def show(config: ConfigFile = None, resolved: Resolved = False, device: ForDevice = None) -> None:
-    """Print the effective configuration as TOML; fail if headway serve would refuse it."""
+    """Print the effective configuration as TOML, with secrets as "****"; fail if headway serve would refuse it."""
     from headway import config as configuration
     from headway.gateway.preflight import preflight
 
@@ -283,7 +283,7 @@ def show(config: ConfigFile = None, resolved: Resolved = False, device: ForDevic
         main(setup, device)
         return
     print(configuration.show(setup), end="")
-    preflight(setup)
+    preflight(setup, serves=True)
 
 
 @queue_app.command("recover")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from headway.cli.options import ConfigFile
 from headway.config import load
@@ -18,6 +21,7 @@ from headway.errors import ConfigError, HeadwayError
 
 _ANY = ("0.0.0.0", "::")
 _ANSWER_S = 600.0  # the first use of a model may download its tokenizer
+_WIDEST = 100_000  # columns of a table
 
 Server = Annotated[
     str | None, typer.Option("--server", help="URL of the gateway; default: server.host and server.port.")
@@ -43,12 +47,24 @@ class OperatorClient:
                 method, f"{self._url}{self._path}{path}", headers=self._headers, timeout=_ANSWER_S, **more
             )
             body = answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, json.JSONDecodeError) as error:
             problem = f"The gateway at {self._url} does not answer as one does: {error}."
-            raise HeadwayError(problem, "Start it, or correct --server.") from error
+            hint = "Start it, or correct --server."
+            if isinstance(error, OSError) or "SSL" in str(error):  # OSError: what SSL_CERT_FILE names cannot be read
+                file = os.environ.get("SSL_CERT_FILE", "unset")
+                hint = (
+                    f"Set SSL_CERT_FILE (now {file}) to a PEM file of the authority that signed the gateway's "
+                    "certificate, and --server to a name in that certificate."
+                )
+            raise HeadwayError(problem, hint) from error
         if answer.is_error:
             raise HeadwayError(str(body["error"]["message"]), f"The gateway at {self._url} refused it.")
         return list(body["data"])
+
+
+def show(table: Table) -> None:
+    """Print a table with its cells as they are; lines may be longer than the terminal is wide."""
+    Console(soft_wrap=True, width=_WIDEST).print(table, highlight=False)
 
 
 def settings_of(words: Sequence[str] | None) -> dict[str, Any]:

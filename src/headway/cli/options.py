@@ -27,13 +27,9 @@ Rate = Annotated[float | None, typer.Option(min=0.001, help="Request rate (reque
 Duration = Annotated[float, typer.Option(min=1, help="Seconds of arrivals, per round or replay.")]
 Model = Annotated[str, typer.Option(help="Model name, directory or hub id.")]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Batch limit of every engine (vLLM's --max-num-seqs).")]
-ServerUrl = Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")]
 Burstiness = Annotated[
     float, typer.Option(min=0.01, help="Burstiness of the arrivals: 1 = Poisson, lower is burstier.")
 ]
-Trace = Annotated[str | None, typer.Option(help="Take arrival times from a trace (Azure, Mooncake).")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N arrivals of the trace.")]
-Endpoint = Annotated[str, typer.Option(help="API to use: chat or completions.")]
 Systems = Annotated[
     str | None,
     typer.Option(
@@ -48,7 +44,6 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds over all systems.")]
 Together = Annotated[
     bool, typer.Option("--together", help="Run all systems at once: fewer starts, but memory for all engines.")
 ]
-Tight = Annotated[bool, typer.Option("--tight", help="Give every engine KV for only a third of a full batch.")]
 KvBlocks = Annotated[
     int | None,
     typer.Option(
@@ -56,52 +51,8 @@ KvBlocks = Annotated[
     ),
 ]
 HostKv = Annotated[float, typer.Option("--host-kv-gib", min=0, help="Host memory for recipes that swap KV, GiB.")]
-PeerNames = Annotated[
-    str | None,
-    typer.Option(
-        "--peers",
-        help="Comma-separated gateways to measure beside Headway: litellm, sglang-router (`make peers` "
-        "installs them). Takes minutes longer, even with --quick.",
-    ),
-]
 
-# ---- of `headway bench apps`
 
-AppSystems = Annotated[
-    str | None,
-    typer.Option(
-        "--systems",
-        help="Comma-separated: vllm-fcfs, vllm-priority and recipes. Default: vllm-fcfs, parrot, vtc, hermes.",
-    ),
-]
-RunLoad = Annotated[
-    float, typer.Option("--load", min=0.05, help="Runs per second as a multiple of the measured capacity.")
-]
-RunRate = Annotated[float | None, typer.Option("--rate", min=0.001, help="Runs per second, instead of --load.")]
-Scale = Annotated[float, typer.Option(min=0.01, max=1, help="Factor for recorded tokens and seconds outside the LLM.")]
-
-# ---- of `headway bench fleet`
-
-Swapping = Annotated[
-    str | None,
-    typer.Option(
-        "--systems",
-        help="Comma-separated recipes that swap models. Default: vllm-model-swap, edf-model-swap, shepherd, "
-        "qlm, and headway if it swaps.",
-    ),
-]
-FleetRate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests/s, of all models.")]
-Tail = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests for the rare model.")]
-Kill = Annotated[bool, typer.Option("--kill", help="Kill one engine (SIGKILL) after half of the arrivals.")]
-FleetSimulated = Annotated[
-    bool, typer.Option("--simulated", help="Simulate in virtual time (SIMULATED), without engines; means over seeds.")
-]
-FleetSeeds = Annotated[int, typer.Option(min=1, help="With --simulated: number of seeds, from --seed on.")]
-FleetQuick = Annotated[
-    bool,
-    typer.Option(
-        "--quick",
-        help="About a minute, mostly for the start of two engines: one system (qlm), 10 s of arrivals, two "
-        "models of one shape, without the model that needs a restart of vLLM.",
-    ),
-]
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

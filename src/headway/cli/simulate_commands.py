@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.journal_commands import Since, TraceFile, fleet_of, source_of
-from headway.cli.options import ConfigFile, Json, Quick, Seed
+from headway.cli.options import ConfigFile, Json, Quick, Seed, listed
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def simulate(
         equal = Fleet(profile or _PROFILE, instances, max_running, budget, max_model_len, kv_tokens)
         scenario = uniform(equal, rate, duration, slo, seed, plan_us)
     scenario = replace(scenario, fleet=replace(scenario.fleet, scale=scale))
-    main(_names(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
+    main(listed(recipes), scenario, as_json=as_json, out=out, record_mb=record_mb)
 
 
 def _equal(profile: str | None, count: int, sizes: dict[str, int]) -> list[Spec]:
@@ -143,7 +143,7 @@ def sweep(
     from headway.whatif.sweep_report import main
 
     given = {
-        "recipes": recipes and _names(recipes), "rates": rates and _rates(rates), "seeds": seeds,
+        "recipes": recipes and listed(recipes), "rates": rates and _rates(rates), "seeds": seeds,
         "seed": seed, "duration": duration, "slo": slo,
     }  # fmt: skip
     fleet = {
@@ -155,12 +155,8 @@ def sweep(
     main(setup.quick(mine) if quick else setup, jobs=jobs, as_json=as_json, out=out)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _rates(text: str) -> list[float]:
     try:
-        return [float(rate) for rate in _names(text)]
+        return [float(rate) for rate in listed(text)]
     except ValueError:
         raise ConfigError(f"{text!r} is not a list of rates.", "Write it like 2,4,6,8.") from None

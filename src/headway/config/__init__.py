@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from headway.config.copies import expanded
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
-from headway.config.keys import OPERATOR_NAME, OTHER, TOKEN_PREFIX
+from headway.config.keys import MASK, OPERATOR_NAME, OTHER, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
 from headway.config.oidc import Oidc as Oidc
@@ -72,7 +72,7 @@ class Sqlite:
     @property
     def file(self) -> Path:
         """Return the path of the database."""
-        return Path(self.path or state_dir() / "queue.sqlite")
+        return Path(self.path or state_dir() / "queue.sqlite").expanduser()
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -552,13 +552,13 @@ def read_engine(text: str) -> Engine:
 
 
 def show(config: Config) -> str:
-    """Return the effective configuration as TOML for people; `load` cannot read its masked secrets."""
+    """Return the effective configuration as TOML for people; `load` refuses its masked secrets."""
     data = asdict(config)
     masked = [(key, "key") for key in data["keys"]] + [(data["server"], "operator_key")]
     masked += [(data["broker"]["postgres"], "url"), (data["wire"], "url")]
     masked += [(backend, "options") for backend in data["backends"].values() if backend["options"]]
     for table, name in (*masked, *((engine, "api_key") for engine in data["engines"])):
-        table[name] = None if table[name] is None else "****"
+        table[name] = None if table[name] is None else MASK
     return tomli_w.dumps(_drop(data))
 
 

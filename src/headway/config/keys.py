@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from headway.errors import ConfigError
 
 _LEAST = 8  # characters of a secret
+MASK = "****"  # stands for a secret in `headway config show`
+
+
+def _checked(text: str) -> str:
+    """Refuse a mask and a secret that is too short; a secret elsewhere is checked when it is read (`reveal`)."""
+    if text == MASK:
+        problem = 'it is masked by `headway config show`; write the secret, or "env:NAME" or "file:PATH"'
+        raise PydanticCustomError("masked", problem)
+    if len(text) < _LEAST and not text.startswith(("env:", "file:")):
+        raise PydanticCustomError("short", f"a secret needs at least {_LEAST} characters")
+    return text
+
+
 # A secret, or its location: "env:NAME" or "file:PATH".
-Secret = Annotated[str, Field(min_length=_LEAST)]
+Secret = Annotated[str, AfterValidator(_checked)]
 _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
 _Name = Annotated[str, Field(min_length=1)]
 # In logs, the sender with the operator's key, and how the names of an issuer's tokens begin.
@@ -97,21 +112,36 @@ def reveal(secret: str, setting: str) -> str:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
             problem = f"{setting} is in the file {place}, which cannot be read: {why}."
             raise ConfigError(problem, "Check the path after file: and its permissions.", param=setting) from None
-    if len(found) < _LEAST or not found.isascii() or not found.isprintable():
+    return _usable(found, setting)
+
+
+def reveal_key(secret: str, setting: str) -> str:
+    """Return an API key as `reveal` does. ConfigError also if it is spelled out and not printable ASCII."""
+    return _usable(reveal(secret, setting), setting)
+
+
+def _usable(text: str, setting: str) -> str:
+    if len(text) < _LEAST or not text.isascii() or not text.isprintable():
         raise ConfigError(
             f"{setting} holds no usable secret.",
             f"It needs at least {_LEAST} printable ASCII characters, on one line.",
             param=setting,
         )
-    return found
+    return text
 
 
-def revealed(keys: tuple[Key, ...]) -> dict[str, Key]:
-    """Return the keys by the secret that clients send. ConfigError if a secret is missing or repeated."""
+def revealed(keys: tuple[Key, ...], is_operator: Callable[[str], bool]) -> dict[str, Key]:
+    """Return the keys by the secret that clients send; errors as `reveal_key`.
+
+    ConfigError also if one is repeated or the operator's (`is_operator`).
+    """
     found: dict[str, Key] = {}
     for i, key in enumerate(keys):
-        text = reveal(key.key, f"keys.{i}.key")
+        text = reveal_key(key.key, f"keys.{i}.key")
         if text in found:
             raise ConfigError(f"keys.{i}.key is the same as an earlier one.", "Give each [[keys]] table another key.")
+        if is_operator(text):
+            fix = "Give the operator a key that no tenant has: it may change everything."
+            raise ConfigError(f"keys.{i}.key is the same as server.operator_key.", fix, param=f"keys.{i}.key")
         found[text] = key
     return found

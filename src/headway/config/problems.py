@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 
 from headway.errors import ConfigError, together
 
-# Table -> the tables that refer to it: keys name classes, a sandbox needs keys.
-_DEPENDENTS = {"classes": ("keys", "backends"), "keys": ("backends",), "backends": ()}
+# Table -> the tables that refer to it: keys name classes, their budgets need prices, a sandbox needs keys.
+_DEPENDENTS = {"classes": ("keys", "backends"), "prices": ("keys", "backends"), "keys": ("backends",), "backends": ()}
 _UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -73,7 +73,8 @@ def _explain(problem: ErrorDetails, where: str, top: type, tables: Mapping[str, 
     names = [str(part) for part in problem["loc"]]
     # The value may be an API key, even in the wrong place.
     secret = names[:1] == ["keys"] or names[-1] in ("operator_key", "api_key")
-    secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"])  # a password may be in it
+    # A password may be in it.
+    secret |= names in (["broker", "postgres"], ["broker", "postgres", "url"], ["wire"], ["wire", "url"])
     if problem["type"] == _UNKNOWN:
         path = ".".join([*names[:-1], _mask(names[-1]) if secret else names[-1]])
         return ConfigError(f"Unknown key {path!r} in {where}.", _hint(names, top, tables), param=path)

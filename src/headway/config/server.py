@@ -33,7 +33,8 @@ class Server:
         https; others are refused, and data: URLs always accepted.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
-    head_timeout_s: limit for a request's headers, from the connection's opening; body_timeout_s: limit for a body.
+    head_timeout_s: limit for a request's headers, from the connection's opening, and for a TLS handshake before it.
+    body_timeout_s: limit for a body.
     write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.
     keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.
     max_connections: limit of client connections; unset, from the limit of open files, at most 16,384. Connections

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
+from msgspec import Raw, json
 from pydantic import TypeAdapter
 
 from headway.config import BATCH, Budget, Key, Price
@@ -22,6 +23,7 @@ from headway.types import Request, Slo
 Unit = Literal["tokens", "cost"]
 BUDGET_SPENT = "budget_spent"  # code of the error of a request for which a budget has no room
 _ROUNDING = 1 + 1e-9  # of sums of prices
+_DECIMALS = 12  # of a cost: a price is for a million tokens, and has six at most
 
 
 class Used(NamedTuple):
@@ -55,7 +57,7 @@ class Bill:
 
     def cost(self, used: Used) -> float | None:
         """Return the cost of tokens; None = the model has no price."""
-        return None if self.price is None else self.price.units(*used)
+        return None if self.price is None else round(self.price.units(*used), _DECIMALS)
 
     def unused(self, used: Used) -> dict[str, float]:
         """Return by account what was reserved and not used."""
@@ -98,6 +100,16 @@ def unused_by(job: Job) -> Unused:
     except ValueError:  # it is logged where it would be run
         return NO_CHARGES
     return bill.unused(Used(0, 0)) if job.background else bill.all_used
+
+
+def priced(answer: bytes, cost: float) -> bytes:
+    """Return an answer, or the data of an event, with a cost in its usage; all else stays byte for byte.
+
+    One without usage is returned as it is.
+    """
+    fields = json.decode(answer, type=dict[str, Raw])
+    usage = json.decode(fields.get("usage", b"null"))
+    return json.encode({**fields, "usage": {**usage, "cost": cost}}) if usage else answer
 
 
 # ---- budgets

@@ -192,11 +192,11 @@ def _fleet(
     journal: JournalKeeper,
 ) -> Fleet:
     """Return what changes the engines, of this process or of agents; the journal follows those of this process."""
-    work = GatewayWork(wired.dispatcher)
+    work, check = GatewayWork(wired.dispatcher), partial(preflight, reads_keys=False)
     if isinstance(wired, RemoteGateway):
-        return RemoteOrders(config, wired.fleet, wired.link, work, preflight, metrics, counters)
+        return RemoteOrders(config, wired.fleet, wired.link, work, check, metrics, counters)
     wired.agents.beside = (partial(journal.follow, config.recipe),)
-    return OwnFleet(config, wired.agents, wired.make, work, preflight, metrics, counters=counters, paces=paces)
+    return OwnFleet(config, wired.agents, wired.make, work, check, metrics, counters=counters, paces=paces)
 
 
 def _autoscalers(

@@ -51,6 +51,15 @@ class TakenBack(Exception):
     """The engine of a request is to load another model or leaves, or an overflow engine is to have the request."""
 
 
+class NotNamed(EngineGone):
+    """The proxy has no address for the chosen engine; the request is planned again for the engines that it has."""
+
+    def __init__(self, name: str) -> None:
+        message, hint = f"The proxy has no address for the engine {name}.", "Try again soon."
+        EngineError.__init__(self, message, hint, status=503, code="no_address")
+        self.why = message
+
+
 class Via(Protocol):
     """A proxy that sends one request to its engine, instead of the gateway's own connection (`gateway/picker`).
 
@@ -64,7 +73,7 @@ class Via(Protocol):
     def open(
         self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpResponse]:
-        """Send the request, like `EngineConnection.open`."""
+        """Send the request, like `EngineConnection.open`; NotNamed if the engine is not among the allowed ones now."""
         ...
 
 
@@ -88,6 +97,7 @@ _REQUEST = TypeAdapter(Request)  # the broker stores a `Request` as JSON
 # Error class -> reason in the broker, outcome in the metrics.
 _REASONS: dict[type[HeadwayError], tuple[str, Outcome]] = {
     EngineGone: ("engine_gone", "failed"),
+    NotNamed: ("no_address", "failed"),
     EngineKilled: ("engine_killed", "failed"),
     RequestError: ("dropped", "refused"),
     ModelUnavailable: ("model_unavailable", "failed"),

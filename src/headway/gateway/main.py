@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import uvicorn
 from rich.console import Console
@@ -71,7 +73,7 @@ def serve(
     link: opens the way to a controller and agents elsewhere, None = all is in this process.
     """
     configure(config.log, quiet=quiet)
-    preflight(config, starts_engines=link is None)
+    preflight(config, starts_engines=link is None, serves=True)
     _make_log_dir(log_dir)
     _return_memory()
     spare_old_objects()
@@ -143,6 +145,7 @@ class GatewayServer(uvicorn.Server):
         self._served: ASGIApp = AccessLog(app) if config.log.access else app
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = Connections(ConnectionLimits.of(config.server, files))
+        self._protocol = protocol_class(self._connections)
         super().__init__(
             uvicorn.Config(
                 self._served,
@@ -151,9 +154,8 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=protocol_class(self._connections),
+                http=self._protocol,
                 server_header=False,
-                backlog=_BACKLOG,
                 ws="none",
                 timeout_keep_alive=config.server.idle_timeout_s,
                 proxy_headers=False,
@@ -161,21 +163,40 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._certificate = None if config.server.tls.cert is None else Certificate(config.server.tls)
-        if self._certificate is not None:
-            self.config.load()
-            self.config.ssl = self._certificate.context
         self._settings, self._log_dir, self._link = config, log_dir, link
         self.failed = False
         self.last_connections_s = 0.5
         self._state: AppState | None = None  # until the gateway is open
+        self._opening: asyncio.Task[None] | None = None  # while the gateway is being opened
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the gateway and serve until a signal; HeadwayError when it cannot be opened."""
         with self.capture_signals():  # around the gateway, so that a signal does not interrupt its closing
             async with contextlib.AsyncExitStack() as stack:
-                link = None if self._link is None else await stack.enter_async_context(self._link())
-                opening = serving(self._settings, log_dir=self._log_dir, link=link)
-                await self._serve_gateway(await stack.enter_async_context(opening), sockets)
+                if (gateway := await self._opened(stack)) is not None:
+                    await self._serve_gateway(gateway, sockets)
+
+    async def _opened(self, stack: contextlib.AsyncExitStack) -> Gateway | None:
+        """Open the gateway until the stack ends; None = a signal has called that off."""
+        task = self._opening = asyncio.current_task()
+        assert task is not None
+        try:
+            link = None if self._link is None else await stack.enter_async_context(self._link())
+            return await stack.enter_async_context(serving(self._settings, log_dir=self._log_dir, link=link))
+        except asyncio.CancelledError:
+            if not self.should_exit:
+                raise
+            task.uncancel()  # or SIGINT, which is raised again, would not become a KeyboardInterrupt
+            return None
+        finally:
+            self._opening = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal. Opening the gateway may download from a model hub for minutes; a signal cancels it."""
+        task = None if self.should_exit else self._opening  # a second signal does not cut the closing short
+        super().handle_exit(sig, frame)
+        if task is not None:
+            task.get_loop().call_soon_threadsafe(lambda: self._opening and self._opening.cancel())
 
     async def _serve_gateway(self, gateway: Gateway, sockets: list[socket.socket] | None) -> None:
         state = AppState(gateway)
@@ -195,6 +216,15 @@ class GatewayServer(uvicorn.Server):
             loops.append(self._certificate.follow)
         async with tasks.running(*loops), self._picking(state):
             await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn's does, with a limit for TLS handshakes: that of a request's headers."""
+        tls, loop = dict[str, Any](), asyncio.get_running_loop()
+        if self._certificate is not None:
+            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
+        protocol = partial(self._protocol, self.config, self.server_state, {})
+        self.servers = [await loop.create_server(protocol, sock=one, backlog=_BACKLOG, **tls) for one in sockets or ()]
+        self.started = True
 
     def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
         """Return what serves proxies, if it is configured; ConfigError if its packages are missing."""
@@ -255,9 +285,12 @@ class GatewayServer(uvicorn.Server):
                 left = self._still_starting(console, left)
                 if self.failed or (said and self._link is not None):  # what agents start may come later, or never
                     return
-                if state.ready and not said:
+                # A model that may have no engine is ready without one, but not while this process starts its first.
+                up = {name for one in gateway.dispatcher.engines.values() if one.serves for name in one.models.names}
+                own = {one.config.name for one in left if self._link is None and one.config.url is None}
+                if state.ready and own <= up and not said:
                     said = True
-                    self._report_targets(console, gateway)
+                    self._report_targets(console, state)
                     models = escape(", ".join(sorted(gateway.counters)))
                     _say(console, f"[green]ready[/]: {models} at {escape(address)}/v1  (Ctrl-C stops everything)")
                 await asyncio.sleep(_LOOK_S)
@@ -274,12 +307,12 @@ class GatewayServer(uvicorn.Server):
             self._give_up(console, failure)
         return waiting
 
-    def _report_targets(self, console: Console, gateway: Gateway) -> None:
-        """Say what measured classes promise, and which others promise more than the engines can do."""
-        classes = self._settings.classes
-        for line in gateway.paces.descriptions(classes):
+    def _report_targets(self, console: Console, state: AppState) -> None:
+        """Say what measured classes promise, which others promise more than engines can do, and warn of prices."""
+        classes, paces = self._settings.classes, state.gateway.paces
+        for line in paces.descriptions(classes):
             _say(console, escape(line), highlight=False)
-        for line in gateway.paces.warnings(classes):
+        for line in (*paces.warnings(classes), *state.price_warnings()):
             log.warning("%s", line)
 
     def _give_up(self, console: Console, failure: HeadwayError) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from functools import partial
 
 from headway.addresses import is_host, is_url
 from headway.config import Config, Engine, Postgres, check_contradictions
-from headway.config.keys import reveal, revealed
+from headway.config.keys import reveal_key, revealed
 from headway.engines.vllm.process.cards import cards, check_cards
 from headway.engines.vllm.process.launch import check_installed, spec
 from headway.engines.vllm.process.metadata import is_cpu_build
@@ -15,25 +17,28 @@ from headway.engines.vllm.process.sizes import requested
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, check_all
 from headway.gateway.control.lengths.embedding import locate
+from headway.gateway.http.tls import Certificate
 from headway.gateway.parsing.models import check_adapters, check_aliases
+from headway.gateway.watch.audit import check_writable
 from headway.models.resolve import resolve
 from headway.policy.core.engine_spec import check
 from headway.policy.recipes.registry import find
 
 
-def preflight(config: Config, *, starts_engines: bool = True) -> None:
+def preflight(config: Config, *, starts_engines: bool = True, serves: bool = False, reads_keys: bool = True) -> None:
     """Raise ConfigError for everything that can be known before an engine is started.
 
-    starts_engines: in this process, not in agents elsewhere.
+    starts_engines: in this process, not in agents elsewhere. serves: it is a gateway, not an agent.
+    reads_keys: those of clients and the operator, which a gateway that runs already has.
     """
-    own = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None]
+    own, tls = [(i, engine) for i, engine in enumerate(config.engines) if engine.url is None], config.server.tls
     starts = starts_engines and bool(own)
     seen = cards() if starts and any(engine.cards is not None for _, engine in own) else []
     check_all(
         partial(check_contradictions, config),
         partial(_check_recipe, config),
         *(partial(_check_models, config.recipe, engine) for engine in config.engines),
-        partial(_check_secrets, config),
+        partial(_check_secrets, config if reads_keys else _without_keys(config)),
         partial(check_adapters, config.fleet),
         partial(_check_names, config),
         partial(check_aliases, config),
@@ -44,6 +49,9 @@ def preflight(config: Config, *, starts_engines: bool = True) -> None:
         *(partial(resolve, model) for engine in config.fleet for model in engine.served.values()),
         partial(_check_addresses, config),
         partial(_check_scale, config, starts_engines),
+        *([partial(Certificate, tls)] if serves and None not in (tls.cert, tls.key) else []),
+        *([partial(check_writable, config.audit.path)] if serves and config.audit.path is not None else []),
+        *([partial(_check_commands, config)] if serves and starts_engines else []),
     )
 
 
@@ -59,6 +67,14 @@ def _check_scale(config: Config, starts_engines: bool) -> None:
         else:
             continue
         raise ConfigError(problem, hint, param=f"scale.{model}.starts_engines")
+
+
+def _check_commands(config: Config) -> None:
+    """Raise ConfigError for a program of scale.command that is not found."""
+    for model, one in config.scale.items():
+        if one.command is not None and "{" not in one.command[0] and shutil.which(one.command[0]) is None:
+            problem = f"scale.{model}.command runs {one.command[0]!r}, which is not a program on PATH."
+            raise ConfigError(problem, "Correct it, or give its whole path.", param=f"scale.{model}.command")
 
 
 def _check_recipe(config: Config) -> None:
@@ -124,14 +140,19 @@ def _check_url(setting: str, url: str) -> None:
         raise ConfigError(problem, hint, param=setting)
 
 
+def _without_keys(config: Config) -> Config:
+    return replace(config, keys=(), server=replace(config.server, operator_key=None))
+
+
 def _check_secrets(config: Config) -> None:
     """Raise ConfigError for secrets that are not where the configuration says, or that all could read."""
-    secrets = [(config.server.operator_key, "server.operator_key")]
+    operator, param = config.server.operator_key, "server.operator_key"
+    secrets = [(operator, param)]
     secrets += ((key.key, f"keys.{i}.key") for i, key in enumerate(config.keys))
     secrets += ((engine.api_key, f"engines.{i}.api_key") for i, engine in enumerate(config.engines))
     check_all(
-        *(partial(reveal, secret, setting) for secret, setting in secrets if secret is not None),
-        partial(revealed, config.keys),  # of which none is there twice
+        *(partial(reveal_key, secret, setting) for secret, setting in secrets if secret is not None),
+        partial(revealed, config.keys, lambda text: operator is not None and text == reveal_key(operator, param)),
         *(partial(context_of, f"engines.{i}", engine) for i, engine in enumerate(config.engines)),
         *(partial(_check_args, i, engine) for i, engine in enumerate(config.engines) if engine.url is None),
     )

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from headway.config import Config, Engine, load
-from headway.config.keys import revealed
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.control.own_fleet import OwnFleet
 
-_SHOWN = 5  # keys in a warning
 log = logging.getLogger("headway.gateway")
 
 
@@ -45,36 +44,32 @@ class Reload:
         async with self._lock:
             try:
                 new = await asyncio.to_thread(load, self._path)
-                revealed(new.keys)
+                configured = self._state.keys_of(new)
                 self._check(new)
-                await self._change_engines(new)
+                engines = await self._change_engines(new)
             except HeadwayError as error:
                 log.error("%s is not reloaded: %s %s", self._path, error.message, error.hint)
                 await self._note("failed", error.param)
                 return
-            self._state.adopt(new)
-            await self._note("done", f"{len(new.classes)} classes, {len(new.keys)} keys, {len(new.engines)} engines")
-        for line in (*self._state.gateway.paces.warnings(new.classes), *self._unpriced()):
+            before = self._tables()
+            self._state.adopt(new, configured)
+            changes = "; ".join([*_differences(before, self._tables()), *engines]) or "nothing has changed"
+            await self._note("done", changes)
+        log.info("%s is read again: %s", self._path, changes)
+        for line in (*self._state.gateway.paces.warnings(new.classes), *self._state.price_warnings()):
             log.warning("%s", line)
         others = [
             entry.name
             for entry in fields(Config)
             if entry.name not in self._reloaded and getattr(new, entry.name) != getattr(self._known, entry.name)
         ]
-        log.info("%s: %d classes and %d keys reloaded", self._path, len(new.classes), len(new.keys))
         if others:
             log.warning("%s: %s take effect after a restart only", self._path, ", ".join(others))
 
-    def _unpriced(self) -> Iterator[str]:
-        """Yield a warning if stored keys with a budget by cost cannot use a model, as it has no price."""
-        models = sorted(set(self._state.models.engines) - set(self._state.config.prices))
-        stored = self._state.stored.usable() if models else ()
-        if ids := [one.id for one, key in stored if any(budget.cost is not None for budget in key.budgets)]:
-            some = ", ".join(ids[:_SHOWN]) + (", ..." if len(ids) > _SHOWN else "")
-            yield (
-                f"stored keys with a budget by cost ({some}) cannot use {', '.join(models)}: "
-                f"add [prices.{models[0]}], of 0 if it costs nothing"
-            )
+    def _tables(self) -> dict[str, Mapping[Any, Any]]:
+        """Return the classes, keys (by digest) and prices that hold now."""
+        state = self._state
+        return {"classes": state.classes, "keys": state.configured, "prices": state.config.prices}
 
     async def _note(self, outcome: str, detail: str | None) -> None:
         audit = self._state.gateway.audit
@@ -97,21 +92,24 @@ class Reload:
                 "A class drops requests, and none did before.", "Restart the gateway for this change.", param="classes"
             )
 
-    async def _change_engines(self, config: Config) -> None:
-        """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`."""
+    async def _change_engines(self, config: Config) -> list[str]:
+        """Add, replace and remove the engines whose tables are new, changed or gone; errors as `Fleet.change`.
+
+        Return what has changed, for people.
+        """
         fleet = self._state.gateway.fleet
         before = fleet.config
         # Its engines are checked against these: overflow engines name some, and budgets by cost need prices.
         fleet.config = replace(before, classes=config.classes, keys=config.keys, prices=config.prices)
         try:
-            await self._change_tables(config.engines)
+            return await self._change_tables(config.engines)
         except HeadwayError:
             fleet.config = before
             raise
 
-    async def _change_tables(self, new: Sequence[Engine]) -> None:
+    async def _change_tables(self, new: Sequence[Engine]) -> list[str]:
         if (fleet := self._fleet) is None:
-            return
+            return []
         ids, now = paired(self._engines, new), fleet.settings
         add = [i for i, id in enumerate(ids) if id is None or (id not in now and _differ(self._engines[id], new[i]))]
         roll = {
@@ -125,8 +123,15 @@ class Reload:
             ids[i] = id
         self._engines = {id: engine for id, engine in zip(ids, new, strict=True) if id is not None}
         kinds = {"added": added, "to be replaced": roll, "removed": remove}
-        if told := "; ".join(f"{what}: {', '.join(some)}" for what, some in kinds.items() if some):
-            log.info("%s: engines %s", self._path, told)
+        return [f"engines {what}: {', '.join(some)}" for what, some in kinds.items() if some]
+
+
+def _differences(old: Mapping[str, Mapping[Any, Any]], new: Mapping[str, Mapping[Any, Any]]) -> Iterator[str]:
+    """Yield for each table what has changed there, by name; a key by its label."""
+    for table, rows in new.items():
+        changed = {str(getattr(row, "label", name)) for name, row in rows.items() ^ old[table].items()}
+        if changed:
+            yield f"{table}: {', '.join(sorted(changed))}"
 
 
 def paired(old: Mapping[str, Engine], new: Sequence[Engine]) -> list[str | None]:

@@ -5,13 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Loop = Callable[[], Coroutine[Any, Any, None]]
 _PAUSE_S = 1.0  # before a loop that has failed begins again
 log = logging.getLogger("headway.gateway")
+
+
+async def in_daemon(work: Callable[[], T]) -> T:
+    """Return `work()`, done in a thread for which the end of the process does not wait."""
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # so that a cancelled caller leaves it alone
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 @asynccontextmanager

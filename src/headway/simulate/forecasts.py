@@ -7,7 +7,7 @@ that EcoServe 2.3 reports. A learned predictor has the same interface.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -42,9 +42,8 @@ class Noisy:
     """
 
     workload: Workload
-    sigma: float
     factors: Floats
-    spread: Floats = field(default_factory=lambda: np.zeros(0))
+    spread: Floats
 
     @classmethod
     def of(cls, workload: Workload, accuracy: float, padding: float, rng: np.random.Generator) -> Noisy:
@@ -64,7 +63,7 @@ class Noisy:
         """Return a predictor with this sigma; 0 = it is always right."""
         factors = np.exp(sigma * rng.standard_normal(len(workload)))
         shares = (np.arange(_SHARES) + 0.5) / _SHARES
-        return cls(workload, sigma, factors, np.exp(sigma * np.array([normal_quantile(s) for s in shares])))
+        return cls(workload, factors, np.exp(sigma * np.array([normal_quantile(s) for s in shares])))
 
     def forecast(self, request: Request) -> Forecast:
         """Return the distribution of the answer's tokens around the prediction, each at least 1."""

@@ -106,7 +106,6 @@ class Speed:
     wall: float
     simulated: float
     iterations: int
-    requests: int
 
     @property
     def times_real(self) -> float:
@@ -216,7 +215,7 @@ def _simulate(
     counters |= {"prompt.hit_pct": outcome.hit_pct} if outcome.queried else {}
     found.records[name] = (records(workload, outcome), counters)
     end = float(np.nanmax(outcome.end, initial=0.0))
-    found.speeds[name] = Speed(wall, end, outcome.iterations, workload.arrival.size)
+    found.speeds[name] = Speed(wall, end, outcome.iterations)
     found.events[name] = _events(outcome) + _overflowed(instances, workload, outcome)
     if keep and recorder:
         found.runs[name] = keep.run(name, run.instances, workload, outcome, recorder.recording())

@@ -259,6 +259,20 @@ def test_a_request_is_the_gateway_s_that_has_it_since_later(headway: Parts) -> N
     until(lambda: not waiting(headway, "c1"))
 
 
+def test_a_report_tells_the_engines_that_a_returned_request_may_go_to(headway: Parts) -> None:
+    until(lambda: headway.controllers and headway.controllers["c1"].leader)
+    leader, link = headway.controllers["c1"].leader, headway.exchange.links["c1"]
+    assert leader is not None
+    until(lambda: "e0" in leader.control.controller.cluster.instances, 30)
+    sent = InFlight(Request("r1", "smollm2", 10, 10, arrival=clock.now()), "e0", False, clock.now())
+    returned = replace(sent, request=replace(sent.request, engines=("e1",)), instance=None)
+    for one in (sent, returned):
+        items = (Present((one,), True),)
+        headway.loop.call_soon_threadsafe(link.inbox.put_nowait, Message("x", link.term, items, 0.0))
+        until(lambda is_sent=one is sent: (leader._code("r1") is not None) == is_sent and waiting(headway, "c1"))  # type: ignore[misc]
+    assert leader.control.controller.requests["r1"].engines == ("e1",)
+
+
 def test_what_cannot_be_taken_note_of_is_asked_for_again(headway: Parts) -> None:
     with headway.gateway("g1") as gateway:
         leader = headway.controllers["c1"].leader

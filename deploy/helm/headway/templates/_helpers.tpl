@@ -84,6 +84,13 @@ imagePullSecrets: {{ toJson . }}
 checksum/config: {{ include "headway.config" . | sha256sum }}
 {{- end -}}
 
+{{/* Agents do not restart, nor their engines, for other keys and prices, which only gateways use. */}}
+{{- define "headway.agentChecksum" -}}
+{{- $values := set (omit .Values "keys") "config" (omit .Values.config "prices") -}}
+{{- $config := include "headway.config" (dict "Values" $values "Release" .Release) -}}
+checksum/config: {{ printf "%s%s" $config (include "headway.closed" .) | sha256sum }}
+{{- end -}}
+
 {{- define "headway.claim" -}}
 spec:
   accessModes: [ReadWriteOnce]

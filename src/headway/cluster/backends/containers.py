@@ -22,6 +22,7 @@ from headway.errors import ConfigError
 log = logging.getLogger("headway.cluster.backends")
 PROCESSES = 64  # limit for the code of one sandbox
 _REMOVE_S = 20.0  # limit for removing a container
+_TRIES, _RETRY_S = 5, 0.5  # of removing one that may be created late
 _NOBODY = 65534
 # Variables by which `docker` finds its daemon.
 _DOCKER_VARIABLES = (
@@ -105,15 +106,24 @@ class Container:
             argument,
         ]
 
-    async def remove(self, patience_s: float = _REMOVE_S) -> None:
-        """Kill and remove the container if it still exists; give up on a daemon that hangs."""
-        quiet = asyncio.subprocess.DEVNULL
+    async def remove(self, patience_s: float = _REMOVE_S) -> bool:
+        """Kill and remove the container; return whether it existed. Give up on a daemon that hangs."""
+        quiet, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
         removing = await asyncio.create_subprocess_exec(
-            "docker", "rm", "--force", self._name, stdin=quiet, stdout=quiet, stderr=quiet
+            "docker", "rm", "--force", self._name, stdin=quiet, stdout=pipe, stderr=quiet
         )
         try:
-            await asyncio.wait_for(removing.wait(), patience_s)
+            removed, _ = await asyncio.wait_for(removing.communicate(), patience_s)
+            return bool(removed)
         except TimeoutError:
             removing.kill()
             await removing.wait()
             log.warning("Docker has not removed the container %s; remove it by hand", self._name)
+            return True
+
+    async def remove_unfinished(self) -> None:
+        """Remove a container that was not ready: the daemon may create it after its command was killed."""
+        for _ in range(_TRIES):
+            if await self.remove():
+                return
+            await asyncio.sleep(_RETRY_S)

@@ -48,7 +48,7 @@ class Code(BaseModel):
 class _Sandbox:
     """One sandbox: its process, and the removal of its directory or container."""
 
-    def __init__(self, worker: Worker, clean: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, worker: Worker, clean: Callable[[], Awaitable[object]]) -> None:
         self.worker, self._clean = worker, clean
 
     @property
@@ -107,7 +107,8 @@ class Sandboxes(Backend):
         if self._settings.isolation == "docker":
             container = Container(self._name, self._settings)
             argv = container.argv(self._argument(), _env("/tmp"), passed)
-            return await self._started(argv, command_env(passed), None, container.remove)
+            env = command_env(passed)
+            return await self._started(argv, env, None, container.remove, container.remove_unfinished)
         if self._settings.isolation == "namespaces":
             argv = namespaces.argv(self._argument(), self._settings.disk_mib, self._settings.memory_mib)
             return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
@@ -117,14 +118,19 @@ class Sandboxes(Backend):
         return await self._started(argv, env, folder, partial(_remove, folder))
 
     async def _started(
-        self, argv: list[str], env: Mapping[str, str], folder: Path | None, clean: Callable[[], Awaitable[None]]
+        self,
+        argv: list[str],
+        env: Mapping[str, str],
+        folder: Path | None,
+        clean: Callable[[], Awaitable[object]],
+        clean_unfinished: Callable[[], Awaitable[object]] | None = None,
     ) -> _Sandbox:
         try:
             worker = await Worker.start(
                 self._name, argv, env, cwd=folder, limit=_MIB, seconds=self._settings.start_timeout_s
             )
         except BaseException:
-            await asyncio.shield(clean())
+            await asyncio.shield((clean_unfinished or clean)())
             raise
         return _Sandbox(worker, clean)
 

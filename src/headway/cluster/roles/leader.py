@@ -259,7 +259,7 @@ class Leader:
         elif (code := self._code(id)) is not None:
             cluster = self.control.controller.cluster
             if one.instance is None or code != cluster.code(one.instance):
-                events.append(Returned(id, int(one.started)))
+                events.append(Returned(id, int(one.started), engines=one.request.engines))
         return [*events, Started(id)] if one.started else events
 
     def _code(self, id: str) -> int | None:

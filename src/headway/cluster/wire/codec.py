@@ -18,7 +18,7 @@ from headway.errors import HeadwayError
 from headway.policy.forecast.latency.laws import LAWS, LatencyLaw
 from headway.policy.forecast.latency.profiles import FixedLatency
 
-VERSION = 10  # of an envelope's contents; `tests/wire/test_codec.py` fails when they change and this does not
+VERSION = 11  # of an envelope's contents; `tests/wire/test_codec.py` fails when they change and this does not
 KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in get_args(Item)}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import random
 import re
 from collections.abc import Callable, Coroutine, Iterator
@@ -67,14 +66,6 @@ class RabbitAddress:
 
     def __repr__(self) -> str:
         return f"Address({self.place}, {self.prefix})"  # the URL may hold a password
-
-    @classmethod
-    def from_environment(cls) -> RabbitAddress:
-        """Return the address in HEADWAY_RABBITMQ_URL. ConfigError when it is not set."""
-        url = os.environ.get(VARIABLE, "")
-        if not url:
-            raise ConfigError(f"The environment variable {VARIABLE} is not set.", f"Set it: {_FORM}")
-        return cls(url)
 
     @property
     def place(self) -> str:

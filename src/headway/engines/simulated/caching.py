@@ -12,12 +12,13 @@ the cache has of it when it is admitted again is not copied back.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Unpack
 
 import numpy as np
 
 from headway.compiled import compiled
 from headway.engines.simulated import kernels, prefix_blocks
-from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
+from headway.engines.simulated.engine import Done, Ran, SimulatedEngine, Sizes
 from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.engines.simulated.prefix_blocks import PrefixBlocks
 from headway.errors import ConfigError
@@ -46,32 +47,19 @@ class CachingEngine(SimulatedEngine):
         self,
         packer: Packer,
         *,
-        blocks: int,
-        size: int,
-        slots: int,
-        budget: int,
-        max_model_len: int,
         copy_seconds: float = 0.0,
         overlap: bool = False,
         host: int | None = None,
+        **sizes: Unpack[Sizes],
     ) -> None:
         if packer.kv.reserves or packer.kv.two_ended:
             raise ConfigError(
                 "A packer that reserves and lends KV, or needs two-ended blocks, does not work with prefix caching.",
                 "Set prefix_caching = false, or use a recipe that does neither, such as headway, qlm or vllm.",
             )
-        super().__init__(
-            packer,
-            blocks=blocks,
-            size=size,
-            slots=slots,
-            budget=budget,
-            max_model_len=max_model_len,
-            copy_seconds=copy_seconds,
-            overlap=overlap,
-        )
-        self._host_blocks = UNLIMITED if host is None else host // size
-        self.pool = prefix_blocks.new(blocks, -(-max_model_len // size), self.target.size)
+        super().__init__(packer, copy_seconds=copy_seconds, overlap=overlap, **sizes)
+        self._host_blocks = UNLIMITED if host is None else host // self.size
+        self.pool = prefix_blocks.new(self.blocks, -(-sizes["max_model_len"] // self.size), self.target.size)
         self.follows, self.defers = not packer.own_order, False
         self._pinned: dict[str, Ints] = {}
         self._reported = 0

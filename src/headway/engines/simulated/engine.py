@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 
@@ -67,6 +68,16 @@ class Done:
     first: Floats
     evictions: Ints
     gap: Floats
+
+
+class Sizes(TypedDict):
+    """The sizes of an engine, as `SimulatedEngine` has them."""
+
+    blocks: int
+    size: int
+    slots: int
+    budget: int
+    max_model_len: int
 
 
 class SimulatedEngine:

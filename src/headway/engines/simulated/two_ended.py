@@ -9,12 +9,13 @@ copies with the computation, so an iteration takes max(t_exec, t_swap) (BROS 4.1
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
 import numpy as np
 
 from headway.compiled import compiled
 from headway.engines.simulated import kernels
-from headway.engines.simulated.engine import Done, Ran, SimulatedEngine
+from headway.engines.simulated.engine import Done, Ran, SimulatedEngine, Sizes
 from headway.engines.simulated.kernels import Limits, Rows, Usage
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.two_ended import allocation, checkpoint
@@ -34,28 +35,9 @@ class HostPoolEngine(SimulatedEngine):
     """
 
     def __init__(
-        self,
-        packer: Packer,
-        *,
-        blocks: int,
-        size: int,
-        slots: int,
-        budget: int,
-        max_model_len: int,
-        host: int,
-        copy_seconds: float,
-        overlap: bool = True,
+        self, packer: Packer, *, host: int, copy_seconds: float, overlap: bool = True, **sizes: Unpack[Sizes]
     ) -> None:
-        super().__init__(
-            packer,
-            blocks=blocks,
-            size=size,
-            slots=slots,
-            budget=budget,
-            max_model_len=max_model_len,
-            copy_seconds=copy_seconds,
-            overlap=overlap,
-        )
+        super().__init__(packer, copy_seconds=copy_seconds, overlap=overlap, **sizes)
         self.host = host
 
     def schedule(self, now: float) -> Ran:
@@ -102,30 +84,16 @@ class TwoEndedEngine(HostPoolEngine):
         self,
         packer: Packer,
         *,
-        blocks: int,
-        size: int,
-        slots: int,
-        budget: int,
-        max_model_len: int,
         host: int,
         copy_seconds: float,
         overlap: bool = True,
         decode_only: bool = False,
+        **sizes: Unpack[Sizes],
     ) -> None:
-        super().__init__(
-            packer,
-            blocks=blocks,
-            size=size,
-            slots=slots,
-            budget=budget,
-            max_model_len=max_model_len,
-            host=host,
-            copy_seconds=copy_seconds,
-            overlap=overlap,
-        )
-        rows = self.target.size
+        super().__init__(packer, host=host, copy_seconds=copy_seconds, overlap=overlap, **sizes)
+        rows, longest = self.target.size, sizes["max_model_len"]
         self.kv = slots_of.new(
-            blocks, size, max_model_len, host, rows, decode_only=decode_only, most_empty=packer.kv.most_empty
+            self.blocks, self.size, longest, host, rows, decode_only=decode_only, most_empty=packer.kv.most_empty
         )
         self.dropped = 0
 

@@ -71,6 +71,11 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
     return thought
 
 
+def cost_of(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field with the cost of a chat's usage (`bill.priced`), which other APIs have, too."""
+    return {"cost": usage["cost"]} if "cost" in usage else {}
+
+
 def complete(arguments: Sequence[str]) -> bool:
     """Return whether the parts of a tool call's arguments are complete: a whole JSON object."""
     if not arguments or not arguments[-1].endswith("}"):  # as most parts do not, and joining all takes time

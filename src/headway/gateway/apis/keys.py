@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ _MOST = 1_000_000  # keys in a list
 _BYTES = 200  # of a stored key
 _MOST_S = 10 * 366 * 86_400.0  # of a lifetime: ten years
 _Seconds = Annotated[float, Field(ge=0, le=_MOST_S, allow_inf_nan=False)]
+log = logging.getLogger("headway.gateway.keys")
 _REFUSALS = error_docs(400, 401, 403, 404, 409, 413, 415, 429, 503)
 
 
@@ -84,8 +86,8 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         _check(state, request)
         body = await state.json(request)
         lifetime = parse_as(_Lifetime, body).expires_s
-        new, text = await state.stored.create(_parsed(state, body), lifetime, state.operator(request))
-        request.scope[DETAIL] = new.id
+        new, text = await state.stored.create(_parsed(state, body), lifetime)
+        _note(state, request, "created", new)
         return _answer([described(new, clock.now()) | {"key": text}], 201)
 
     rotation = body_docs(_Rotation.model_json_schema(), required=False)
@@ -95,16 +97,16 @@ def add_key_endpoints(app: FastAPI, state: AppState) -> None:
         """Replace a key: the answer has the new one, whose text is shown only now, then the old one."""
         _check(state, request)
         grace_s = parse_as(_Rotation, await state.json(request, b"{}")).grace_s
-        old, new, text = await state.stored.rotate(id, grace_s, state.operator(request))
-        request.scope[DETAIL] = new.id
-        now = clock.now()
-        return _answer([described(new, now) | {"key": text}, described(old, now)], 201)
+        old, new, text = await state.stored.rotate(id, grace_s)
+        _note(state, request, f"made in place of {id}", new)
+        return _answer([described(new, clock.now()) | {"key": text}, described(old, clock.now())], 201)
 
     @app.delete(f"{PATH}/{{id}}", responses=_REFUSALS)
     async def revoke(id: str, request: Request) -> Response:
         """End a key: within a second no gateway accepts it any more. It stays in the list for 30 days."""
         _check(state, request)
-        return _answer([described(await state.stored.revoke(id, state.operator(request)), clock.now())])
+        _note(state, request, "revoked", revoked := await state.stored.revoke(id))
+        return _answer([described(revoked, clock.now())])
 
 
 async def _listed(state: AppState, search: _Search) -> Response:
@@ -136,6 +138,13 @@ def _check(state: AppState, request: Request) -> None:
             status=403,
             code="stored_keys_off",
         )
+
+
+def _note(state: AppState, request: Request, act: str, key: StoredKey) -> None:
+    """Leave what was done to a key for the audit log; where there is none, log it."""
+    request.scope[DETAIL] = what = f"{key.id} (tenant {json.loads(key.settings)['tenant']!a})"
+    if not state.gateway.audit.on:
+        log.info("API key %s %s by %s", what, act, ascii(state.operator(request))[1:-1])
 
 
 def _parsed(state: AppState, body: dict[str, Any]) -> Key:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,14 @@ from headway.gateway.http.connections import TENANT
 from headway.gateway.in_flight import VIA, Via
 from headway.gateway.offload import INLINE, offload
 from headway.gateway.parsing.idempotency import with_key
-from headway.gateway.parsing.models import ServedModels
+from headway.gateway.parsing.models import ServedModels, unserved
 from headway.gateway.parsing.parser import Parser
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import ParsedRequest, read_json
 from headway.gateway.watch.audit import ACTOR
 from headway.store.queue.port import Job
 
+_SHOWN = 5  # keys in a warning
 _LARGE = 4  # large bodies that are parsed at a time
 T = TypeVar("T")
 
@@ -41,8 +42,9 @@ T = TypeVar("T")
 class AppState(Access):
     """What the endpoints share: an open gateway, the models it serves and the API keys it accepts.
 
-    stored: the keys in the queue's store. configured: those of `[[keys]]`, by digest. by_tenant: the senders with a
-        key, also those that have ended since the last change. tokens: those of the issuer, None = there is none.
+    stored: the keys in the queue's store. configured: those of `[[keys]]`, by digest. classes: as configured.
+    by_tenant: the senders with a key, also those that have ended since the last change.
+    tokens: those of the issuer, None = there is none.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -55,10 +57,10 @@ class AppState(Access):
         self.stored = StoredKeys(gateway.broker, self._fit)
         self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
-        self._classes: Mapping[str, Tier] = {}  # as configured
+        self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
         self.by_tenant: dict[str, list[Sender]] = {}  # with keys; tokens have the limits of the first key
-        self.adopt(self.config)
+        self.adopt(self.config, self.keys_of(self.config))
         gateway.paces.changed = self._fit
         gateway.fleet.changed = self._follow_fleet
 
@@ -77,10 +79,15 @@ class AppState(Access):
     def models(self) -> ServedModels:
         return self.parser.models
 
-    def adopt(self, new: Config) -> None:
-        """Adopt classes, keys and prices; ConfigError, without any change, if a secret is missing."""
-        self.configured = {self.digest(text): key for text, key in revealed(new.keys).items()}
-        self._classes = new.classes
+    def keys_of(self, new: Config) -> dict[bytes, Key]:
+        """Return the keys of a configuration by digest, none of them the operator's in force; errors as `revealed`."""
+        found = revealed(new.keys, lambda text: self.digest(text) == self._operator)
+        return {self.digest(text): key for text, key in found.items()}
+
+    def adopt(self, new: Config, configured: dict[bytes, Key]) -> None:
+        """Adopt classes, keys (as of `keys_of`) and prices."""
+        self.configured = configured
+        self.classes = new.classes
         self.config = replace(self.config, prices=new.prices)
         self._fit()
 
@@ -105,9 +112,23 @@ class AppState(Access):
         for sender in senders.values():
             if sender.key is not None:
                 self.by_tenant.setdefault(sender.key.tenant, []).append(sender)
-        self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self._classes))
+        self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self.classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)
+
+    def price_warnings(self) -> Iterator[str]:
+        """Yield a warning of prices without effect, and of stored keys with a budget by cost that lack one."""
+        prices = self.config.prices
+        if line := unserved(prices, self.models.own):
+            yield line
+        models = sorted(set(self.models.engines) - set(prices))
+        stored = self.stored.usable() if models else ()
+        if ids := [one.id for one, key in stored if any(budget.cost is not None for budget in key.budgets)]:
+            some = ", ".join(ids[:_SHOWN]) + (", ..." if len(ids) > _SHOWN else "")
+            yield (
+                f"stored keys with a budget by cost ({some}) cannot use {', '.join(models)}: "
+                f"add [prices.{models[0]}], of 0 if it costs nothing"
+            )
 
     @property
     def ready(self) -> bool:

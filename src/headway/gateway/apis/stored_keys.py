@@ -71,18 +71,14 @@ class StoredKeys:
         """Return all keys of the store, also those that ended within 30 days."""
         return await self._store.keys(0)
 
-    async def create(self, key: Key, lifetime_s: float | None, actor: str) -> tuple[StoredKey, str]:
-        """Store a new key with the limits of `key`; return it, and its text, which is nowhere else.
-
-        actor: the operator, for the log.
-        """
+    async def create(self, key: Key, lifetime_s: float | None) -> tuple[StoredKey, str]:
+        """Store a new key with the limits of `key`; return it, and its text, which is nowhere else."""
         settings = _KEY.dump_json(key, exclude={"key"}, exclude_defaults=True).decode()
         stored, text = _new(settings, lifetime_s, secrets.token_hex(6))
         await self._put([stored])
-        _audit("created", stored, actor)
         return stored, text
 
-    async def rotate(self, id: str, grace_s: float, actor: str) -> tuple[StoredKey, StoredKey, str]:
+    async def rotate(self, id: str, grace_s: float) -> tuple[StoredKey, StoredKey, str]:
         """Replace a key with one that has its limits and its lifetime; return both, and the new one's text.
 
         The old key ends in `grace_s`. RequestError: 404 for an unknown key, 409 for one that has ended or was rotated.
@@ -98,17 +94,14 @@ class StoredKeys:
         ends = min(old.expires or now + grace_s, now + grace_s)
         old = replace(old, expires=ends) if grace_s else replace(old, revoked=now)
         await self._put([new, old])
-        _audit("rotated", old, actor)
-        _audit("created", new, actor)
         return old, new, text
 
-    async def revoke(self, id: str, actor: str) -> StoredKey:
+    async def revoke(self, id: str) -> StoredKey:
         """End a key; RequestError (404) for an unknown one."""
         stored = await self._find(id)
         if stored.revoked is None:
             stored = replace(stored, revoked=clock.now())
             await self._put([stored])
-            _audit("revoked", stored, actor)
         return stored
 
     async def _find(self, id: str) -> StoredKey:
@@ -166,8 +159,3 @@ def _key_of(stored: StoredKey) -> Key | None:
     except (ValidationError, ValueError, TypeError):
         log.error("the stored key %s is not accepted: this Headway does not know its limits", stored.id)
         return None
-
-
-def _audit(act: str, key: StoredKey, actor: str) -> None:
-    """Note what an operator did to a key."""
-    log.info("API key %s %s by %s (tenant %r)", key.id, act, ascii(actor)[1:-1], json.loads(key.settings)["tenant"])

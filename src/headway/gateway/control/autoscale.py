@@ -106,6 +106,8 @@ class Autoscaler:
         """Start a copy of the model's first engine; return its id."""
         if not (own := self._own(model)):
             raise EngineError("no engine is left to copy.", "Add one (headway engine add).")
+        if len(own) >= self._scaling.scalers[model].limits.max:  # one that is drained has its place, and its cores
+            raise EngineError("operators have drained engines.", "Start them (headway engine roll), or remove them.")
         (id,) = await self._fleet.change([replace(self._fleet.settings[own[0].id], id=None, port=None)])
         return id
 

@@ -76,7 +76,9 @@ class Dispatcher:
     def requeue(self, in_flight: InFlightRequest, reason: ReturnReason, aside_s: float = 0.0) -> None:
         """Queue a request again that came back from its engine before it had its answer. aside_s: as in `Returned`."""
         in_flight.await_engine_again(reason)
-        self.notify(Returned(in_flight.id, len(in_flight.transcript.ids) if in_flight.transcript else 0, aside_s))
+        tokens = len(in_flight.transcript.ids) if in_flight.transcript else 0
+        engines = None if in_flight.via is None else in_flight.request.engines
+        self.notify(Returned(in_flight.id, tokens, aside_s, engines))
         self._refuse_unavailable(in_flight)
 
     def remove(self, in_flight: InFlightRequest, event: Event) -> None:

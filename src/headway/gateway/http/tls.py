@@ -29,7 +29,7 @@ class Certificate:
             await asyncio.sleep(_LOOK_S)
             if (marks := self._marks()) != self._seen:
                 self._seen = marks
-                await asyncio.to_thread(self._renew)
+                self._renew()  # in the loop: while a context loads a pair, its handshakes would fail
 
     def _renew(self) -> None:
         try:

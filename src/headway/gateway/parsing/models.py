@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,9 +16,14 @@ from headway.gateway.parsing.tokens import TokenCounter
 _PATTERN = frozenset("*?[")
 
 
+def served_names(config: Config) -> set[str]:
+    """Return the names of the models and adapters of a configuration."""
+    return {name for engine in config.fleet for name in (*engine.served, *engine.adapters)}
+
+
 def check_aliases(config: Config) -> None:
     """Raise ConfigError for aliases of what is not served, and for those that no request could mean."""
-    served = {name for engine in config.fleet for name in (*engine.served, *engine.adapters)}
+    served = served_names(config)
     problems = {
         alias: "is the name of a model" if alias in served else f"stands for {model!r}, which is not served"
         for alias, model in config.aliases.items()
@@ -30,6 +35,14 @@ def check_aliases(config: Config) -> None:
     ]
     if errors:
         raise together(errors)
+
+
+def unserved(prices: Iterable[str], served: Collection[str]) -> str:
+    """Return a warning of prices of what is not served, empty if there are none. served: models and adapters."""
+    if not (names := sorted(set(prices) - set(served))):
+        return ""
+    tables = ", ".join(f"[prices.{name}]" for name in names)
+    return f"{tables}: no model or adapter has that name; served here: {', '.join(sorted(served))}"
 
 
 def resolve_alias(aliases: Mapping[str, str], served: Container[str], name: str) -> str:
@@ -109,7 +122,7 @@ class Served:
 class ServedModels:
     """The models of a configuration, with the engines that have them; made anew when engines come or go.
 
-    engines: those that stay. counters: by model.
+    engines: those that stay. counters: by model. own: names of models and adapters, without aliases.
     """
 
     def __init__(self, config: Config, engines: Iterable[EngineView], counters: Mapping[str, TokenCounter]) -> None:
@@ -117,7 +130,7 @@ class ServedModels:
         self._views = [view for view in engines if not view.config.overflow]
         self._adapters = shared_adapters(config.fleet)
         self.engines = {name: engine for engine in config.fleet for name in engine.served}
-        self._served = {*self.engines, *self._adapters}
+        self.own = {*self.engines, *self._adapters}
         self.names = (*self.engines, *self._adapters, *filter(_PATTERN.isdisjoint, config.aliases))
         self._started = int(time.time())
 
@@ -125,7 +138,7 @@ class ServedModels:
         """Return the own name of the model that a body names; where there is one model, it may name none."""
         if name is None:  # as vLLM allows
             return next(iter(self.engines)) if len(self.engines) == 1 else ""
-        return resolve_alias(self._aliases, self._served, name) if isinstance(name, str) else name
+        return resolve_alias(self._aliases, self.own, name) if isinstance(name, str) else name
 
     def find(self, name: Any) -> Served:
         """Return a model, an adapter or an alias as it is served. RequestError (404) when it is not."""

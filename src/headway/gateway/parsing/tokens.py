@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence, Sized
@@ -15,6 +14,7 @@ from headway.errors import ConfigError, RequestError
 from headway.gateway.parsing.media import MediaCounter, media_tokens
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, too_long
 from headway.gateway.parsing.text import texts_in
+from headway.gateway.tasks import in_daemon
 from headway.models.resolve import resolve
 from headway.prefix import prompt_seed, token_keys
 
@@ -91,8 +91,8 @@ class TokenCounter:
     @classmethod
     async def load(cls, model: str) -> TokenCounter:
         """Load a model's tokenizer (seconds); ConfigError when the model has none."""
-        tokenizer = await asyncio.to_thread(load_tokenizer, model)
-        return cls(tokenizer, await asyncio.to_thread(MediaCounter.of, resolve(model)))
+        load = lambda: (load_tokenizer(model), MediaCounter.of(resolve(model)))  # noqa: E731
+        return cls(*await in_daemon(load))  # a download does not delay the end of the process
 
     def read(self, body: ChatBody | CompletionBody, most: int) -> Prompt:
         """Return the prompt's tokens; RequestError when its bytes alone show more than `most`.

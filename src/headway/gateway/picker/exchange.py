@@ -19,12 +19,13 @@ import grpc.aio
 from starlette.types import ASGIApp, Message, Scope
 
 from headway.config import Server
-from headway.engines.vllm.process.connection import EngineGone, HttpResponse, Part, engine_error
+from headway.engines.vllm.process.connection import HttpResponse, Part, engine_error
+from headway.engines.vllm.process.models import ModelUnavailable
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, Watcher
-from headway.gateway.in_flight import VIA
+from headway.gateway.in_flight import VIA, NotNamed
 from headway.gateway.picker.messages import (
     FULL_DUPLEX,
     ProcessingResponse,
@@ -68,13 +69,15 @@ class Pool:
         allowed = [one for one in own if self._allowed(one, subset)]
         if not any(one.serves for one in allowed):
             problem = f"No endpoint is ready for the model {request.model}."
-            raise _unavailable(problem, "Try again soon; /ready says what the engines do.", "no_endpoint")
+            raise ModelUnavailable(problem, "Try again soon; /ready says what the engines do.", code="no_endpoint")
         if len(allowed) == len(model):
-            return request
+            return replace(request, engines=())
         restricts = self.restricts() and not any(one.models.swaps for one in self.engines.values())
-        if not restricts and any(one.id in self.addresses for one in own if one not in allowed):
+        if not restricts and any(one.serves or one.id in self.addresses for one in own if one not in allowed):
             problem = "Only a part of the model's engines can serve this proxy, and this recipe cannot keep to it."
-            raise _unavailable(problem, "Use recipe headway, and engines with one model.", "subset_unsupported")
+            raise ModelUnavailable(
+                problem, "Use recipe headway, and engines with one model.", code="subset_unsupported"
+            )
         return replace(request, engines=tuple(one.id for one in allowed))
 
     def _allowed(self, engine: EngineView, subset: frozenset[str] | None) -> bool:
@@ -82,10 +85,6 @@ class Pool:
         if subset is None:
             return address is not None or not engine.serves  # it may have one by the time it serves
         return address in subset
-
-
-def _unavailable(problem: str, hint: str, code: str) -> HeadwayError:
-    return HeadwayError(problem, hint, status=503, kind="server_error", code=code)
 
 
 class _Response:
@@ -368,9 +367,9 @@ class Exchange:
             engine.count(-1)
 
     async def _forward(self, engine: EngineView, path: str, body: Sequence[Part], more: Mapping[str, str]) -> None:
-        address = self._pool.addresses.get(engine.id)  # it may have changed since the request was planned
-        if address is None:
-            raise EngineGone(engine.id, "its address is not known")
+        address = self._pool.addresses.get(engine.id)  # address and planner may have changed since it was planned
+        if address is None or not (self._subset is None or address in self._subset):
+            raise NotNamed(engine.id)
         headers: dict[str, str | bytes] = {
             ":path": urlsplit(engine.url).path + path,
             "content-type": "application/json",

@@ -70,6 +70,7 @@ class BackgroundWork:
             response = await self._path.open(in_flight)
             await response.close()
             if response.status == 200:
+                await self._path.price(in_flight, response)
                 await self._path.finish(in_flight, response.output_tokens, response.head)
             else:
                 reason = response.head.decode(errors="replace")[:2000]

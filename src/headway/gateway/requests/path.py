@@ -24,13 +24,22 @@ from headway.engines.vllm.process.view import EngineView
 from headway.engines.vllm.request_metadata import as_header, write_metadata
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.events import Failed, Finished, Started
-from headway.gateway.bill import Bill, accounts_of, reserved_in, without_promises
+from headway.gateway.bill import Bill, accounts_of, priced, reserved_in, without_promises
 from headway.gateway.budget import AnswerBudget, Held
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.lengths.service import LengthService
 from headway.gateway.errors import refusal
 from headway.gateway.http.turns import Turns
-from headway.gateway.in_flight import EngineKilled, InFlightRequest, Outcome, RequestState, ReturnReason, TakenBack, Via
+from headway.gateway.in_flight import (
+    EngineKilled,
+    InFlightRequest,
+    NotNamed,
+    Outcome,
+    RequestState,
+    ReturnReason,
+    TakenBack,
+    Via,
+)
 from headway.gateway.offload import offload
 from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
@@ -262,8 +271,14 @@ class RequestPath:
     async def _note_gone(self, engine: EngineView, in_flight: InFlightRequest, error: EngineGone) -> bool:
         """Take note that a request has lost its engine; return whether that can still work.
 
-        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere.
+        `error` again for a request that a proxy has sent there, as it cannot be sent elsewhere. NotNamed: the proxy has
+        no address for the chosen engine; the request is planned again for the engines that it has, with errors as
+        `Via.restricted`.
         """
+        if isinstance(error, NotNamed) and in_flight.via is not None:
+            log.warning("request %s: %s", in_flight.id, error.message)
+            in_flight.request = in_flight.via.restricted(in_flight.request)
+            return True
         log.warning("request %s: the engine %s went away: %r", in_flight.id, engine.id, error.why)
         lives = engine.up.is_set() and await engine.lives()
         if engine.up.is_set() and not lives:
@@ -401,6 +416,14 @@ class RequestPath:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     # ---- out
+
+    async def price(self, in_flight: InFlightRequest, response: EngineResponse) -> float | None:
+        """Return the cost of a whole answer, and put it into its usage; None = an error, or a model without a price."""
+        used = in_flight.used("finished", response.output_tokens)
+        cost = in_flight.bill.cost(used) if response.status == 200 else None
+        if cost is not None:
+            response.head = await offload(len(response.head), partial(priced, response.head, cost))
+        return cost
 
     async def finish(self, in_flight: InFlightRequest, output_tokens: int, result: bytes | None = None) -> bool:
         """End a request as answered, first in the core, then in the broker. False when it had ended."""

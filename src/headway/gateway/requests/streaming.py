@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headway.engines.vllm.process.answers import event_data, read_answer
 from headway.engines.vllm.process.connection import EngineGone, MalformedAnswer
 from headway.errors import EngineError, HeadwayError
-from headway.gateway.bill import Bill, Used
+from headway.gateway.bill import priced
 from headway.gateway.errors import error_response, stopped
 from headway.gateway.http.connections import CONNECTION, TENANT
 from headway.gateway.in_flight import InFlightRequest, Outcome, reason_of
@@ -88,7 +88,7 @@ class ResponseStream(DeferredResponse):
     def __init__(self, path: RequestPath, in_flight: InFlightRequest, *, wants_usage: bool) -> None:
         super().__init__()
         self._path, self._in_flight = path, in_flight
-        self._reader = EventReader(wants_usage, in_flight.transcript, in_flight.bill)
+        self._reader = EventReader(wants_usage, in_flight.transcript, partial(_cost, in_flight))
         self._token_at = math.inf  # instant (the loop's) of the latest token, inf = none has come
         self._started = self._complete = False
         self._output_tokens: int | None = None  # of an answer that is not streamed
@@ -214,10 +214,12 @@ class ResponseStream(DeferredResponse):
         else:
             log.error("request %s was answered, but not closed: %s", self._in_flight.id, error)
 
-    async def _start(self, response: EngineResponse | None, scope: Scope, send: Send) -> None:
+    async def _start(
+        self, response: EngineResponse | None, scope: Scope, send: Send, cost: float | None = None
+    ) -> None:
         """Send the head, with the body that comes next; only status and Retry-After are the engine's.
 
-        response: None = a stream's that has not begun.
+        response: None = a stream's that has not begun. cost: of a whole answer, if its model has a price.
         """
         streams = response is None or response.streams
         kind = b"text/event-stream; charset=utf-8" if streams else b"application/json"
@@ -230,9 +232,8 @@ class ResponseStream(DeferredResponse):
             headers.append((b"retry-after", response.retry_after.encode()))
         if response is not None and not streams:
             headers.append((b"content-length", b"%d" % len(response.head)))
-            used = self._in_flight.used("finished", response.output_tokens)
-            if response.status == 200 and (cost := self._in_flight.bill.cost(used)) is not None:
-                headers.append((b"x-headway-cost", f"{cost:.10g}".encode()))
+        if cost is not None:
+            headers.append((b"x-headway-cost", repr(cost).encode()))
         if response is not None and (connection := scope.get(CONNECTION)) is not None:
             connection.join_head()
         status = 200 if response is None else response.status
@@ -244,7 +245,7 @@ class ResponseStream(DeferredResponse):
             await self._end(_last(json.loads(response.head)), send)
         else:
             self._output_tokens = response.output_tokens
-            await self._start(response, scope, send)
+            await self._start(response, scope, send, await self._path.price(self._in_flight, response))
             await self._end(response.head, send)
         if response.status == 200:
             await self._path.finish(self._in_flight, response.output_tokens)
@@ -323,11 +324,11 @@ class EventReader:
     """Cuts a byte stream at event ends, counts tokens, drops a usage event that was not asked for.
 
     transcript: of the stream, if it may go on at another engine. An engine's error is then kept back, in `failure`.
-    bill: by which the usage event gets a cost.
+    cost: returns the cost for the usage event, from the counts so far; None = the model has no price.
     """
 
     __slots__ = (
-        "_bill",
+        "_cost",
         "_events",
         "_reported_tokens",
         "_transcript",
@@ -342,8 +343,13 @@ class EventReader:
         "wants_usage",
     )
 
-    def __init__(self, wants_usage: bool, transcript: Transcript | None = None, bill: Bill | None = None) -> None:
-        self.wants_usage, self._transcript, self._bill = wants_usage, transcript, bill
+    def __init__(
+        self,
+        wants_usage: bool,
+        transcript: Transcript | None = None,
+        cost: Callable[[EventReader], float | None] = lambda reader: None,
+    ) -> None:
+        self.wants_usage, self._transcript, self._cost = wants_usage, transcript, cost
         self._unfinished = bytearray()
         self._usage_tokens: int | None = None  # the engine's own count, None before its usage event
         self._events = self._reported_tokens = 0  # events, and the engine's count beside one of them
@@ -441,12 +447,15 @@ class EventReader:
 
     def _priced(self, event: bytes) -> bytes:
         """Return the usage event with the cost of the request, if its model has a price."""
-        used = Used(self.prompt_tokens, self.tokens, self.cached_tokens or 0)
-        if self._bill is None or (cost := self._bill.cost(used)) is None or not (data := event_data(event)):
+        if (cost := self._cost(self)) is None or not (data := event_data(event)):
             return event
-        answer = json.loads(data)
-        answer["usage"]["cost"] = cost
-        return b"data: " + json.dumps(answer).encode() + _END
+        return b"data: " + priced(data, cost) + _END
+
+
+def _cost(in_flight: InFlightRequest, reader: EventReader) -> float | None:
+    """Return the cost of a stream that ends with what has been read, as it will be billed."""
+    in_flight.prompt_tokens, in_flight.cached_tokens = reader.prompt_tokens, reader.cached_tokens
+    return in_flight.bill.cost(in_flight.used("finished", reader.tokens))
 
 
 def _last(error: dict[str, Any]) -> bytes:

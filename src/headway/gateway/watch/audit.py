@@ -35,6 +35,19 @@ _PENDING = 10_000  # lines that wait for a disk
 log = logging.getLogger("headway.gateway")
 
 
+def check_writable(path: str) -> None:
+    """Raise ConfigError if lines could not be appended to a file; creates no file."""
+    file = Path(path).expanduser()
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(place, os.W_OK):
+        raise _unusable(path, f"{place} cannot be written" if place.exists() else f"{place} does not exist")
+
+
+def _unusable(path: str, why: str | None) -> ConfigError:
+    fix = "Name a file in a directory that exists and that this user may write to."
+    return ConfigError(f"The audit log cannot use {path}: {why}.", fix, param="audit.path")
+
+
 class AuditLog:
     """Appends lines to a file, on a thread; without a path it does nothing. ConfigError if it cannot be opened.
 
@@ -54,9 +67,7 @@ class AuditLog:
             try:
                 self._opened()
             except OSError as error:
-                fix = "Name a file in a directory that exists and that this user may write to."
-                problem = f"The audit log cannot use {path}: {error.strerror}."
-                raise ConfigError(problem, fix, param="audit.path") from error
+                raise _unusable(path, error.strerror) from error
 
     def note(self, act: str, actor: str, target: str, outcome: int | str, **more: Any) -> None:
         """Add a line; `flush` writes it. actor: the name of a key or a subject, never a key. outcome: or its status."""

@@ -128,11 +128,6 @@ class Run:
         return not (self.failed or self.open) and len(self.visits) == self.steps
 
     @property
-    def idle(self) -> bool:
-        """Tell whether nothing of it is in progress that Headway knows of."""
-        return not self.open
-
-    @property
     def outside(self) -> int:
         """Executions outside the LLM that are in progress."""
         return sum(visit.inside for visit in self.open.values() if visit.outside)

@@ -239,8 +239,8 @@ class Controller:
             case Arrived(request, keys):
                 self.cluster.placement.came(request, keys)
                 self._add(request, now)
-            case Returned(id, output_tokens):
-                if not self._take_back(id, output_tokens):
+            case Returned(id, output_tokens, engines=engines):
+                if not self._take_back(id, output_tokens, engines):
                     return False
             case Started(id):
                 self._began(id, now)
@@ -390,8 +390,7 @@ class Controller:
             serial=self._serial,
             expendable=self.attainment.came(request, tokens, now),
         )
-        if request.engines:
-            self.cluster.only[self.cluster.backlog.row_of[request.id]] = frozenset(request.engines)
+        self._restrict(request)
         self._serial += 1
         self._places += request.places
         self._queued += request.places
@@ -420,13 +419,23 @@ class Controller:
             self.cluster.remove(id)
         return request
 
-    def _take_back(self, id: str, output_tokens: int) -> bool:
-        """Queue a request again that was inside an engine; tell whether it was."""
+    def _restrict(self, request: Request) -> None:
+        row = self.cluster.backlog.row_of[request.id]
+        if request.engines:
+            self.cluster.only[row] = frozenset(request.engines)
+        else:
+            self.cluster.only.pop(row, None)
+
+    def _take_back(self, id: str, output_tokens: int, engines: tuple[str, ...] | None) -> bool:
+        """Queue a request again that was inside an engine; tell whether it was. engines: as in `Returned`."""
         row = self.cluster.backlog.row_of.get(id)
         if row is None or not self.cluster.backlog.sent[row]:
             return False
         self.cluster.placement.left(self.cluster.backlog, id)
         self.cluster.unsend(row)
+        if engines is not None:
+            self.requests[id] = replace(self.requests[id], engines=engines)
+            self._restrict(self.requests[id])
         self._queued += self.requests[id].places
         if output_tokens:
             self._drops.discard(id)

@@ -55,11 +55,6 @@ class Kind:
     seen: int = 0
 
     @property
-    def slo(self) -> float:
-        """Typical seconds of its SLO."""
-        return math.exp(float(self.centre[0]))
-
-    @property
     def tokens(self) -> Tokens:
         """The tokens of its requests."""
         return Tokens(self.prompt, self.output, math.sqrt(max(self.square - self.output**2, 0.0)))

@@ -32,19 +32,19 @@ Only = frozenset[str] | None  # the instances that a request may go to, None = a
 class _Peers:
     """Instances that may serve the same requests, and the queues that these wait in.
 
-    heads: the first requests of the queues at the last check.
+    heads: the first requests of the queues at the last check, with the instances that these are for.
     """
 
     inside: SentOrder
     queues: list[tuple[Only, WaitingQueue]] = field(default_factory=list)
-    heads: list[Entry | None] = field(default_factory=list)
+    heads: list[tuple[Only, Entry | None]] = field(default_factory=list)
 
     def has_changed(self) -> bool:
         """Tell whether a head, or the requests inside, have changed since the last call."""
-        heads = [queue.head for _, queue in self.queues]
+        heads = [(only, queue.head) for only, queue in self.queues]
         changed = self.inside.changed or heads != self.heads
         self.heads, self.inside.changed = heads, False
-        return changed and any(head is not None for head in heads)
+        return changed and any(head is not None for _, head in heads)
 
     def walk(self, backlog: Backlog, now: float, full: Container[Only]) -> Iterator[Entry]:
         """Yield the waiting requests in order, except those restricted to a set of instances in `full`."""

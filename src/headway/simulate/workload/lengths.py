@@ -153,12 +153,6 @@ def names() -> tuple[str, ...]:
     return tuple(SOURCES)
 
 
-def about(name_or_file: str | Path) -> str:
-    """Say where the lengths come from, for reports: source, rows, and what was assumed or estimated."""
-    source = SOURCES.get(str(name_or_file))
-    return source.about if source else traces.read_lengths(_file(name_or_file)).about
-
-
 def draw(name_or_file: str | Path, n: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Draw n requests of a built-in source or of a file: (prompt, output) in tokens, int64 of shape (n,).
 

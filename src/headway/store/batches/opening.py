@@ -14,11 +14,11 @@ from headway.store.batches.port import BatchStore
 @asynccontextmanager
 async def opened(config: Config) -> AsyncIterator[BatchStore | None]:
     """Open the store of files and batches until the block ends; None = batches are off."""
-    store = await asyncio.to_thread(_open, config)
+    opening = asyncio.ensure_future(asyncio.to_thread(_open, config))
     try:
-        yield store
-    finally:
-        if store is not None:
+        yield await asyncio.shield(opening)
+    finally:  # also after a signal while it is being opened
+        if (store := await opening) is not None:
             await store.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headway import clock, private
@@ -113,8 +114,11 @@ def _sum(job: Job) -> int:
 def open_file(path: str, synchronous: str) -> tuple[sqlite3.Connection, sqlite3.Connection]:
     """Return a connection that writes and one that reads.
 
-    Creates the file or upgrades it to this version's schema. Raises ConfigError when it cannot be used.
+    Creates the file, with its directory, or upgrades it to this version's schema. Raises ConfigError when it cannot be
+    used.
     """
+    with _errors_explained(path):
+        private.directory(Path(path).parent)
     with _errors_explained(path), locked(path) as lock:
         # First: SQLite deletes the log of an empty file. The lock holds the boot of the last opening.
         private.database(path, used=os.fstat(lock).st_size > 0)

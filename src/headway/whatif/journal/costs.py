@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,7 @@ class Sums:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
-    cost: float = 0.0
+    cost: Decimal = Decimal()
 
     def add(self, row: RequestRow) -> None:
         """Count a request."""
@@ -41,7 +42,7 @@ class Sums:
         self.prompt_tokens += row.paid_prompt
         self.cached_tokens += row.paid_cached
         self.answer_tokens += row.paid_output
-        self.cost += row.cost or 0.0
+        self.cost += Decimal(repr(row.cost or 0.0))
 
 
 def main(
@@ -56,11 +57,13 @@ def main(
     if as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow((by, *_COLUMNS))
-        writer.writerows((name, *(getattr(one, column) for column in _COLUMNS)) for name, one in sums.items())
+        for name, one in sums.items():
+            *counts, cost = (getattr(one, column) for column in _COLUMNS)
+            writer.writerow((name, *counts, f"{cost.normalize():f}"))
         for line in journal.left_out():
             say(line)
         return
-    lines = [[name, *(show(getattr(one, column)) for column in _COLUMNS)] for name, one in sums.items()]
+    lines = [[name, *(show(float(getattr(one, column))) for column in _COLUMNS)] for name, one in sums.items()]
     seconds, rows = time.perf_counter() - began, [*_rows(sums)]
     grid, notes = Grid((by, *_COLUMNS), [lines]), [_NOTE, *journal.left_out()]
     about = About(f"{len(journal.requests):,} requests")

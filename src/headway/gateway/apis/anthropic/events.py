@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.gateway.apis.anthropic.translate import error_body, message_of, stop_of
+from headway.gateway.apis.anthropic.translate import error_body, message_of, stop_of, usage_of
 from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
 
 # Type of a block -> type of its deltas, and the field that they have their text in.
@@ -75,10 +75,7 @@ class MessageEvents(ChatStream):
     def _chunk(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._begin()
         if usage := chunk.get("usage"):
-            self._usage = {
-                "input_tokens": usage.get("prompt_tokens", 0),
-                "output_tokens": usage.get("completion_tokens", 0),
-            }
+            self._usage = usage_of(usage)
         for choice in chunk.get("choices") or ():
             yield from self._delta(choice.get("delta") or {})
             if choice.get("finish_reason"):

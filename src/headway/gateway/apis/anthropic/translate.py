@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headway.errors import RequestError
-from headway.gateway.apis.chat_stream import thought_of
+from headway.gateway.apis.chat_stream import cost_of, thought_of
 from headway.gateway.parsing.fields import list_in, object_in
 from headway.gateway.parsing.unsupported import MESSAGES, refuse
 
@@ -84,7 +84,7 @@ def chat_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
     """Return the message of a chat's answer. id: of the request."""
     choice = answer["choices"][0]
-    usage, message = answer.get("usage") or {}, choice["message"]
+    message = choice["message"]
     content: list[dict[str, Any]] = []
     thought = thought_of(message)
     if thought:
@@ -101,8 +101,14 @@ def message_of(answer: Mapping[str, Any], id: str) -> dict[str, Any]:
         "content": content,
         "stop_reason": reason,
         "stop_sequence": word,
-        "usage": {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)},
+        "usage": usage_of(answer.get("usage") or {}),
     }
+
+
+def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat's usage as that of a message."""
+    tokens = {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+    return tokens | cost_of(usage)
 
 
 def stop_of(choice: Mapping[str, Any], calls: bool) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from headway.errors import RequestError
-from headway.gateway.apis.chat_stream import thought_of
+from headway.gateway.apis.chat_stream import cost_of, thought_of
 from headway.gateway.apis.responses.tools import (
     MORE_TOOLS,
     arguments_of,
@@ -163,6 +163,7 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": input_tokens + output_tokens,
+        **cost_of(usage),
     }
 
 

@@ -102,7 +102,7 @@ def _outgrow(
 
 
 @compiled
-def put_active(params: EcoServeParams, jobs: Rows, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer) -> None:
+def put_active(params: EcoServeParams, status: Rows, active: Ints, goes: Bools, buffer: StepBuffer) -> None:
     """Schedule one token for each generation that was active before and goes on.
 
     They can be more than `max_running`: rows that control had held come back after others began.

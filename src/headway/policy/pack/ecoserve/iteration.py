@@ -33,7 +33,7 @@ from headway.policy.pack.ecoserve.queues import (
 )
 from headway.policy.pack.ecoserve.step_buffer import COUNTS, EcoServeParams, StepBuffer, leave, put
 from headway.policy.pack.kernels import missing_of
-from headway.types import Bools, Floats, Ints
+from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
 
@@ -57,12 +57,12 @@ def decide(
     buffer = _begin_buffer(jobs, status, seen, rows.size, kv_budget)
     n = buffer.counts[0]
     goes = go_on(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
-    if _is_due(params, progress, seen, buffer, kv_budget.total):
+    if _is_due(params, progress, seen, buffer):
         progress[0]["full"] += 1
-        _schedule(params, jobs, status, progress, seen, goes, kv_budget.size, now, buffer)
+        _schedule(params, jobs, status, progress, seen, kv_budget.size, now, buffer)
     else:
         progress[0]["kept"] += 1
-    put_active(params, jobs, status, seen.active, goes, buffer)
+    put_active(params, status, seen.active, goes, buffer)
     _prompts(params, jobs, status, progress, seen, kv_budget.size, now, buffer)
     if n["order"] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
         _rescue(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
@@ -87,7 +87,7 @@ def _begin_buffer(jobs: Rows, status: Rows, seen: RowView, size: int, kv_budget:
 
 
 @compiled
-def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepBuffer, total: int) -> bool:
+def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepBuffer) -> bool:
     """Tell whether generations are scheduled now: not while all groups last and no new row waits for KV.
 
     Answers shorter than predicted free KV before their group ends; once `idle` blocks are free a decision is
@@ -111,7 +111,6 @@ def _schedule(
     status: Rows,
     progress: Rows,
     seen: RowView,
-    goes: Bools,
     size: int,
     now: float,
     buffer: StepBuffer,

@@ -22,6 +22,7 @@ import numpy as np
 
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Swapped
 from headway.policy.core.cluster import Cluster
+from headway.policy.plan.estimator import limit_of
 from headway.policy.plan.virtual_queue import max_context
 from headway.policy.plan.waiting import Entry, WaitingQueue, entry_of
 from headway.ports import Planner
@@ -103,7 +104,7 @@ class ModelSwap(Planner):
 
     def _take_over(self, cluster: Cluster, row: int, model: str, closed: set[str]) -> set[str]:
         """Give a model an instance with room; return the instances that serve nothing else until then."""
-        able = [one for name, one in cluster.instances.items() if name not in closed and _limit(one, model)]
+        able = [one for name, one in cluster.instances.items() if name not in closed and limit_of(one, model)]
         free = [
             one.id
             for one in able
@@ -120,7 +121,7 @@ class ModelSwap(Planner):
         inside = self._inside[instance.id]
         room = instance.blocks_total - inside.blocks
         fits = len(inside) < instance.window and _blocks(cluster, instance, row) <= room
-        return (fits or not inside) and _holds(cluster, model, _limit(instance, model), row)
+        return (fits or not inside) and _holds(cluster, model, limit_of(instance, model), row)
 
     def _on_the_way(self, cluster: Cluster, model: str) -> bool:
         loading = (target for _, target in cluster.loading.values())
@@ -214,13 +215,6 @@ class _Heads:
 def _blocks(cluster: Cluster, instance: Instance, row: int) -> int:
     """Return the KV blocks that a request is expected to take on an instance."""
     return int(np.ceil(cluster.backlog.tokens[row] / instance.block_size))
-
-
-def _limit(instance: Instance, model: str) -> int:
-    """Return the tokens that a request of a model may have on an instance; 0 = it cannot serve the model."""
-    if instance.model == model:
-        return instance.limit
-    return max((other.limit for other in instance.loadable if other.model == model), default=0)
 
 
 def _holds(cluster: Cluster, model: str, limit: int, row: int) -> bool:
