@@ -140,7 +140,12 @@ class Ordered(Planner):
 
     def _may(self, cluster: Cluster, row: int, name: str) -> bool:
         """Tell whether a request may go to an instance."""
-        return cluster.may(row, name)
+        only = self._only(cluster, row)
+        return only is None or name in only
+
+    def _only(self, cluster: Cluster, row: int) -> Only:
+        """Return the instances that a request may go to."""
+        return cluster.only.get(row)
 
     def _put_back(self, taken: set[int]) -> None:
         for queue in self._queues.values():
@@ -150,7 +155,7 @@ class Ordered(Planner):
         """Return the queued rows that belong inside an instance of these; None when there are none."""
         inside, rows, backlog, full = peers.inside, list[int](), cluster.backlog, set[Only]()
         for entry in peers.walk(backlog, now, full):
-            only = cluster.only.get(entry[4])
+            only = self._only(cluster, entry[4])
             size = size_of(backlog, entry[4])
             if not self.pull or inside.belongs(entry, *size, len(rows), self.displaces, only):
                 rows.append(entry[4])
@@ -189,7 +194,7 @@ class Ordered(Planner):
         backlog = cluster.backlog
         if self._fleet_version < 0:
             return  # the first plan looks at the whole backlog
-        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), cluster.only.get(row))
+        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), self._only(cluster, row))
         queue.push(self._entry(backlog, row))
 
     def _queue(self, model: int, longest: int, only: Only = None) -> WaitingQueue:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
+from headway.events import Arrived, Event, Failed, Finished, InstanceDown, RunEnded, Started, UnitBegan, UnitEnded
 from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.prepare import prepare
 from headway.policy.apps.prewarming import Prewarming
@@ -24,7 +24,7 @@ from headway.policy.apps.runs import Futures, RankOptions, Runs
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.policy.plan.baselines.vtc import ANSWER_WEIGHT
-from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.ordered import Only, Ordered
 from headway.policy.plan.run_admission import RunAdmission
 from headway.policy.plan.service_costs import ServiceCosts
 from headway.policy.plan.tenant_parts import TenantParts
@@ -91,7 +91,7 @@ class RunOrder(Ordered):
 
     def take_turns(self) -> None:
         """Serve best effort in turns of its tenants, and give up promises beyond their parts first."""
-        self._turns, self._parts = TenantTurns(), TenantParts()
+        self._turns, self._parts, self._admission.by_stands = TenantTurns(), TenantParts(), True
 
     @property
     def thinks(self) -> bool:
@@ -121,6 +121,9 @@ class RunOrder(Ordered):
             self._early.append(partial(self.runs.note, event, now))
         else:
             self.runs.note(event, now)
+        self._admission.note(event, cluster, now)
+        if isinstance(event, InstanceDown):  # what was bound to it waits elsewhere: the next plan fills the queues
+            self._fleet_version, self._fleet, self._limits = -1, (), {}
         super().on(event, cluster, now)
         match event:
             case Started(id) if self._turns is not None:
@@ -133,7 +136,6 @@ class RunOrder(Ordered):
             self._count(self._parts, event, now)
         if self._stands and isinstance(event, Finished | Failed):
             self._stands.pop(event.id, None)
-            self._admission.left(event.id, now)
 
     def _count(self, parts: TenantParts, event: Event, now: float) -> None:
         match event:
@@ -149,7 +151,6 @@ class RunOrder(Ordered):
         for id in self._admission.enter(cluster, now):
             self._push(cluster, cluster.backlog.row_of[id])
         plan = super().plan(cluster, now)
-        self._admission.able.clear()
         if self.runs:
             self.runs.refresh(now)
         # Also those of runs that have ended are taken out, or the host would be woken for them for ever.
@@ -186,19 +187,24 @@ class RunOrder(Ordered):
         more = float(runs.rank[run.slot]) - self._plain
         stands = self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
         if request.slo.objective == "best_effort":
-            self._admission.came(request, stands, cluster, now)
+            self._admission.came(request, stands, cluster)
 
     def _push(self, cluster: Cluster, row: int) -> None:
         if str(cluster.backlog.keys[row]) not in self._admission.held:
             super()._push(cluster, row)
 
-    def _may(self, cluster: Cluster, row: int, name: str) -> bool:
-        able = self._admission.able.get(str(cluster.backlog.keys[row]))
-        return super()._may(cluster, row, name) and (able is None or name in able)
+    def _only(self, cluster: Cluster, row: int) -> Only:
+        bound = self._admission.bound
+        return (bound and bound.get(str(cluster.backlog.keys[row]))) or super()._only(cluster, row)
+
+    def _fill(self, cluster: Cluster) -> None:
+        super()._fill(cluster)
+        for id in self._admission.bound:
+            self._push(cluster, cluster.backlog.row_of[id])
 
     def _waits(self, backlog: Backlog) -> Bools:
-        waits = super()._waits(backlog)
-        waits[[backlog.row_of[id] for id in self._admission.held]] = False
+        waits, admission = super()._waits(backlog), self._admission
+        waits[[backlog.row_of[id] for id in (*admission.held, *admission.bound)]] = False
         return waits
 
     def _stands_at(self, request: Request, expected: float, instant: float) -> float:
@@ -228,7 +234,7 @@ class RunOrder(Ordered):
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         """Tell the engine where a request stands, so that the packer orders by it, too; `BEYOND` as well."""
         send, backlog = super()._send(cluster, row, name), cluster.backlog
-        self._admission.sent(send.id, name)
+        self._admission.sent(send.id)
         if send.id in self._beyond or backlog.expendable[row]:
             return replace(send, rank=BEYOND)
         if send.id not in self._stands:
