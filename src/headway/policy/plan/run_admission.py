@@ -326,7 +326,8 @@ class RunAdmission:
             engine = self._engines[key] = gone.pop(key) if key in gone else _Engine(name)
             engine.kv, engine.limit = instance.blocks_total * instance.block_size, instance.limit
             group.engines.append(engine)
-            group.kv = sum(one.kv for one in group.engines) / len(group.engines)
+        for group in self._groups.values():
+            group.kv = sum(one.kv for one in group.engines) / max(len(group.engines), 1)
         for one in (one for engine in gone.values() for one in engine.last):
             one.out()
             for id in [id for id in one.inside if id in self.bound]:
