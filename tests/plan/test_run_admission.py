@@ -339,6 +339,7 @@ steps = st.lists(
         st.integers(0, 5),
         st.integers(1, 30),
     ),
+    min_size=20,
     max_size=80,
 )
 
@@ -374,7 +375,7 @@ def test_what_is_in_fits_and_nothing_is_left(steps: list[tuple[str, int, int]], 
         run, inside = f"run {which} ", [*place.inside]
         match what:
             case "ask":
-                place.turn(run, now, GRAIN * more * (1 + which), model="n" if which == 5 else "m", other=which == 4)
+                place.turn(run, now, GRAIN * (10 + 4 * more), model="n" if which == 5 else "m", other=which == 4)
             case "chat":
                 place.come(ask(f"chat{number}", now, prompt=GRAIN * more))
                 place.notify(Started(f"chat{number}"), now)
