@@ -294,7 +294,7 @@ def test_entries_that_no_longer_hold_are_cleared_away() -> None:
     for i in range(10_000):
         drops.watch(f"r{i}", 1e6)
         drops.discard(f"r{i}")
-    assert len(drops._checks._heap) < 200
+    assert len(drops._heap) < 200
 
 
 def test_an_engine_tells_after_some_iterations() -> None:

@@ -9,7 +9,7 @@ the last moment (pull). A model that an instance shall serve and does not is swa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,23 +40,22 @@ def sends(queues: Mapping[str, Ints], cluster: Cluster, now: float, *, pull: boo
     offers = [_offers(cluster, name, rows, pull) for name, rows in queues.items() if name in cluster.instances]
     return [
         Send(str(cluster.backlog.keys[row]), name)
-        for row, name in spread(offers, queues, cluster, now, lambda row, name: True)
+        for row, name in spread(offers, queues, cluster, now, restricts=False)
     ]
 
 
 def spread(
-    offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float, may: Callable[[int, str], bool]
+    offers: Sequence[Offers], fleet: Iterable[str], cluster: Cluster, now: float, *, restricts: bool = True
 ) -> list[tuple[int, str]]:
     """Return each offered row once, with the allowed instance on which it costs least; leave out rows without one.
 
-    `placement/cost.py` has the rule; of equal instances the first of the fleet gets it.
-    may: tells whether a row may go to an instance.
+    `placement/cost.py` has the rule; of equal instances the first of the fleet gets it. restricts: as in `Planner`.
     """
     offered: dict[int, set[str]] = {}
     for one in offers:
         for name, count in zip(one.names, one.count, strict=True):
             for row in one.rows[:count]:
-                if may(row, name):
+                if not restricts or cluster.may(row, name):
                     offered.setdefault(row, set()).add(name)
     if not offered:
         return []

@@ -8,9 +8,8 @@ go, and a plan names only what may be sent now, so its cost does not grow with t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -22,7 +21,7 @@ from headway.policy.plan.dispatch import Offers, spread
 from headway.policy.plan.sent import SentOrder, size_of
 from headway.policy.plan.waiting import Entry, WaitingQueue, entries_of, entry_of
 from headway.ports import Planner
-from headway.types import Backlog, Bools, Instance, Ints, Plan, Send
+from headway.types import Backlog, Instance, Ints, Plan, Send
 
 Key = Callable[[Backlog, int], float]
 Only = frozenset[str] | None  # the instances that a request may go to, None = all (`Cluster.only`)
@@ -67,6 +66,7 @@ class Ordered(Planner):
         ahead: requests that wait inside an engine whose packer chooses among them, whatever KV they need;
             None = none but those that have a slot and KV there.
         key: the planner's own first number of a request's rank within its level; it must not change.
+        held: requests that are in no queue for now, by id.
     """
 
     pull = True
@@ -84,6 +84,7 @@ class Ordered(Planner):
     ) -> None:
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
+        self.held: Collection[str] = ()
         self._queues: dict[tuple[int, int, Only], WaitingQueue] = {}  # by model, index of its limit, and instances
         self._limits: dict[int, list[int]] = {}
         self._peers: dict[tuple[int, int], _Peers] = {}  # by model and index of their limit
@@ -133,19 +134,10 @@ class Ordered(Planner):
                 peers.inside.settle(now)
         changed = [peers for peers in self._peers.values() if peers.has_changed()]
         offers = [offer for peers in changed if (offer := self._offers(peers, cluster, now))]
-        out = spread(offers, cluster.instances, cluster, now, partial(self._may, cluster))
+        out = spread(offers, cluster.instances, cluster, now)
         self._put_back({row for row, _ in out})
         sending = [self._send(cluster, row, name) for row, name in out]
         return Plan(sending, final=len(self._names) == 1)  # a send changes what belongs inside others only
-
-    def _may(self, cluster: Cluster, row: int, name: str) -> bool:
-        """Tell whether a request may go to an instance."""
-        only = self._only(cluster, row)
-        return only is None or name in only
-
-    def _only(self, cluster: Cluster, row: int) -> Only:
-        """Return the instances that a request may go to."""
-        return cluster.only.get(row)
 
     def _put_back(self, taken: set[int]) -> None:
         for queue in self._queues.values():
@@ -155,7 +147,7 @@ class Ordered(Planner):
         """Return the queued rows that belong inside an instance of these; None when there are none."""
         inside, rows, backlog, full = peers.inside, list[int](), cluster.backlog, set[Only]()
         for entry in peers.walk(backlog, now, full):
-            only = self._only(cluster, entry[4])
+            only = cluster.only.get(entry[4])
             size = size_of(backlog, entry[4])
             if not self.pull or inside.belongs(entry, *size, len(rows), self.displaces, only):
                 rows.append(entry[4])
@@ -192,9 +184,9 @@ class Ordered(Planner):
 
     def _push(self, cluster: Cluster, row: int) -> None:
         backlog = cluster.backlog
-        if self._fleet_version < 0:
+        if self._fleet_version < 0 or (self.held and str(backlog.keys[row]) in self.held):
             return  # the first plan looks at the whole backlog
-        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), self._only(cluster, row))
+        queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), cluster.only.get(row))
         queue.push(self._entry(backlog, row))
 
     def _queue(self, model: int, longest: int, only: Only = None) -> WaitingQueue:
@@ -238,7 +230,8 @@ class Ordered(Planner):
 
     def _fill(self, cluster: Cluster) -> None:
         backlog = cluster.backlog
-        waits = self._waits(backlog)
+        waits = backlog.live & ~backlog.sent
+        waits[[backlog.row_of[id] for id in self.held]] = False
         for row in cluster.only:
             if waits[row]:
                 self._push(cluster, row)
@@ -252,10 +245,6 @@ class Ordered(Planner):
                 part = mine[sizes == size]
                 longest = int(backlog.longest[part[0]])
                 self._queue(model, longest).fill(self._entries(backlog, part))
-
-    def _waits(self, backlog: Backlog) -> Bools:
-        """Tell for each row whether it is in a queue."""
-        return np.asarray(backlog.live & ~backlog.sent)
 
     def _group(self, cluster: Cluster) -> dict[tuple[int, int], _Peers]:
         """Return the instances in groups that may serve the same requests."""

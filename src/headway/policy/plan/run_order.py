@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from headway.events import Arrived, Event, Failed, Finished, InstanceDown, RunEnded, Started, UnitBegan, UnitEnded
+from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
 from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.prepare import prepare
 from headway.policy.apps.prewarming import Prewarming
@@ -24,13 +24,13 @@ from headway.policy.apps.runs import Futures, RankOptions, Runs
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.policy.plan.baselines.vtc import ANSWER_WEIGHT
-from headway.policy.plan.ordered import Only, Ordered
+from headway.policy.plan.ordered import Ordered
 from headway.policy.plan.run_admission import RunAdmission
 from headway.policy.plan.service_costs import ServiceCosts
 from headway.policy.plan.tenant_parts import TenantParts
 from headway.policy.plan.tenant_turns import TenantTurns
 from headway.policy.plan.waiting import Entry
-from headway.types import Backlog, Bools, Ints, Plan, Request, Send
+from headway.types import Backlog, Ints, Plan, Request, Send
 
 _FIRST = 1e-6  # the least rank among best effort: packers take positive ones as such
 _NEWEST = 0.05  # weight of the newest best-effort request without a run in the mean of what they need
@@ -62,6 +62,7 @@ class RunOrder(Ordered):
         self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
         self._stretch = stretch
         self._admission = RunAdmission(self.runs, stretch)
+        self.held = self._admission.held
         self._costs = ServiceCosts()
         self._stands: dict[str, float] = {}  # by id: from when it counts, or its tenant's turn
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
@@ -91,7 +92,7 @@ class RunOrder(Ordered):
 
     def take_turns(self) -> None:
         """Serve best effort in turns of its tenants, and give up promises beyond their parts first."""
-        self._turns, self._parts, self._admission.by_stands = TenantTurns(), TenantParts(), True
+        self._turns, self._parts = TenantTurns(), TenantParts()
 
     @property
     def thinks(self) -> bool:
@@ -121,9 +122,7 @@ class RunOrder(Ordered):
             self._early.append(partial(self.runs.note, event, now))
         else:
             self.runs.note(event, now)
-        self._admission.note(event, cluster, now)
-        if isinstance(event, InstanceDown):  # what was bound to it waits elsewhere: the next plan fills the queues
-            self._fleet_version, self._fleet, self._limits = -1, (), {}
+        self._admission.note(event, now)
         super().on(event, cluster, now)
         match event:
             case Started(id) if self._turns is not None:
@@ -189,24 +188,6 @@ class RunOrder(Ordered):
         if request.slo.objective == "best_effort":
             self._admission.came(request, stands, cluster)
 
-    def _push(self, cluster: Cluster, row: int) -> None:
-        if str(cluster.backlog.keys[row]) not in self._admission.held:
-            super()._push(cluster, row)
-
-    def _only(self, cluster: Cluster, row: int) -> Only:
-        bound = self._admission.bound
-        return (bound and bound.get(str(cluster.backlog.keys[row]))) or super()._only(cluster, row)
-
-    def _fill(self, cluster: Cluster) -> None:
-        super()._fill(cluster)
-        for id in self._admission.bound:
-            self._push(cluster, cluster.backlog.row_of[id])
-
-    def _waits(self, backlog: Backlog) -> Bools:
-        waits, admission = super()._waits(backlog), self._admission
-        waits[[backlog.row_of[id] for id in (*admission.held, *admission.bound)]] = False
-        return waits
-
     def _stands_at(self, request: Request, expected: float, instant: float) -> float:
         """Return where best effort of a run stands: at this instant, or that much off its tenant's turn."""
         if self._turns is None:
@@ -234,7 +215,6 @@ class RunOrder(Ordered):
     def _send(self, cluster: Cluster, row: int, name: str) -> Send:
         """Tell the engine where a request stands, so that the packer orders by it, too; `BEYOND` as well."""
         send, backlog = super()._send(cluster, row, name), cluster.backlog
-        self._admission.sent(send.id)
         if send.id in self._beyond or backlog.expendable[row]:
             return replace(send, rank=BEYOND)
         if send.id not in self._stands:
