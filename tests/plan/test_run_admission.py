@@ -147,7 +147,7 @@ def test_the_newest_run_waits_when_all_have_grown_too_large() -> None:
 
 
 def test_runs_that_never_end_take_turns() -> None:
-    """When a turn has passed, the first that waits is the oldest from then on."""
+    """When none has gone in for a turn, the one that has waited longest is the oldest from then on."""
     place = Agents(kv=1600)
     last, began = {"a": "", "b": ""}, dict[str, list[float]](a=[], b=[])
     now, step = 0.0, place.turn_s / 20

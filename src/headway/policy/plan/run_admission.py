@@ -6,8 +6,8 @@ room: runs that are in have ended, or have been silent for as long as computing 
 when on keeping their KV has cost more than computing it again. When all have grown too large together, the requests of
 the newest wait (ThunderAgent, arXiv 2602.13692, pauses programs likewise).
 
-None waits for ever: when none has gone in for a turn, the first that waits does, and is the oldest from then on. A turn
-is `stretch` times what computing all the KV of an engine takes.
+None waits for ever: when none has gone in for a turn, the one that has waited longest does, and is the oldest from then
+on. A turn is `stretch` times what computing all the KV of an engine takes.
 
 Requests with a promise never wait here, nor those that cannot come back for their KV: outside runs, of runs whose
 prompts do not continue each other, without keys (one engine), or restricted to some engines.
@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 import numpy as np
 
@@ -193,6 +194,8 @@ class RunAdmission:
             if not fits and now < group.entered + turn:
                 self.wake_at = min(self.wake_at, group.entered + turn, next(iter(group.silent.values()), math.inf))
                 break
+            if not fits:
+                one = min(group.waiting, key=itemgetter(1))[-1]
             group.runs[one], one.counted, group.entered = None, 0.0, now
             group.runs.move_to_end(one, last=fits)
             group.count(one)
