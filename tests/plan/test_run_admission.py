@@ -125,7 +125,6 @@ def test_promises_inside_the_engines_take_room() -> None:
     place.come(ask("chat", prompt=700, slo=Slo(ttft=1.0)))
     assert place.turn("b", 0.0, 400) in place.queued
     place.end("chat", 0.0)
-    place.end(place.turn("a", 0.0, 710), 0.0)
     assert "b1" in place.inside, "best effort that is not of a run takes none"
 
 
@@ -299,10 +298,10 @@ steps = st.lists(
 def _check(place: Agents, now: float) -> None:
     """Compare what is counted with the requests in progress."""
     admission = place.admission
-    members = [one for models in admission._members.values() for one in models.values()]
+    members = [*admission._members.values()]
     for group in admission._groups.values():
         assert group.taken == sum(one.counted for one in group.runs)
-        assert [one for *_, one in group.waiting] == [one for one in sorted(members, key=_place) if _waits(one, group)]
+        assert {*group.waiting} == {one for one in members if one.group is group and one.held}
         assert {*group.silent} == {one for one in group.runs if not one.asks}
     for one in members:
         assert one.asks == {id: one.asks[id] for id, member in admission._of.items() if member is one}
@@ -310,18 +309,9 @@ def _check(place: Agents, now: float) -> None:
             sizes = [place.requests[id].prompt_tokens + ANSWER for id in one.asks]
             assert one.counted == (sum(sizes) or one.tokens)
     assert {id for one in members for id in one.held} == {*admission.held}
-    assert {*admission._members} <= {*place.planner.runs._runs}, "runs that have ended are forgotten"
+    assert {key for key, _ in admission._members} <= {*place.planner.runs._runs}, "runs that have ended are forgotten"
     assert not {*admission.held} & {*place.inside}
     assert place.core.next_check > now
-
-
-def _place(one: Any) -> tuple[float, int]:
-    return one.place or (math.inf, 0)
-
-
-def _waits(one: Any, group: Any) -> bool:
-    assert (one.place is not None) == bool(one.held)
-    return one.group is group and one.place is not None
 
 
 @given(steps=steps, tenants=st.booleans())

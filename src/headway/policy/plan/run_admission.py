@@ -3,8 +3,8 @@
 An agent whose prompts continue each other comes back for its KV after each tool call. While the runs that are in fill
 the KV that requests with a promise leave, the next one waits. It goes in, in the order of best effort, when there is
 room: runs that are in have ended, or have been silent for as long as computing all the KV of an engine takes, from
-when on keeping their KV has cost more than computing it again. When all have grown too large together, the requests of
-the newest wait (ThunderAgent, arXiv 2602.13692, pauses programs likewise).
+when on keeping their KV has cost more than computing it again. When those that are in have grown too large together,
+the next requests of the newest wait (ThunderAgent, arXiv 2602.13692, pauses programs likewise).
 
 None waits for ever: when none has gone in for a turn, the one that has waited longest does, and is the oldest from then
 on. A turn is `stretch` times what computing all the KV of an engine takes.
@@ -16,11 +16,8 @@ prompts do not continue each other, without keys (one engine), or restricted to 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from itertools import count
-from operator import itemgetter
 
 import numpy as np
 
@@ -38,31 +35,28 @@ _BEST_EFFORT = OBJECTIVES.index("best_effort")
 class _Member:
     """The best-effort requests of a live run to one model.
 
-    tokens: of the newest one, with its answer. asks: of those in progress, by id. held: those of them that wait.
-    counted: of the KV, while it is in.
-    prompt: bytes of the newest prompt's keys, and the last one.
+    prompt: bytes of the newest prompt's keys, and the last one. tokens: of that prompt and its answer.
     reuses: a prompt continued the one before; None = only one has come.
-    place: among those that wait, None = it does not.
+    asks: tokens of the requests in progress, by id. held: those that wait. counted: its part of `_Group.taken`.
     """
 
     group: _Group
+    prompt: tuple[int, bytes] | None = None
     tokens: float = 0.0
-    counted: float = 0.0
+    reuses: bool | None = None
     asks: dict[str, float] = field(default_factory=dict)
     held: list[str] = field(default_factory=list)
-    prompt: tuple[int, bytes] | None = None
-    reuses: bool | None = None
-    place: tuple[float, int] | None = None
+    counted: float = 0.0
 
 
 @dataclass(slots=True)
 class _Group:
     """The runs that use one model.
 
-    engines: that serve it. kv: tokens of all of them.
-    runs: those that are in, the oldest first. taken: tokens that they need together.
-    silent: those of them without a request in progress, by the instant from which they are not in.
-    waiting: the others with requests, by where these stand. entered: instant at which the latest went in.
+    engines: those that serve it. kv: tokens of all of them.
+    runs: those that are in, the oldest first. taken: tokens of KV that they need together.
+    silent: those that are in without requests in progress, by the instant at which they go out.
+    waiting: those that wait, with where they stand, the longest first. entered: instant at which the latest went in.
     """
 
     engines: list[str] = field(default_factory=list)
@@ -70,11 +64,11 @@ class _Group:
     runs: OrderedDict[_Member, None] = field(default_factory=OrderedDict)
     taken: float = 0.0
     silent: dict[_Member, float] = field(default_factory=dict)
-    waiting: list[tuple[float, int, _Member]] = field(default_factory=list)
+    waiting: dict[_Member, float] = field(default_factory=dict)
     entered: float = 0.0
 
     def count(self, one: _Member) -> None:
-        """Count what a run that is in needs."""
+        """Count what a run needs, if it is in."""
         if one in self.runs:
             self.taken -= one.counted
             one.counted = sum(one.asks.values()) or one.tokens
@@ -85,13 +79,7 @@ class _Group:
         self.silent.pop(one, None)
         if one in self.runs:
             del self.runs[one]
-            self.taken -= one.counted
-
-    def go(self, one: _Member) -> None:
-        """Let a run wait no more."""
-        if one.place is not None:
-            del self.waiting[bisect_left(self.waiting, one.place)]
-            one.place = None
+            self.taken, one.counted = self.taken - one.counted, 0.0
 
 
 class RunAdmission:
@@ -101,46 +89,51 @@ class RunAdmission:
 
     Attributes:
         held: requests that wait, by id.
-        wake_at: instant at which the next run may go in, if none ends before; inf = none waits.
+        wake_at: instant at which the next run may go in if nothing ends before, inf = none waits.
     """
 
     def __init__(self, runs: Runs, stretch: float) -> None:
-        self.held: dict[str, None] = {}
+        self.held: set[str] = set()
         self.wake_at = math.inf
         self._runs, self._stretch, runs.closed = runs, stretch, self._close
-        self._members: dict[Key, dict[str, _Member]] = {}  # by run and model
-        self._of: dict[str, _Member] = {}  # by id of a request
-        self._asked: dict[_Member, None] = {}  # those with new requests
+        self._members: dict[tuple[Key, str], _Member] = {}  # by run and model
+        self._of: dict[str, _Member] = {}  # by id of a request in progress
+        self._asked: dict[_Member, float] = {}  # those with new requests: where the newest stands
         self._groups = defaultdict[str, _Group](_Group)
-        self._serial, self._version, self._changed = count(), -1, False
+        self._fleet_version, self._changed = -1, False
 
     def came(self, request: Request, stands: float, cluster: Cluster) -> None:
         """Hold a best-effort request of a run until `enter`, if the run may come back for its KV."""
-        id, model, stage, keys = request.id, request.model, request.stage, cluster.placement.keys(request.id)
-        models = self._members.get(key := self._runs.run_of(id).key, {})
-        if stage is None or not stage.run or (stage.final and model not in models) or request.engines or not keys:
+        id, stage, keys = request.id, request.stage, cluster.placement.keys(request.id)
+        place = self._runs.run_of(id).key, request.model
+        if stage is None or not stage.run or request.engines or not keys:
             return
-        one = self._members.setdefault(key, models).setdefault(model, _Member(self._groups[model]))
+        if stage.final and place not in self._members:
+            return
+        one = self._members.setdefault(place, _Member(self._groups[request.model]))
         if one.prompt is not None:
             one.reuses = one.reuses or keys[one.prompt[0] - _KEY : one.prompt[0]] == one.prompt[1]
         one.prompt, one.tokens = (len(keys), keys[-_KEY:]), cluster.backlog.tokens.item(cluster.backlog.row_of[id])
         one.asks[id] = one.tokens
         one.held.append(id)
-        self._of[id], self.held[id], self._asked[one], self._changed = one, None, stands, True
+        self._of[id], self._asked[one], self._changed = one, stands, True
+        self.held.add(id)
         one.group.silent.pop(one, None)
         one.group.count(one)
 
     def note(self, event: Event, now: float) -> None:
-        """Take note of the end of a request; others are ignored."""
-        if not isinstance(event, Finished | Failed) or (one := self._of.pop(event.id, None)) is None:
+        """Take note of the end of a request, which may make room; other events are ignored."""
+        if not isinstance(event, Finished | Failed):
             return
-        self._changed = True
+        self._changed |= bool(self.held)
+        if (one := self._of.pop(event.id, None)) is None:
+            return
         del one.asks[event.id]
         if event.id in self.held:
-            del self.held[event.id]
+            self.held.remove(event.id)
             one.held.remove(event.id)
         if not one.held:
-            one.group.go(one)
+            one.group.waiting.pop(one, None)
         one.group.count(one)
         if one in one.group.runs and not one.asks:
             one.group.silent[one] = now + self._worth(one.group)
@@ -156,29 +149,27 @@ class RunAdmission:
             group = one.group
             if one.reuses is False or self._stays(one, cluster):
                 out += self._go_on(one)
-            elif one.held and one.place is None:
+            elif one.held and one not in group.waiting:
                 group.out(one)
-                if not group.waiting:
-                    group.entered = now
-                one.place = stands, next(self._serial)
-                insort(group.waiting, (*one.place, one))
+                group.entered = group.entered if group.waiting else now
+                group.waiting[one] = stands
         for group in self._groups.values():
             out += self._let_in(group, cluster, now)
         return out
 
     def _stays(self, one: _Member, cluster: Cluster) -> bool:
         """Tell whether a run that is in goes on: the oldest does, and those that fit beside the older ones."""
-        group, over = one.group, 0.0
+        group = one.group
         if one not in group.runs:
             return False
         over = group.taken - self._room(group, cluster)
         for newest in reversed(group.runs):
-            if over <= 0 or newest is next(iter(group.runs)):
-                break
+            if over <= 0:
+                return True
             if newest is one:
-                return False
+                break
             over -= newest.counted
-        return True
+        return one is next(iter(group.runs))
 
     def _let_in(self, group: _Group, cluster: Cluster, now: float) -> list[str]:
         """Let in the runs that wait for a model, in their order; return their requests."""
@@ -187,23 +178,23 @@ class RunAdmission:
             group.out(next(iter(group.silent)))
         if not group.waiting or not group.engines:
             return out
-        turn, room = self._stretch * self._worth(group), self._room(group, cluster)
+        room, turn_ends = self._room(group, cluster), group.entered + self._stretch * self._worth(group)
         while group.waiting:
-            one = group.waiting[0][-1]
-            fits = not group.runs or group.taken + sum(one.asks.values()) <= room
-            if not fits and now < group.entered + turn:
-                self.wake_at = min(self.wake_at, group.entered + turn, next(iter(group.silent.values()), math.inf))
-                break
-            if not fits:
-                one = min(group.waiting, key=itemgetter(1))[-1]
-            group.runs[one], one.counted, group.entered = None, 0.0, now
+            one, fits = min(group.waiting, key=group.waiting.__getitem__), True
+            if group.runs and group.taken + sum(one.asks.values()) > room:
+                if now < turn_ends:
+                    self.wake_at = min(self.wake_at, turn_ends, next(iter(group.silent.values()), math.inf))
+                    break
+                one, fits = next(iter(group.waiting)), False
+            group.runs[one] = None
             group.runs.move_to_end(one, last=fits)
             group.count(one)
+            group.entered, turn_ends = now, now + self._stretch * self._worth(group)
             out += self._go_on(one)
         return out
 
     def _worth(self, group: _Group) -> float:
-        """Return the seconds that computing the KV of an engine of a model takes, mean."""
+        """Return the seconds that computing all the KV of an engine of a model takes, mean."""
         return self._runs.costs.prompt * group.kv / max(len(group.engines), 1)
 
     def _room(self, group: _Group, cluster: Cluster) -> float:
@@ -213,29 +204,28 @@ class RunAdmission:
         return group.kv - float(backlog.tokens[rows[backlog.objective[rows] != _BEST_EFFORT]].sum())
 
     def _go_on(self, one: _Member) -> list[str]:
-        """Return a run's held requests, which are held no more."""
+        """Return the held requests of a run, which are held no more."""
         ids, one.held = one.held, []
-        for id in ids:
-            del self.held[id]
-        one.group.go(one)
+        self.held.difference_update(ids)
+        one.group.waiting.pop(one, None)
         if one.reuses is False:
             one.group.out(one)
         return ids
 
     def _close(self, run: Run) -> None:
         """Forget a run that has ended."""
-        for one in self._members.pop(run.key, {}).values():
-            one.group.out(one)
-            self._changed = True
+        for model, group in self._groups.items():
+            if (one := self._members.pop((run.key, model), None)) is not None:
+                group.out(one)
+                self._changed = True
 
     def _follow(self, cluster: Cluster) -> None:
         """Follow the fleet."""
-        if cluster.fleet_version == self._version:
+        if cluster.fleet_version == self._fleet_version:
             return
-        self._version, self._changed = cluster.fleet_version, True
+        self._fleet_version, self._changed = cluster.fleet_version, True
         for group in self._groups.values():
             group.engines, group.kv = [], 0
         for name, instance in cluster.instances.items():
-            group = self._groups[instance.model]
-            group.engines.append(name)
-            group.kv += instance.blocks_total * instance.block_size
+            self._groups[instance.model].engines.append(name)
+            self._groups[instance.model].kv += instance.blocks_total * instance.block_size
