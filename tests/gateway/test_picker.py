@@ -215,8 +215,8 @@ async def test_a_client_that_leaves_frees_its_place(opened: Open) -> None:
         await soon(lambda: gateway.controller.queued == 1)
         inside[0].call.cancel()
         await next_one.forwarded()
-        reasons = [reason for _, reason in gateway.jobs().values()]
-        assert reasons.count("client_gone: disconnected") == 2
+        gone = "client_gone: disconnected"
+        await soon(lambda: [reason for _, reason in gateway.jobs().values()].count(gone) == 2)
         assert gateway.inner.dispatcher.engines["e0"]._open == window
 
 
