@@ -52,6 +52,9 @@ class Runs:
     futures: draws what a run has ahead of it, in place of `knowledge` (an oracle).
     prewarming: the warm-ups that are planned.
     most: live runs, beside those with requests in progress; the most silent one ends when another begins.
+
+    Attributes:
+        closed: is told of each run that has ended, None = nothing is.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Runs:
         self._mark, self._aged, self.rank = np.empty(0), np.empty(0), np.empty(0)
         self._active: Ints = np.empty(0, np.int64)
         self._origin = math.nan
+        self.closed: Callable[[Run], None] | None = None
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -281,6 +285,8 @@ class Runs:
         slot, run.ended = run.slot, True
         for table in (self._runs, self._quiet, self._dirty):
             table.pop(run.key, None)
+        if self.closed is not None:
+            self.closed(run)
         if teaches:
             self.knowledge.learn(run.key[0], run.key[1], [visit.closed for visit in run.visits])
         del self._by_slot[slot]
