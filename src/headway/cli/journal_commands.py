@@ -71,21 +71,9 @@ def explain(
             raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
         main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
         return
-    from headway.store.journal.reader import read
-    from headway.whatif.explain import show
-    from headway.whatif.journal.past import Past
-    from headway.whatif.output.results import command_line, say
-
     if request is not None:
         raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give only the request.")
-    folder = folder_of(journal, config)
-    kept = read(folder, since=_instant(since))
-    past = Past.of(kept, command_line())
-    try:
-        show(past.run, past.timeline, str(folder), asked, worst=worst, as_json=as_json, whole=whole)
-    finally:
-        for line in kept.left_out():
-            say(line)
+    _explain_real(folder_of(journal, config), _instant(since), asked, worst, as_json, whole)
 
 
 def _is_path(text: str) -> bool:
@@ -203,6 +191,24 @@ def source_of(
     journal = journal if trace else folder_of(journal, config)
     begin, end = _instant(since), _instant(until)
     return JournalSource(journal, trace, begin, end, tuple(specs), tuple(classes), slo, seed)
+
+
+def _explain_real(
+    folder: Path, since: float | None, asked: str | None, worst: int | None, json: bool, all: bool
+) -> None:
+    """Explain requests of a journal."""
+    from headway.store.journal.reader import read
+    from headway.whatif.explain import show
+    from headway.whatif.journal.past import Past
+    from headway.whatif.output.results import command_line, say
+
+    kept = read(folder, since=since)
+    past = Past.of(kept, command_line())
+    try:
+        show(past.run, past.timeline, str(folder), asked, worst=worst, as_json=json, whole=all)
+    finally:
+        for line in kept.left_out():
+            say(line)
 
 
 def _instant(text: str | None) -> float | None:
