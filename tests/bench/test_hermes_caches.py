@@ -24,6 +24,7 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
     gain = found["kv.hit.gain_pct", "hermes", "kv, at most, against lru"]
     assert gain.ours == pytest.approx(50.0)
     assert gain.paper == 111.0
+    assert found["kv.hit.gain_pct.bound", "hermes", "kv, at most, against lru"].ours == pytest.approx(150.0)
     less = found["act.mean.reduction_pct", "hermes", "kv, against epwq"]
     assert less.ours == pytest.approx(20.0)
     assert less.paper == 6.0
