@@ -480,13 +480,11 @@ def papers(
     ] = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
-    from benchmarks.papers import PAPERS, PARTED, SEEDED
+    from benchmarks.papers import PAPERS, SEEDED
 
     if name not in PAPERS:
         raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
     more: dict[str, Any] = {"only": listed(only)} if only else {}
-    if more and name not in PARTED:
-        raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
     if seeds is not None and name not in SEEDED:
         raise ConfigError(f"The seeds of {name} are fixed.", "Leave --seeds out.")
     more |= {} if seeds is None else {"seeds": seeds}

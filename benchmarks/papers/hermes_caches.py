@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.progress import track
 
-from benchmarks.experiment import Result, experiment
+from benchmarks.experiment import Result, experiment, refuse_unknown
 from benchmarks.papers.hermes_plots import hit_ratios
 from benchmarks.papers.hermes_workloads import (
     AUTHORS,
@@ -152,7 +152,8 @@ def rows(results: Sequence[Cached]) -> list[Row]:
             theirs = [one for one in results if (one.system, one.case.kind) == (system, kind)]
             pairs = [(_of(results, HERMES, one.case), one) for one in theirs]
             papers = [pair for pair in pairs if _is_the_papers(pair[0].case)]
-            groups = [(kind, papers), *((mine.case.setting.name, [(mine, one)]) for mine, one in pairs)]
+            groups = [(kind, papers)] if papers else []
+            groups += [(mine.case.setting.name, [(mine, one)]) for mine, one in pairs]
             for name, some in groups:
                 paper = gains.get(system) if name in (kind, f"{_LORA}, authors' engine") else None
                 most = f"{name}, at most, against {system}" if name == kind else f"{name}, against {system}"
@@ -193,10 +194,15 @@ def _interval(id: str, setting: str, pairs: Pairs, figure: Callable[[Pairs], flo
 
 
 @experiment("papers hermes-caches", "sim", f"Hermes, caches of KV and LoRA adapters ({SIMULATED})")
-def main(ask: Ask, seeds: int | None = None) -> Result:
-    """Run figure 13 alone. `quick`: a fifth of the runs of three settings, one seed. seeds: per setting."""
+def main(ask: Ask, only: Sequence[str] = (), seeds: int | None = None) -> Result:
+    """Run figure 13 alone. `quick`: a fifth of the runs of three settings, one seed.
+
+    only: kinds of caches; () = all. seeds: per setting.
+    """
+    refuse_unknown("part", only, ("kv", "lora"))
+    some = [one for one in cases(quick=ask.quick) if not only or one.kind in only]
     numbers = range(ask.seed, ask.seed + (seeds or (1 if ask.quick else 10)))
-    results = run(cases(quick=ask.quick), numbers, bar=not ask.as_json)
+    results = run(some, numbers, bar=not ask.as_json)
     text = (
         f"{SIMULATED}: {source()}; caches in front of one engine (Llama-2-7B on an A100, KV for 40,000 "
         f"tokens); authors' engine: iterations as in the log that Hermes' authors published, and the weights and "

@@ -35,6 +35,12 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
     assert found["kv.tokens_hit_pct", "lru", "KV 8 GiB"].ours == pytest.approx(40.0)
 
 
+def test_one_kind_of_cache_alone_has_its_rows() -> None:
+    some = [case for case in cases(quick=True) if case.kind == "kv"]
+    found = rows([result(system, case, 40, 1.0) for case in some for system in POLICIES])
+    assert {row.id.partition(".")[0] for row in found} == {"kv", "act"}
+
+
 def test_every_case_runs_with_every_policy_and_the_first_one_without() -> None:
     served = list[tuple[str, str, int]]()
 
