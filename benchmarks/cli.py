@@ -447,17 +447,27 @@ def apps(
     rounds: Rounds = 1,
     max_running: MaxRunning = 16,
     together: Together = False,
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Simulate in virtual time (SIMULATED), without engines; also hermes-oracle, which knows true demands, "
+            "and hermes-aging-X, in which runs gain X seconds of rank per second.",
+        ),
+    ] = False,
 ) -> None:
     """Run LLM applications beside chat with an SLO on real vLLM: stock, parrot, vtc and hermes."""
     from benchmarks.real import apps as live
     from benchmarks.real.app_load import CHAT, AppShape
     from benchmarks.real.apps_report import main
+    from benchmarks.simulated import apps as virtual
     from headway.whatif.measured.systems import standard_engine
 
     names = live.SYSTEMS if systems is None else listed(systems)
     engine = standard_engine(model, max_running=max_running, blocks=None)
     shape = AppShape(scale, burstiness, with_slos(CHAT, slo))
-    main(ask, live.AppsTrial(engine, names, shape, load, rate, duration, rounds, together, ask.seed))
+    trial = live.AppsTrial(engine, names, shape, load, rate, duration, rounds, together, ask.seed)
+    (virtual.main if simulated else main)(ask, trial)
 
 
 @command()
@@ -470,13 +480,11 @@ def papers(
     ] = None,
 ) -> None:
     """Reproduce a paper's tables in the simulator (SIMULATED), beside the paper's figures."""
-    from benchmarks.papers import PAPERS, PARTED, SEEDED
+    from benchmarks.papers import PAPERS, SEEDED
 
     if name not in PAPERS:
         raise ConfigError(f"There are no tables of {name!r}.", f"Use one of {', '.join(PAPERS)}.")
     more: dict[str, Any] = {"only": listed(only)} if only else {}
-    if more and name not in PARTED:
-        raise ConfigError(f"The tables of {name} have no parts.", "Leave --only out.")
     if seeds is not None and name not in SEEDED:
         raise ConfigError(f"The seeds of {name} are fixed.", "Leave --seeds out.")
     more |= {} if seeds is None else {"seeds": seeds}

@@ -4,7 +4,5 @@ PAPERS = {
     name: f"benchmarks.papers.{name.replace('-', '_')}:main"
     for name in ("anneal", "bros", "ecoserve", "hermes", "hermes-caches", "qlm")
 }
-# Benchmarks whose `main` takes `only`.
-PARTED = ("anneal", "bros", "ecoserve", "hermes", "qlm")
 # Benchmarks whose `main` takes `seeds`.
 SEEDED = ("bros", "hermes", "hermes-caches", "qlm")

@@ -1,6 +1,6 @@
 """The set-up of EcoServe's evaluation: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
 
-Also a bound on the requests per second of any schedule on that engine.
+Also bounds on the requests per second and the mean JCT of any schedule on that engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -284,7 +285,44 @@ def bound(load: Workload, *, exact: bool) -> float:
     exact: a request holds prompt + answer from its first iteration on; else only what it has written, which
         is what lending to the last token or allocation in blocks could reach at best.
     """
-    spec = instance()
+    own, held = _work(load, instance(), exact=exact)
+    return 1.0 / (float(own.mean()) + float(np.mean(held, axis=1).max()))
+
+
+def jct_bound(load: Workload, spec: InstanceSpec) -> float:
+    """Return a lower bound on the mean JCT of any schedule of this workload.
+
+    By the argument of `bound`, an engine is no faster than one that gives a request's seconds to it alone, with its
+    iterations' share of the KV (or of the batch) for their cost. The least mean JCT of that is shortest remaining time
+    first; nor is any request faster than alone.
+    """
+    own, held = _work(load, spec, exact=False)
+    least = float(alone(load, spec)[0].mean())
+    return max(least, *(_shortest_first(load.arrival, own + each) for each in held))
+
+
+def _shortest_first(arrival: Floats, seconds: Floats) -> float:
+    """Return the mean JCT of preemptive shortest remaining time first. arrival: sorted."""
+    left, now, total, i = list[tuple[float, float]](), 0.0, 0.0, 0
+    while left or i < arrival.size:
+        if not left:
+            now = max(now, float(arrival[i]))
+        while i < arrival.size and arrival[i] <= now:
+            heappush(left, (float(seconds[i]), float(arrival[i])))
+            i += 1
+        rest, came = heappop(left)
+        until = float(arrival[i]) if i < arrival.size else math.inf
+        if now + rest <= until:
+            now += rest
+            total += now - came
+        else:
+            heappush(left, (rest - (until - now), came))
+            now = until
+    return total / arrival.size
+
+
+def _work(load: Workload, spec: InstanceSpec, *, exact: bool) -> tuple[Floats, Floats]:
+    """Return each request's own seconds, and those of its shares of iterations by KV and by batch (2 x n)."""
     one, two = spec.latency.seconds(Batch(1, 0, 0)), spec.latency.seconds(Batch(2, 0, 0))
     token, base = two - one, 2 * one - two
     context = (spec.latency.seconds(Batch(1, 1000, 0)) - one) / 1000
@@ -292,8 +330,6 @@ def bound(load: Workload, *, exact: bool) -> float:
     pair = (spec.latency.seconds(Batch(1, 0, 1, 1000)) - one - prompt_token) / 1000
     p, o = load.prompt.astype(float), load.output.astype(float)
     read = o * p + o * o / 2
-    held = o * (p + o) if exact else read
     own = token * o + context * read + prompt_token * p + pair * p * p / 2
     kv = spec.instance.blocks_total * spec.instance.block_size
-    iterations = max(float(held.mean()) / kv, float(o.mean()) / MAX_RUNNING)
-    return 1.0 / (base * iterations + float(own.mean()))
+    return own, base * np.array([(o * (p + o) if exact else read) / kv, o / MAX_RUNNING])

@@ -269,24 +269,30 @@ def _change(mine: Sequence[PaperTrial], id: str, ours: str, theirs: str, seed: i
 def floors(trials: Trials, seed: int) -> Iterator[Row]:
     """Yield JCT and time between tokens of a request alone on the engine, and their change against vLLM's.
 
-    No schedule can be faster. vLLM's are means over all rates and seeds, as in `averages`.
+    No schedule can be faster. jct.mean.bound: nor can its mean JCT be less (`jct_bound`). vLLM's are means over all
+    rates and seeds, as in `averages`.
     """
     for case, mine in trials.items():
-        changes: dict[str, list[float]] = {"jct.mean": [], "tbt.mean": []}
+        changes: dict[tuple[str, str], list[float]] = {}
         for data in DATA:
             load = workload(data, data.rates[-1], 5 * data.seconds, seed, case.steps)
             base = [t for t in mine if (t.system, t.data) == (BASE, data.name)]
-            for (id, each), least in zip(changes.items(), alone(load, instance(steps=case.steps)), strict=True):
-                yield Row(f"{id}.alone", "a request alone", f"{data.name}, {case}", float(least.mean()), "s")
+            floor = {
+                (f"{id}.alone", "a request alone"): one.mean()
+                for id, one in zip(("jct.mean", "tbt.mean"), alone(load, instance(steps=case.steps)), strict=True)
+            }
+            if base:
+                floor["jct.mean.bound", "any schedule"] = np.mean([t.jct_bound for t in base])
+            for (id, name), least in floor.items():
+                yield Row(id, name, f"{data.name}, {case}", float(least), "s")
                 if base:
-                    each.append(float(100 * (least.mean() / np.mean([_FIELDS[id](t) for t in base]) - 1)))
+                    theirs = np.mean([_FIELDS[id.rpartition(".")[0]](t) for t in base])
+                    changes.setdefault((id, name), []).append(float(100 * (least / theirs - 1)))
                     setting = f"{data.name}, all rates, {case}"
-                    yield Row(f"{id}.alone.change", f"a request alone over {BASE}", setting, each[-1], "%")
-        for id, each in changes.items():
-            if each:
-                setting, paper = f"mean of data sets, all rates, {case}", _paper(case, AVERAGES[id][-1])
-                mean = float(np.mean(each))
-                yield Row(f"{id}.alone.change", f"a request alone over {BASE}", setting, mean, "%", paper)
+                    yield Row(f"{id}.change", f"{name} over {BASE}", setting, changes[id, name][-1], "%")
+        for (id, name), each in changes.items():
+            setting, paper = f"mean of data sets, all rates, {case}", _paper(case, AVERAGES[id.rpartition(".")[0]][-1])
+            yield Row(f"{id}.change", f"{name} over {BASE}", setting, float(np.mean(each)), "%", paper)
 
 
 def bounds(trials: Trials, seed: int) -> Iterator[Row]:

@@ -89,7 +89,7 @@ def full() -> HermesPlan:
     return HermesPlan(
         (
             PaperPart("act", intensities, SYSTEMS),
-            PaperPart("authors", (slow, _published(slow)), (*SYSTEMS, "hermes-aging")),
+            PaperPart("authors", (slow, _published(slow)), (*SYSTEMS, "hermes-aging-0.1")),
             PaperPart("70b", (big,), (*SYSTEMS[:3], HERMES, DEFAULT, ORACLE)),
             PaperPart("ablation", (HermesSetting("3x"), slow_3x, _published(slow_3x), wide), _ABLATION),
             PaperPart("deadlines", (due, replace(due, name=f"{due.name}, {_ON_AUTHORS}", engine=AUTHORS)), _DEADLINES),

@@ -70,7 +70,7 @@ _COUNTED = {"vtc-served": served_tokens, "vtc-runs": fewest_output_tokens, "vtc-
 _TRUE = {ORACLE: RankOptions(), "oracle-ddl": RankOptions("slack")}
 _OPTIONS = {
     HERMES: RankOptions(),
-    "hermes-aging": RankOptions(aging=0.1),
+    "hermes-aging-0.1": RankOptions(aging=0.1),
     "hermes-ddl": RankOptions("slack"),
     "hermes-no-refine": RankOptions(refine=False),
     "hermes-mean": RankOptions("mean", refine=False),

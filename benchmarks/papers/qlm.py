@@ -75,6 +75,11 @@ def _multi_loads(multi: QlmSetting) -> tuple[QlmSetting, ...]:
     return tuple(replace(multi, load=load, interactive=s, seeds=3) for s in _SHARES[1:3] for load in (1.2, 2.0, 3.0))
 
 
+def _warm(multi: QlmSetting) -> tuple[QlmSetting, ...]:
+    """Return several models below and above the capacity, with host memory for weights and without."""
+    return tuple(replace(multi, load=load, host_gb=gb) for load in (0.8, 3.0) for gb in (multi.host_gb, 0.0))
+
+
 def _limits(single: QlmSetting) -> tuple[QlmSetting, ...]:
     """Return batch limits at which KV, not the limit, is short, and the usual one, with three seeds."""
     return tuple(replace(single, load=load, limit=n, seeds=3) for n in (RUNNING, 256) for load in (1.2, 2.0, 3.0))
@@ -104,6 +109,7 @@ def full() -> QlmPlan:
             PaperPart("multi", tuple(replace(multi, interactive=s) for s in _SHARES), MULTI),
             PaperPart("multi-loads", _multi_loads(multi), MULTI),
             PaperPart("multi-ablation", (multi,), ABLATION),
+            PaperPart("warm", _warm(multi), (QLM, "qlm-by-deadline")),
             PaperPart("single", tuple(replace(single, interactive=s) for s in _SHARES), SINGLE),
             PaperPart("loads", _loads(single), LOADED),
             PaperPart("single-ablation", (single,), ABLATION),

@@ -203,7 +203,21 @@ def claims(results: QlmResults) -> list[Row]:
             best, setting = max(compared, key=lambda one: one[0])
             unit = "points" if how == "points" else "x"
             found.append(Row(f"{name}.{how}", f"qlm vs {other}", setting.describe(), best, unit, paper))
-    return found + _scales(results.trials.get("slo", ()))
+    return found + _warm(results.trials.get("warm", ())) + _scales(results.trials.get("slo", ()))
+
+
+def _warm(trials: Sequence[QlmTrial]) -> list[Row]:
+    """Return how many times more is served with warm starts than without; bound: if as much is as arrives, or fits."""
+    found, id = [], "throughput.req_per_s"
+    served = {(one.system, one.setting): one.figures[id] or 0.0 for one in trials}
+    for (system, setting), warm in served.items():
+        if setting.host_gb:
+            cold, at = served[system, replace(setting, host_gb=0.0)], setting.describe()
+            most = setting.rate() / max(setting.load, 1.0)
+            paper = _WARM_START_TIMES if system == QLM else None
+            found.append(Row(f"{id}.warm_start.times", system, at, warm / cold, "x", paper))
+            found.append(Row(f"{id}.warm_start.times.bound", system, at, most / cold, "x"))
+    return found
 
 
 def _uneven(setting: QlmSetting) -> bool:

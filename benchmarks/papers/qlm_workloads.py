@@ -120,6 +120,8 @@ class QlmSetting:
             parts.append(f"{self.queued} queued")
         if self.slo_scale != 1:
             parts.append(f"SLO x {self.slo_scale:g}")
+        if not self.host_gb:
+            parts.append("no warm start")
         if self.limit != RUNNING:
             parts.append(f"batch limit {self.limit}")
         if self.seeds > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -17,7 +18,7 @@ from headway.engines.vllm.process.sizes import expected
 from headway.types import Floats
 from headway.whatif.load import metrics, mix, report
 from headway.whatif.load.records import Record, Results
-from headway.whatif.measured.systems import STOCK, total
+from headway.whatif.measured.systems import total
 from headway.whatif.output.plots import colours, legend, line_legend, png, sheet
 from headway.whatif.output.results import Ask, Row, show, system_grid
 
@@ -116,7 +117,7 @@ def _figures(system: str, served: ServedApps) -> Iterator[Figure]:
         yield "ttft.p99", tier, float(np.quantile(late, 0.99)) * 1000 if late.size else None, "ms"
         yield "requests", tier, float(len(part)), "count"
         yield "lost", tier, float(sum(not record.ok for record in part)), "count"
-    if system not in STOCK:
+    if served.counts:
         yield from _gateway(served)
 
 
@@ -130,19 +131,15 @@ def _gateway(served: ServedApps) -> Iterator[Figure]:
 
 
 def reductions(results: Mapping[str, ServedApps]) -> list[Row]:
-    """Return the reduction of completion times by `hermes` against each other system, in percent."""
+    """Return the reduction of completion times by `hermes` and its variants against each other system, in percent."""
     rows: list[Row] = []
-    if _HERMES not in results:
-        return rows
-    ours = completion_times(results[_HERMES].runs)
-    for name, served in results.items():
-        theirs = completion_times(served.runs)
-        if name == _HERMES or not ours.size or not theirs.size:
-            continue
-        mean = 100 * (1 - float(ours.mean() / theirs.mean()))
-        p95 = 100 * (1 - float(np.quantile(ours, 0.95) / np.quantile(theirs, 0.95)))
-        rows.append(Row("act.mean.reduction_pct", _HERMES, f"{ALL}, against {name}", mean, "%"))
-        rows.append(Row("act.p95.reduction_pct", _HERMES, f"{ALL}, against {name}", p95, "%"))
+    times = {name: completion_times(served.runs) for name, served in results.items()}
+    for name, other in permutations((name for name, some in times.items() if some.size), 2):
+        if name.startswith(_HERMES):
+            mean = 100 * (1 - float(times[name].mean() / times[other].mean()))
+            p95 = 100 * (1 - float(np.quantile(times[name], 0.95) / np.quantile(times[other], 0.95)))
+            rows.append(Row("act.mean.reduction_pct", name, f"{ALL}, against {other}", mean, "%"))
+            rows.append(Row("act.p95.reduction_pct", name, f"{ALL}, against {other}", p95, "%"))
     return rows
 
 

@@ -20,6 +20,7 @@ from benchmarks.real import apps
 from benchmarks.real.app_load import APPS, AppShape, calls_of, scaled, shares
 from benchmarks.real.apps import AppsOutcome, AppsTrial, RunResult, ServedApps, completion_times
 from benchmarks.real.apps_report import main, reductions, result
+from benchmarks.simulated import apps as virtual
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
 from headway.gateway.control.graph_files import GraphFiles
@@ -129,6 +130,8 @@ def test_figures() -> None:
     assert found["act.mean.reduction_pct", "hermes", "all, against vllm-fcfs"] == pytest.approx(50)
     assert any("hermes: 1 reports" in note for note in report.notes)
     assert reductions({"vllm-fcfs": stock}) == []
+    more = reductions({"vllm-fcfs": stock, "hermes": hermes, "hermes-aged": hermes})
+    assert {row.system for row in more if row.setting == "all, against vllm-fcfs"} == {"hermes", "hermes-aged"}
 
 
 def test_rounds_add_up() -> None:
@@ -233,6 +236,20 @@ def test_a_quick_run_has_two_systems_and_no_capacity(seen: Seen, capsys: pytest.
     main(Ask(True, True), AppsTrial(ENGINE, duration=1.0, start=seen.start))
     result = json.loads(capsys.readouterr().out)
     assert {row["system"] for row in result["rows"]} == {"vllm-fcfs", "hermes"}
+
+
+def test_it_is_simulated_without_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("vllm-fcfs", "hermes", "hermes-aging-0.5", "hermes-oracle")
+    virtual.main(Ask(True, True), AppsTrial(ENGINE, names, SMALL, load=1.3, duration=5.0))
+    result = json.loads(capsys.readouterr().out)
+    assert (result["bench"], result["host"]) == ("apps", "sim")
+    rows = {(row["id"], row["system"], row["setting"]): row["ours"] for row in result["rows"]}
+    assert {rows["runs", name, "all, 1.3x, scale 0.01"] for name in names} == {
+        rows["runs", names[0], "all, 1.3x, scale 0.01"]
+    }
+    assert all(rows["lost", name, "all, 1.3x, scale 0.01"] == 0 for name in names)
+    assert ("gateway.runs", "hermes", "all, 1.3x, scale 0.01") not in rows
+    assert ("act.p95.reduction_pct", "hermes-oracle", "all, against vllm-fcfs, 1.3x, scale 0.01") in rows
 
 
 async def test_the_load_is_a_multiple_of_the_capacity(seen: Seen) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.papers import ecoserve
 from benchmarks.papers.ecoserve import EcoServePlan
-from benchmarks.papers.ecoserve_setup import DATA, bound, options_of, tables, workload
+from benchmarks.papers.ecoserve_setup import DATA, _shortest_first, bound, options_of, tables, workload
 from benchmarks.papers.ecoserve_tables import TableCase
 from benchmarks.papers.parts import PaperPart
 from benchmarks.papers.trial import trial
@@ -37,6 +37,8 @@ CLAIMED = {
     "tbt.mean.change",
     "jct.mean.alone",
     "jct.mean.alone.change",
+    "jct.mean.bound",
+    "jct.mean.bound.change",
     "tbt.mean.alone",
     "tbt.mean.alone.change",
     "ssr.change",
@@ -79,7 +81,8 @@ def test_it_tells_every_figure_and_the_papers(told: dict[str, object]) -> None:
     assert (told["bench"], told["host"]) == ("ecoserve", "sim")
     assert {row["id"] for row in rows} == MEASURED | CLAIMED
     stated = {row["id"] for row in rows if row["paper"] is not None}
-    assert stated == CLAIMED - {"rate_sustained", "throughput.bound", "jct.mean.alone", "tbt.mean.alone"}
+    without = {"rate_sustained", "throughput.bound", "jct.mean.alone", "jct.mean.bound", "tbt.mean.alone"}
+    assert stated == CLAIMED - without
     assert all(row["paper"] is None for row in rows if "copies x5" in row["setting"])
     assert len({(row["id"], row["system"], row["setting"]) for row in rows}) == len(rows)
     shares = [row["ours"] for row in rows if row["id"] in ("kv.utilization", "compute.utilization")]
@@ -95,13 +98,20 @@ def test_lengths_are_those_of_table_2(data: ecoserve.Data) -> None:
 
 
 @pytest.mark.parametrize("data", DATA, ids=lambda data: data.name)
-def test_no_system_serves_more_than_the_bound(data: ecoserve.Data) -> None:
+def test_no_system_serves_more_or_faster_than_the_bounds(data: ecoserve.Data) -> None:
     rate = max(data.rates)
     load = workload(data, rate, data.seconds / 5, 2)
     at_most = bound(load, exact=False)
     assert bound(load, exact=True) < at_most
     for name in ("ecoserve-oracle", "vllm-v0-swap", "fastgen"):
-        assert trial(name, data, rate, load, 2).throughput <= at_most
+        found = trial(name, data, rate, load, 2)
+        assert found.throughput <= at_most
+        assert found.jct >= found.jct_bound > 0
+
+
+def test_the_bound_on_the_jct_is_shortest_remaining_time_first() -> None:
+    arrival, seconds = np.array([0.0, 1.0, 1.0, 20.0]), np.array([5.0, 1.0, 3.0, 2.0])
+    assert _shortest_first(arrival, seconds) == pytest.approx((9 + 1 + 4 + 2) / 4)
 
 
 def test_a_slower_engine_is_the_same_run_in_slower_time() -> None:

@@ -24,6 +24,7 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
     gain = found["kv.hit.gain_pct", "hermes", "kv, at most, against lru"]
     assert gain.ours == pytest.approx(50.0)
     assert gain.paper == 111.0
+    assert found["kv.hit.gain_pct.bound", "hermes", "kv, at most, against lru"].ours == pytest.approx(150.0)
     less = found["act.mean.reduction_pct", "hermes", "kv, against epwq"]
     assert less.ours == pytest.approx(20.0)
     assert less.paper == 6.0
@@ -32,6 +33,12 @@ def test_hermes_is_set_against_the_others_in_the_papers_cases_only() -> None:
     assert lora.paper == 21.1
     assert found["kv.waste_pct", "epwq", "KV 8 GiB"].ours == pytest.approx(40.0)
     assert found["kv.tokens_hit_pct", "lru", "KV 8 GiB"].ours == pytest.approx(40.0)
+
+
+def test_one_kind_of_cache_alone_has_its_rows() -> None:
+    some = [case for case in cases(quick=True) if case.kind == "kv"]
+    found = rows([result(system, case, 40, 1.0) for case in some for system in POLICIES])
+    assert {row.id.partition(".")[0] for row in found} == {"kv", "act"}
 
 
 def test_every_case_runs_with_every_policy_and_the_first_one_without() -> None:

@@ -153,6 +153,15 @@ def test_claims_are_taken_where_they_show_most() -> None:
     assert found["slo_scale.all_met", "vllm-model-swap"].paper == 11.0
 
 
+def test_warm_starts_are_bounded_by_what_arrives() -> None:
+    trials = [point("qlm", 90, 8), point("qlm", 80, 4, host_gb=0.0)]
+    found = {row.id: row for row in claims(QlmResults({"warm": trials}, {}, (), ()))}
+    times = found["throughput.req_per_s.warm_start.times"]
+    assert (times.ours, times.paper) == (2, 4.0)
+    bound = found["throughput.req_per_s.warm_start.times.bound"].ours
+    assert bound == pytest.approx(MULTI.rate() / max(MULTI.load, 1.0) / 4)
+
+
 def test_r2_and_planning_by_hand() -> None:
     estimate = Estimate("x", np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]))
     assert estimate.r2 == pytest.approx(1 - 1 / 2)

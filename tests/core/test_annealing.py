@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.exhaustive import exact, exhaustive
+from benchmarks.papers.exhaustive import exact, exhaustive, most_met
 from headway.policy.core import annealing
 from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal, best_start, sequence
@@ -161,6 +162,16 @@ def test_within_one_per_cent_of_the_best(count: int, limit: int) -> None:
 def test_two_exact_solvers_agree(count: int) -> None:
     for seed in range(10):
         assert exhaustive(few(seed, count), 1) == pytest.approx(exact(few(seed, count)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_order_meets_more_than_the_bound(seed: int) -> None:
+    cost = few(seed, 6)
+    mapping, met = maps.empty(6), []
+    for order in permutations(range(6)):
+        maps.set_sizes(cost, mapping, np.array(order), np.ones(6, np.int64))
+        met.append(int(mapping.sums["met"][0]))
+    assert most_met(cost) == max(met)
 
 
 def test_larger_batches_only_add_choices() -> None:

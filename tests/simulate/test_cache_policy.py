@@ -85,11 +85,11 @@ def test_the_queue_is_loaded_one_after_another_as_far_as_it_fits() -> None:
 def test_what_waits_is_kept_and_what_is_wanted_no_more_leaves_unused() -> None:
     cache = stored(WaitingQueue(), 2.0, 0.0)
     cache.follow("ab", 0.0)
-    cache.put("c", 1.0, 1.0)  # what is computed is kept even so, in place of what was loaded first
-    assert set(cache.items) == {"b", "c"}
-    assert cache.wasted == 1
+    assert not cache.put("c", 1.0, 1.0), "what is computed is not kept in place of what waits"
+    assert set(cache.items) == {"a", "b"}
     cache.follow("bd", 2.0)
     assert set(cache.items) == {"b", "d"}
+    assert cache.wasted == 1
 
 
 def test_only_prewarming_keeps_what_is_expected_until_it_is_not() -> None:

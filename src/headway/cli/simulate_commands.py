@@ -24,7 +24,7 @@ _RECIPES = (
     "ecoserve-sdo-oracle, ecoserve-oracle, ecoserve-paper-oracle; SLO-aware scheduling anneal, "
     "anneal-queue, anneal-draws, anneal-batches, anneal-paper; QLM and its ablation qlm, qlm-no-evict, "
     "qlm-no-kv-swap, qlm-no-warm, qlm-round-robin, qlm-random, qlm-by-deadline; Hermes and its ablation "
-    "hermes, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
+    "hermes, hermes-aged, hermes-ddl, hermes-no-refine, hermes-mean; the papers' baselines vllm-priority, "
     "vllm-v0, vllm-v0-swap, orca, fastserve, srtf, sjf, fastgen, sarathi, multires, rr, tgi; "
     "over a fleet round-robin, least-loaded, random, vllm-model-swap, edf-model-swap, shepherd, parrot, vtc, "
     "llm-d-like; or module:attribute"

@@ -171,13 +171,13 @@ class Cache:
     def put(self, name: str, size: float, now: float) -> bool:
         """Keep what was computed, in place of a shorter one of that name; tell whether there is room.
 
-        Without room it is in the store alone.
+        It displaces only what is FREE; without room it is in the store alone.
         """
         self.stored[name] = size
         if name in self.items and not self.items[name].held:
             self._leave(name)
         old = self.items[name].size if name in self.items else 0.0
-        if not self._make_room(size - old, now, name):
+        if not self._make_room(size - old, now, name, NEEDED):
             return False
         if name in self.items:
             self.items[name].size = size

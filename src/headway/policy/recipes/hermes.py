@@ -9,6 +9,8 @@ from headway.policy.pack.ranked import Fcfs
 from headway.policy.plan.hermes import Hermes
 from headway.policy.recipes.recipe import Recipe
 
+AGED = RankOptions(aging=0.3)
+
 
 def variant(
     name: str,
@@ -32,6 +34,7 @@ HERMES = {
     recipe.name: recipe
     for recipe in (
         variant("hermes", "application runs by the Gittins index of their remaining demand", RankOptions()),
+        variant("hermes-aged", "the same as hermes, but runs gain rank as they wait", AGED),
         variant("hermes-ddl", "application runs by worst-case slack to their deadline", RankOptions("slack")),
         variant("hermes-no-refine", "the same as hermes, with the demand as profiled", RankOptions(refine=False)),
         variant("hermes-mean", "shortest mean remaining demand, as profiled", RankOptions("mean", refine=False)),
