@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -86,32 +87,51 @@ def test_a_model_that_scales_begins_with_its_configured_agents_and_keeps_those_t
         assert {part.name for part in Actors(there, config).parts()} == rest | agents
 
 
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    root = str(Path(__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
-    options = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**options, "resources": {f"{NODE}0": 1}})
-    del options["include_dashboard"]
-    cluster.second = cluster.add_node(**options, resources={f"{NODE}1": 1})
-    cluster.another = lambda: cluster.add_node(**options, resources={f"{NODE}1": 1})
-    yield cluster
-    cluster.shutdown()
+class Nodes:
+    """A Ray cluster of a node that stays and another one, which tests remove."""
+
+    def __init__(self) -> None:
+        # Ray starts a worker process for each CPU before any is asked for.
+        self._options = {"num_cpus": 3, "object_store_memory": 80 << 20}
+        head = {**self._options, "include_dashboard": False, "resources": {f"{NODE}0": 1}}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.second: Any = None
+
+    def add(self) -> None:
+        self.second = self.second or self.cluster.add_node(**self._options, resources={f"{NODE}1": 1})
+
+    def remove(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+        self.second = None
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        root = str(Path(__file__).parents[2])
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+        nodes = Nodes()
+        yield nodes
+        nodes.cluster.shutdown()
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[list[Fake]]:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    started = [Fake(folder).start() for folder in folders]
+def nodes(ray_cluster: Nodes) -> Nodes:
+    """The cluster, with both of its nodes."""
+    ray_cluster.add()
+    return ray_cluster
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Fake]]:
+    started = [Fake(tmp_path_factory.mktemp("fake")).start() for _ in range(2)]
     yield started
     for fake in started:
         fake.stop()
 
 
-def on_nodes(nodes: Cluster, fakes: list[Fake], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def on_nodes(nodes: Nodes, fakes: list[Fake], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Return a configuration of an engine on each node."""
     monkeypatch.setenv("HEADWAY_RABBITMQ_URL", rabbitmq.the_url())
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
@@ -120,7 +140,7 @@ def on_nodes(nodes: Cluster, fakes: list[Fake], folder: Path, monkeypatch: pytes
         replace(base.engines[0], url=fake.url, resources={"cpus": 0.5, f"{NODE}{i}": 1.0})
         for i, fake in enumerate(fakes)
     )
-    up = Up(nodes.address, gateways=1, controllers=1, cpus=0.5, memory_gib=0.1)
+    up = Up(nodes.cluster.address, gateways=1, controllers=1, cpus=0.5, memory_gib=0.1)
     return replace(base, wire=wire, engines=engines, up=up, server=replace(base.server, port=free_port()))
 
 
@@ -130,7 +150,7 @@ def chat(state: PartState) -> int:
 
 
 def test_agents_follow_the_number_wanted(
-    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To none while nothing comes, and back for a request that waits; by hand; as far as there are nodes."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
@@ -145,7 +165,7 @@ def test_agents_follow_the_number_wanted(
             until(lambda: not agents(), 60)
             actors.scale("smollm2", 2)
             assert agents() == {"agent-0", "agent-1"}
-            nodes.remove_node(nodes.second, allow_graceful=False)
+            nodes.remove()
             with pytest.raises(EngineError, match=r"agent-1 has no node yet; it needs 0.5 CPU, 1 headway_node1"):
                 until(lambda: actors.scale("smollm2", 2), 60)
 
@@ -162,7 +182,7 @@ def test_agents_follow_the_number_wanted(
 
 
 def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
-    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long agents may drain."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
@@ -188,7 +208,7 @@ def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
 
 
 def test_parts_move_when_a_node_goes_and_end_together(
-    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     engines = config.engines
@@ -202,10 +222,10 @@ def test_parts_move_when_a_node_goes_and_end_together(
             psutil.Process(first["controller-0"].pid).kill()
             until(lambda: actors.up(told)["controller-0"].restarts == 1, 60)
             until(lambda: chat(first["gateway-0"]) == 200, 30)
-            nodes.remove_node(nodes.second, allow_graceful=False)
+            nodes.remove()
             until(lambda: not psutil.pid_exists(first["agent-1"].pid), 60)
             assert chat(first["gateway-0"]) == 200, "by the other engine"
-            nodes.another()
+            nodes.add()
             moved = actors.up(told)["agent-1"]
             assert moved.pid != first["agent-1"].pid
             less = Actors(ray, replace(config, engines=engines[:1]))
