@@ -155,7 +155,7 @@ def test_agents_follow_the_number_wanted(
     """To none while nothing comes, and back for a request that waits; by hand; as far as there are nodes."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     config = replace(config, scale={"smollm2": Scale(max=2, min=0, start_s=1.0, starts_engines=True)})
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         agents = lambda: {name for name in actors._names() if name.startswith("agent")}  # noqa: E731
         try:
             states = actors.up(told)
@@ -188,7 +188,7 @@ def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     nowhere = replace(config.engines[0], resources={"nowhere": 1.0})
     config = replace(config, engines=(*config.engines, nowhere), server=replace(config.server, drain_s="streams"))
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         try:
             for part in actors.parts()[:3]:
                 actors._ensure(part)
@@ -212,7 +212,7 @@ def test_parts_move_when_a_node_goes_and_end_together(
 ) -> None:
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     engines = config.engines
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         try:
             first = actors.up(told)
             assert set(first) == {"agent-0", "agent-1", "controller-0", "gateway-0"}
