@@ -34,5 +34,5 @@ def test_its_engine_process_is_a_fork_that_is_bound_to_the_core(few_layers: str)
     cores = sorted(os.sched_getaffinity(0))
     argv = [sys.executable, "-c", _ASK, few_layers, str(cores[-1])]
     done = subprocess.run(argv, env=os.environ | {"VLLM_PLUGINS": ""}, capture_output=True, text=True)
-    said = [f"spawn {cores} {cores}", f"fork {cores} {cores[-1:]}"]
-    assert done.stdout.splitlines()[-2:] == said, done.stderr[-2000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("spawn ", "fork "))]  # vLLM warns there, too
+    assert said == [f"spawn {cores} {cores}", f"fork {cores} {cores[-1:]}"], done.stderr[-2000:]

@@ -383,8 +383,10 @@ def test_the_latest_error_of_an_engine_is_shown(page: Page, full: Gateway) -> No
 def test_a_part_that_is_not_answered_is_marked_and_the_others_go_on(page: Page, small: Gateway) -> None:
     sign_in(page, small, 1280)
     page.route("**/tenants*", lambda _: None)  # it hangs
+    wait_for_tables(page)
     expect(page.locator("#tenants-problem")).to_contain_text("The gateway does not answer.", timeout=20_000)
     assert small.post({}, f"{ENGINES}/e1/drain", headers=OPERATOR).status_code == 202
+    wait_for_tables(page)
     expect(page.locator("#engines")).to_contain_text("drained")
     expect(page.locator("#engines-problem")).to_be_empty()
 

@@ -260,7 +260,7 @@ def test_two_gateways_that_are_killed_do_not_exceed_a_budget(fake: Fake, tmp_pat
     try:
         for gateway in pair:
             gateway.start()
-        for life in range(3):
+        for life in range(2):
             for gateway in pair:
                 until(gateway.is_ready, 60)
             with ThreadPoolExecutor(8) as pool:
