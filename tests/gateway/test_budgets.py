@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.config import Broker, Budget, Config, Engine, Key, Postgres, Price, Server, Sqlite, Tier, write
-from headway.engines.vllm.process.launch import free_port
+from headway.config import Broker, Budget, Key, Postgres, Price, Sqlite, Tier
 from headway.store.journal.reader import read
 from tests.gateway.batches import begin, ended, line
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, DEAD, SAY, WEB, Fake, Gateway, configuration, serving, until
-from tests.gateway.test_cli import headway
+from tests.gateway.test_postgres import start
 from tests.gateway.test_refusals import error
 from tests.gateway.test_request_ends import fakes
 from tests.helpers import postgres
@@ -211,79 +209,42 @@ def test_background_work_that_outlives_its_gateway_counts_once(fake: Fake, tmp_p
 # ---- two gateways that are killed
 
 
-class Killable:
-    """A gateway process on a queue that others share."""
-
-    def __init__(self, folder: Path, name: str, fake: Fake, one: Key) -> None:
-        self.port, self.folder = free_port(), folder
-        self.file = folder / f"{name}.toml"
-        config = Config(
-            server=Server(port=self.port, operator_key="sk-operator-1"),
-            engines=(Engine(url=fake.url, max_running=32),),
-            broker=Broker(lease_seconds=2.0, sqlite=Sqlite(str(folder / "queue.sqlite"))),
-            keys=(one,),
-        )
-        self.file.write_text(write(config))
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        self.process = headway("serve", "-c", str(self.file), folder=self.folder, stderr=subprocess.DEVNULL)
-
-    def is_ready(self) -> bool:
-        with suppress(httpx.HTTPError):
-            return WEB.get(f"http://127.0.0.1:{self.port}/ready").status_code == 200
-        return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-
-    def ask(self, one: Key, **fields: Any) -> int | None:
-        """Return the tokens of an answer, 0 = the budget refused it, None = the gateway died."""
-        body = {"model": "smollm2", "messages": SAY, "max_tokens": 20, **fields}
-        try:
-            answer = WEB.post(f"http://127.0.0.1:{self.port}{CHAT}", json=body, headers=by(one))
-        except httpx.HTTPError:
-            return None
-        assert answer.status_code in (200, 429), answer.text
-        return int(answer.json()["usage"]["total_tokens"]) if answer.status_code == 200 else 0
+def tokens_of(port: int, one: Key, **fields: Any) -> int | None:
+    """Return the tokens of an answer, 0 = the budget refused it, None = the gateway died."""
+    body = {"model": "smollm2", "messages": SAY, "max_tokens": 20, **fakes(tokens=20, **fields)}
+    try:
+        answer = WEB.post(f"http://127.0.0.1:{port}{CHAT}", json=body, headers=by(one))
+    except httpx.HTTPError:
+        return None
+    assert answer.status_code in (200, 429), answer.text
+    return int(answer.json()["usage"]["total_tokens"]) if answer.status_code == 200 else 0
 
 
 @pytest.mark.timeout(300)
 def test_two_gateways_that_are_killed_do_not_exceed_a_budget(fake: Fake, tmp_path: Path) -> None:
     """What was answered, with what was being answered as a gateway was killed, is at most the budget."""
     most, one = 2000, key(Budget("day", tokens=2000))
-    pair, tokens, lost = [Killable(tmp_path, name, fake, one) for name in "ab"], list[int](), 0
-    try:
-        for gateway in pair:
-            gateway.start()
-        for life in range(2):
-            for gateway in pair:
-                until(gateway.is_ready, 60)
+    broker = Broker(lease_seconds=2.0, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
+    tokens, lost = list[int](), 0
+    with ExitStack() as stack:
+        begin = lambda name: start(stack, tmp_path / name, fake, broker, keys=(one,))  # noqa: E731
+        pair = [begin(name) for name in "ab"]
+        for life, name in enumerate("ab"):
             with ThreadPoolExecutor(8) as pool:
                 asked = [
-                    pool.submit(pair[i % 2].ask, one, **fakes(tokens=20, delay=0.02 if i >= 8 else 0.0))
-                    for i in range(16)
+                    pool.submit(tokens_of, pair[i % 2].port, one, delay=0.02 if i >= 8 else 0.0) for i in range(16)
                 ]
                 until(lambda: sum(one.done() for one in asked) >= 8, 30)  # noqa: B023
-                victim = pair[life % 2]
-                victim.kill()
+                pair[life].process.kill()
                 answers = [one.result() for one in asked]
             lost += answers.count(None)
             tokens += [count for count in answers if count]
-            victim.start()
+            pair[life] = begin(name)
         assert lost, "some were being answered"
-        until(victim.is_ready, 60)
-        while (count := victim.ask(one, **fakes(tokens=20))) != 0:
+        while (count := tokens_of(pair[1].port, one)) != 0:
             assert count is not None
             tokens.append(count)
         until(lambda: not _open(tmp_path), 30)
-    finally:
-        for gateway in pair:
-            gateway.kill()
     with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
         rows = db.execute("SELECT id, units FROM spent").fetchall()
     each = max(tokens)

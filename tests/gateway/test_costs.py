@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from headway.config import Budget, Config, Key, Price, write
-from headway.gateway.apis.state import AppState
 from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.whatif.journal.costs import sums_of
@@ -32,28 +31,6 @@ def test_a_budget_by_cost_serves_no_model_without_a_price(serve: Serve, caplog: 
         said = error(ask(gateway, one), 403)
         assert (said["code"], "[prices.smollm2]" in said["message"]) == ("no_price", True)
         assert gateway.jobs() == {}
-
-
-def test_prices_are_read_again_on_sighup(fake: Fake, tmp_path: Path) -> None:
-    file, dear = tmp_path / "headway.toml", replace(PRICE, answer=10 * PRICE.answer)
-
-    def told() -> Config:
-        return replace(configuration(tmp_path, fake.url), prices={"smollm2": PRICE})
-
-    file.write_text(write(told()))
-    with serving(told()) as gateway:
-
-        async def read_again() -> None:
-            again = Reload(file, AppState(gateway.inner))
-            file.write_text(write(replace(told(), prices={"smollm2": dear})))
-            await again.run()
-
-        for price in (PRICE, dear):
-            answer = gateway.post(gateway.chat(**fakes(prompt=30, tokens=5)))
-            usage = answer.json()["usage"]
-            cost = price.units(usage["prompt_tokens"], usage["completion_tokens"])
-            assert float(answer.headers["x-headway-cost"]) == pytest.approx(cost)
-            gateway.do(read_again())
 
 
 @pytest.fixture
@@ -78,6 +55,16 @@ def reloaded(fake: Fake, tmp_path: Path) -> Iterator[tuple[Gateway, Callable[[Co
             gateway.do(again.run())
 
         yield gateway, reread
+
+
+def test_prices_are_read_again_on_sighup(reloaded: tuple[Gateway, Callable[[Config], None]]) -> None:
+    gateway, reread = reloaded
+    for price in (PRICE, replace(PRICE, answer=10 * PRICE.answer)):
+        reread(replace(gateway.config, prices={"smollm2": price}))
+        answer = gateway.post(gateway.chat(**fakes(prompt=30, tokens=5)), headers=by(key()))
+        usage = answer.json()["usage"]
+        cost = price.units(usage["prompt_tokens"], usage["completion_tokens"])
+        assert float(answer.headers["x-headway-cost"]) == pytest.approx(cost)
 
 
 def test_a_budget_by_cost_its_price_and_an_engine_come_with_one_sighup(

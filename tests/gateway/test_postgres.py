@@ -32,10 +32,10 @@ def queue(folder: Path, url: str | None = None, lease_seconds: float = 6.0) -> B
     return Broker("postgres", 24.0, lease_seconds, Sqlite(str(folder / "none")), settings)
 
 
-def start(stack: ExitStack, folder: Path, fake: Fake, broker: Broker) -> Any:
+def start(stack: ExitStack, folder: Path, fake: Fake, broker: Broker, **more: Any) -> Any:
     """Start a gateway in a process of its own; return it."""
-    folder.mkdir()
-    config = configuration(folder, fake.url, broker=broker)
+    folder.mkdir(exist_ok=True)
+    config = configuration(folder, fake.url, broker=broker, **more)
     config = replace(config, server=replace(config.server, port=free_port()))
     (folder / "headway.toml").write_text(write(config))
     return stack.enter_context(process("gateway", gateway_argv(folder), config.server.port, "/ready", folder))

@@ -87,39 +87,27 @@ def test_a_model_that_scales_begins_with_its_configured_agents_and_keeps_those_t
         assert {part.name for part in Actors(there, config).parts()} == rest | agents
 
 
-class Nodes:
-    """A Ray cluster of a node that stays and another one, which tests remove."""
-
-    def __init__(self) -> None:
-        # Ray starts a worker process for each CPU before any is asked for.
-        self._options = {"num_cpus": 3, "object_store_memory": 80 << 20}
-        head = {**self._options, "include_dashboard": False, "resources": {f"{NODE}0": 1}}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.second: Any = None
-
-    def add(self) -> None:
-        self.second = self.second or self.cluster.add_node(**self._options, resources={f"{NODE}1": 1})
-
-    def remove(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-        self.second = None
-
-
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Nodes]:
+def ray_cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         root = str(Path(__file__).parents[2])
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
-        nodes = Nodes()
-        yield nodes
-        nodes.cluster.shutdown()
+        cluster = Cluster(initialize_head=True, head_node_args={**node(0), "include_dashboard": False})
+        yield cluster
+        cluster.shutdown()
+
+
+def node(number: int) -> dict[str, Any]:
+    """Return the options of a node. Ray starts a worker process for each CPU before any is asked for."""
+    return {"num_cpus": 3, "object_store_memory": 80 << 20, "resources": {f"{NODE}{number}": 1}}
 
 
 @pytest.fixture
-def nodes(ray_cluster: Nodes) -> Nodes:
+def nodes(ray_cluster: Cluster) -> Cluster:
     """The cluster, with both of its nodes."""
-    ray_cluster.add()
+    if not ray_cluster.worker_nodes:
+        ray_cluster.add_node(**node(1))
     return ray_cluster
 
 
@@ -131,7 +119,7 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Fake]]:
         fake.stop()
 
 
-def on_nodes(nodes: Nodes, fakes: list[Fake], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def on_nodes(nodes: Cluster, fakes: list[Fake], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Return a configuration of an engine on each node."""
     monkeypatch.setenv("HEADWAY_RABBITMQ_URL", rabbitmq.the_url())
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
@@ -140,7 +128,7 @@ def on_nodes(nodes: Nodes, fakes: list[Fake], folder: Path, monkeypatch: pytest.
         replace(base.engines[0], url=fake.url, resources={"cpus": 0.5, f"{NODE}{i}": 1.0})
         for i, fake in enumerate(fakes)
     )
-    up = Up(nodes.cluster.address, gateways=1, controllers=1, cpus=0.5, memory_gib=0.1)
+    up = Up(nodes.address, gateways=1, controllers=1, cpus=0.5, memory_gib=0.1)
     return replace(base, wire=wire, engines=engines, up=up, server=replace(base.server, port=free_port()))
 
 
@@ -150,7 +138,7 @@ def chat(state: PartState) -> int:
 
 
 def test_agents_follow_the_number_wanted(
-    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To none while nothing comes, and back for a request that waits; by hand; as far as there are nodes."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
@@ -165,7 +153,7 @@ def test_agents_follow_the_number_wanted(
             until(lambda: not agents(), 60)
             actors.scale("smollm2", 2)
             assert agents() == {"agent-0", "agent-1"}
-            nodes.remove()
+            nodes.remove_node(*nodes.worker_nodes, allow_graceful=False)
             with pytest.raises(EngineError, match=r"agent-1 has no node yet; it needs 0.5 CPU, 1 headway_node1"):
                 until(lambda: actors.scale("smollm2", 2), 60)
 
@@ -182,7 +170,7 @@ def test_agents_follow_the_number_wanted(
 
 
 def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
-    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long agents may drain."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
@@ -208,7 +196,7 @@ def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
 
 
 def test_parts_move_when_a_node_goes_and_end_together(
-    nodes: Nodes, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Cluster, fakes: list[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     engines = config.engines
@@ -222,10 +210,10 @@ def test_parts_move_when_a_node_goes_and_end_together(
             psutil.Process(first["controller-0"].pid).kill()
             until(lambda: actors.up(told)["controller-0"].restarts == 1, 60)
             until(lambda: chat(first["gateway-0"]) == 200, 30)
-            nodes.remove()
+            nodes.remove_node(*nodes.worker_nodes, allow_graceful=False)
             until(lambda: not psutil.pid_exists(first["agent-1"].pid), 60)
             assert chat(first["gateway-0"]) == 200, "by the other engine"
-            nodes.add()
+            nodes.add_node(**node(1))
             moved = actors.up(told)["agent-1"]
             assert moved.pid != first["agent-1"].pid
             less = Actors(ray, replace(config, engines=engines[:1]))
