@@ -144,15 +144,15 @@ def room(parts: tuple[str, ...]) -> str:
     return ".".join(parts[: 1 + deep]).removesuffix(".py")
 
 
+@cache
+def is_room(name: str) -> bool:
+    path = Path(ROOT, *name.split("."))
+    return name not in HALLS and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
 def rooms_of(names: Iterable[str]) -> set[str]:
     """Return the rooms that dotted names lie in; names that are not rooms (`__version__`) are left out."""
-    ours = [tuple(name.split(".")[1:]) for name in names if name.startswith("headway.")]
-    found = [Path(ROOT, *room(parts).split(".")) for parts in ours]
-    return {
-        room(parts)
-        for parts, path in zip(ours, found, strict=True)
-        if path.is_dir() or path.with_suffix(".py").is_file()
-    } - HALLS
+    return set(filter(is_room, {room(tuple(name.split(".")[1:])) for name in names if name.startswith("headway.")}))
 
 
 @cache
