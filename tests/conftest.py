@@ -71,8 +71,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Give every test the markers and the time limit of its file and folder; the longest go first.
 
     Of `LOADED` each may end what vLLM has set up in this process, so those that share an engine come before the others.
+    After them, files of `gateway/`, which mostly wait, are spread evenly among the others, which mostly compute.
     """
-    items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
+    waiting, files = ROOT / "gateway", dict.fromkeys(item.path for item in items)
+    groups = [[file for file in files if (waiting in file.parents) == waits] for waits in (True, False)]
+    place = {file: i / len(group) for group in groups for i, file in enumerate(group)}
+
+    def order(item: pytest.Item) -> tuple[int, float, str]:
+        first = next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
+        return first, place[item.path] if first == len(FIRST) else 0.0, str(item.path)
+
+    items.sort(key=order)
     for item in items:
         path = item.path.relative_to(ROOT)
         for key in (path.parts[0], path.as_posix()):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulated import default_plots
+from benchmarks.simulated import default
 from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
@@ -20,8 +20,7 @@ from benchmarks.simulated.default_figures import (
     most_tokens,
     recovery,
 )
-from benchmarks.simulated.default_rows import ALL, HELD, outside, places_of, rows_of
-from benchmarks.simulated.default_table import grid, notes
+from benchmarks.simulated.default_rows import ALL, HELD, grid, notes, outside, places_of, rows_of
 from benchmarks.simulated.grounds import GROUNDS, Ground
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, single
@@ -209,7 +208,7 @@ def test_held_grounds_are_summed_up_apart_even_where_nothing_is_promised() -> No
     assert {place.group for place in places_of(own | held)} == {ALL, HELD}
     table = grid(rows, ())
     assert {len(line) for line in table.cells()} == {len(table.header)}
-    for make in (default_plots.matrix, default_plots.measures, default_plots.spread):
+    for make in (default.matrix, default.measures, default.spread):
         assert (make(rows) or b"").startswith(b"\x89PNG")
-    assert default_plots.measures([]) is None
-    assert default_plots.spread([]) is None
+    assert default.measures([]) is None
+    assert default.spread([]) is None

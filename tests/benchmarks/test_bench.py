@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import bench_app
 from benchmarks.experiment import computed
-from benchmarks.rivals import bench, cells, fidelity, grounds
-from benchmarks.rivals.cells import STEPS, Cell, Search
+from benchmarks.rivals import bench, cells, grounds
+from benchmarks.rivals.cells import STEPS, Cell, Figures, Search, figures, mean, with_line
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
-from benchmarks.rivals.measures import Figures, figures, mean, with_line
 from benchmarks.rivals.systems import DEFAULT, LINE, RIVALS
 from benchmarks.simulated.grounds import GROUNDS
 from headway.cli.checkout import bench_commands
@@ -153,7 +152,7 @@ def test_a_search_finds_the_highest_load() -> None:
 # ---- rows
 
 
-def found(**kept: float) -> fidelity.Found:
+def found(**kept: float) -> bench.Found:
     seen = {
         Cell("G3", 3.0, 0, name.replace("_", "-").replace("--", " ")): Figures(
             100.0, value, value + 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, {"c0": value}
@@ -198,9 +197,9 @@ def test_narrow_leads_are_run_with_more_seeds() -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_fidelity_has_rows_for_every_rival_and_the_headline(quick: bool) -> None:
-    jobs = fidelity.jobs(0, quick=quick)
-    seen: fidelity.Found = {job: FIGURES if isinstance(job, Cell) else 1.2 for job in jobs}
-    rows = fidelity.rows(seen, 0, quick=quick)
+    jobs = bench.fidelity_jobs(0, quick=quick)
+    seen: bench.Found = {job: FIGURES if isinstance(job, Cell) else 1.2 for job in jobs}
+    rows = bench.fidelity_rows(seen, 0, quick=quick)
     assert {row.system for row in rows if row.id == "headline.load"} == {"qoserve", DEFAULT}
     words = {"qoserve", "slos_serve", "scorpio", "jitserve"} | (set() if quick else {"slai", "fairbatching"})
     assert {row.id.split(".")[1] for row in rows if row.id.startswith("fidelity.")} == words

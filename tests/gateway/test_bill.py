@@ -25,6 +25,7 @@ from headway.gateway.bill import (
     bill_of,
     priced,
     reserved_in,
+    unused_by,
     window,
     with_bill,
     without_promises,
@@ -115,6 +116,8 @@ def test_a_job_keeps_its_bill() -> None:
     job = Job("a", "alpha", CHAT, b"", with_bill('{"model":"m"}', bill), 0.0)
     assert bill_of(job) == bill
     assert bill_of(replace(job, request='{"model":"m"}')) == Bill()
+    assert unused_by(job) == {}, "what its client got is not known"
+    assert unused_by(replace(job, background=True)) == {accounts[0].name: accounts[0].units}
 
 
 def test_without_promises() -> None:

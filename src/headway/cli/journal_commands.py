@@ -71,12 +71,21 @@ def explain(
             raise ConfigError(f"{run} is a journal, not the folder of a run.", f"Give --journal {run}.")
         main(Path(run), request, worst=worst, as_json=as_json, whole=whole)
         return
-    from headway.whatif.journal import explain as real
+    from headway.store.journal.reader import read
+    from headway.whatif.explain import show
+    from headway.whatif.journal.past import Past
+    from headway.whatif.output.results import command_line, say
 
     if request is not None:
         raise ConfigError(f"--journal {journal} has no runs, but {run} is given.", "Give only the request.")
     folder = folder_of(journal, config)
-    real.main(folder, asked, since=_instant(since), worst=worst, as_json=as_json, whole=whole)
+    kept = read(folder, since=_instant(since))
+    past = Past.of(kept, command_line())
+    try:
+        show(past.run, past.timeline, str(folder), asked, worst=worst, as_json=as_json, whole=whole)
+    finally:
+        for line in kept.left_out():
+            say(line)
 
 
 def _is_path(text: str) -> bool:
@@ -134,7 +143,7 @@ def advise(
 ) -> None:
     """Find the number of instances, the recipe and the batch limit that keep the promises of your traffic."""
     from headway.whatif.journal import advise as advice
-    from headway.whatif.journal.times import seconds
+    from headway.whatif.journal.source import seconds
 
     specs, classes, _ = fleet_of(instance, fleet, {})
     source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
@@ -197,7 +206,7 @@ def source_of(
 
 
 def _instant(text: str | None) -> float | None:
-    from headway.whatif.journal.times import instant
+    from headway.whatif.journal.source import instant
 
     return None if text is None else instant(text)
 

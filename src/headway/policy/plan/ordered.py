@@ -8,7 +8,7 @@ go, and a plan names only what may be sent now, so its cost does not grow with t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -66,6 +66,7 @@ class Ordered(Planner):
         ahead: requests that wait inside an engine whose packer chooses among them, whatever KV they need;
             None = none but those that have a slot and KV there.
         key: the planner's own first number of a request's rank within its level; it must not change.
+        held: requests that are in no queue for now, by id.
     """
 
     pull = True
@@ -83,6 +84,7 @@ class Ordered(Planner):
     ) -> None:
         self.pull, self.ahead = pull, ahead
         self.kind, self.displaces, self.ranked, self.key = kind, displaces, ranked, key
+        self.held: Collection[str] = ()
         self._queues: dict[tuple[int, int, Only], WaitingQueue] = {}  # by model, index of its limit, and instances
         self._limits: dict[int, list[int]] = {}
         self._peers: dict[tuple[int, int], _Peers] = {}  # by model and index of their limit
@@ -182,7 +184,7 @@ class Ordered(Planner):
 
     def _push(self, cluster: Cluster, row: int) -> None:
         backlog = cluster.backlog
-        if self._fleet_version < 0:
+        if self._fleet_version < 0 or (self.held and str(backlog.keys[row]) in self.held):
             return  # the first plan looks at the whole backlog
         queue = self._queue(int(backlog.model[row]), int(backlog.longest[row]), cluster.only.get(row))
         queue.push(self._entry(backlog, row))
@@ -229,6 +231,7 @@ class Ordered(Planner):
     def _fill(self, cluster: Cluster) -> None:
         backlog = cluster.backlog
         waits = backlog.live & ~backlog.sent
+        waits[[backlog.row_of[id] for id in self.held]] = False
         for row in cluster.only:
             if waits[row]:
                 self._push(cluster, row)

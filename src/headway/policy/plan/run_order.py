@@ -17,14 +17,14 @@ from dataclasses import replace
 from functools import partial
 
 from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
-from headway.policy.apps.knowledge import Knowledge
-from headway.policy.apps.prepare import prepare
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming
-from headway.policy.apps.runs import Futures, RankOptions, Runs
+from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.policy.plan.baselines.vtc import ANSWER_WEIGHT
 from headway.policy.plan.ordered import Ordered
+from headway.policy.plan.run_admission import RunAdmission
 from headway.policy.plan.service_costs import ServiceCosts
 from headway.policy.plan.tenant_parts import TenantParts
 from headway.policy.plan.tenant_turns import TenantTurns
@@ -60,6 +60,8 @@ class RunOrder(Ordered):
         super().__init__(kind, ahead=ahead)
         self.runs = Runs(knowledge or Knowledge(), RankOptions(), futures)
         self._stretch = stretch
+        self._admission = RunAdmission(self.runs, stretch)
+        self.held = self._admission.held
         self._costs = ServiceCosts()
         self._stands: dict[str, float] = {}  # by id: from when it counts, or its tenant's turn
         self._plain = 0.0  # seconds of service that best effort without a run needs, mean; 0 = none came
@@ -70,8 +72,8 @@ class RunOrder(Ordered):
 
     @property
     def wake_at(self) -> float:
-        """The instant of the next warm-up."""
-        return self.runs.prewarming.wake_at
+        """The instant of the next warm-up, or at which a run may go in."""
+        return min(self.runs.prewarming.wake_at, self._admission.wake_at)
 
     @property
     def knowledge(self) -> Knowledge:
@@ -119,6 +121,7 @@ class RunOrder(Ordered):
             self._early.append(partial(self.runs.note, event, now))
         else:
             self.runs.note(event, now)
+        self._admission.note(event, now)
         super().on(event, cluster, now)
         match event:
             case Started(id) if self._turns is not None:
@@ -143,6 +146,8 @@ class RunOrder(Ordered):
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
         """Return what belongs inside by its place in the order, and what is to be warmed."""
+        for id in self._admission.enter(cluster, now):
+            self._push(cluster, cluster.backlog.row_of[id])
         plan = super().plan(cluster, now)
         if self.runs:
             self.runs.refresh(now)
@@ -178,7 +183,9 @@ class RunOrder(Ordered):
         runs.refresh(now)
         run = runs.run_of(request.id)
         more = float(runs.rank[run.slot]) - self._plain
-        self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+        stands = self._stands[request.id] = self._stands_at(request, expected, run.began + self._stretch * more)
+        if request.slo.objective == "best_effort":
+            self._admission.came(request, stands, cluster)
 
     def _stands_at(self, request: Request, expected: float, instant: float) -> float:
         """Return where best effort of a run stands: at this instant, or that much off its tenant's turn."""

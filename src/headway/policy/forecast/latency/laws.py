@@ -8,7 +8,7 @@ that every measured iteration counts by its relative error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
@@ -283,31 +283,11 @@ def errors(law: LatencyLaw, x: Shapes, measured: Floats) -> dict[str, Error]:
 
 def nonnegative(a: Floats, y: Floats) -> Floats:
     """Return x >= 0 that minimises |a x - y| (Lawson and Hanson's active set); a: (rows, columns)."""
+    from scipy.optimize import nnls  # takes half a second to import, and most processes never fit
+
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0  # a column of zeros explains nothing and stays at 0
-    a = a / scale
-    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], bool)
-    for _ in range(10 * a.shape[1]):
-        slope = np.where(free, -np.inf, a.T @ (y - a @ x))
-        if slope.max(initial=-np.inf) <= 1e-10 * (1 + np.linalg.norm(y)):
-            break
-        free[slope.argmax()] = True
-        x, free = _within(a, y, x, free)
-    return np.asarray(x / scale)
-
-
-def _within(a: Floats, y: Floats, x: Floats, free: Bools) -> tuple[Floats, Bools]:
-    """Move x to the best values of its free columns; a column that would turn negative stops at 0."""
-    while free.any():
-        best = np.zeros_like(x)
-        best[free] = np.linalg.lstsq(a[:, free], y, rcond=None)[0]
-        wrong = free & (best <= 0)
-        if not wrong.any():
-            return best, free
-        x = x + (x[wrong] / (x[wrong] - best[wrong])).min() * (best - x)
-        free = free & (x > 1e-12)
-        x = np.where(free, x, 0.0)
-    return x, free
+    return np.asarray(nnls(a / scale, y)[0] / scale)
 
 
 def _solve(columns: Sequence[Floats], seconds: Floats) -> list[float]:
@@ -329,3 +309,26 @@ def _prompts(x: Shapes) -> tuple[Floats, Floats]:
 def _error(off: Floats) -> Error:
     p50, p90 = np.quantile(off, (0.5, 0.9))
     return Error(float(off.mean()), float(p50), float(p90), off.size)
+
+
+# Table 2 of the paper, in seconds: Qwen2.5-7B on two V100s.
+PUBLISHED = SloAware(1e-4, 5.7e-3, 1e-5, 43.67e-3, 2e-7, 0.275e-3, 8.8e-7, 15.85e-3)
+_LENGTHS = (32, 128, 512, 1024, 2048)  # the law holds below 2k tokens
+
+
+def sampled(latency: Callable[[Batch], float], max_running: int) -> SloAware:
+    """Return the law that is nearest to a latency model in batches of up to `max_running` requests.
+
+    latency: forecast seconds of an iteration.
+    """
+    batches = list(_batches(max_running))
+    seconds = np.array([latency(batch) for batch in batches])
+    return SloAware.fit(Shapes.of(batches), seconds)
+
+
+def _batches(max_running: int) -> Iterator[Batch]:
+    """Yield batches of equal prompts, and of answers with equal context."""
+    for size in sorted({1, 2, max(max_running // 2, 1), max_running}):
+        for length in _LENGTHS:
+            yield Batch(0, 0, size * length, size * length * length // 2)
+            yield Batch(size, size * length, 0)
