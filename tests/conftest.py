@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from headway.gateway.parsing import tokens
+from headway.models.resolve import resolve
 from tests.helpers import postgres, rabbitmq
 
 # Before torch is imported. With more, OpenMP's threads spin while another process has one of their cores.
@@ -88,6 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(TIMEOUTS[path.parts[0]]))
 
 
+def pytest_collection_finish() -> None:
+    """Leave all that is imported by now out of garbage collections: each would take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Return the scheduler: tests go to workers file by file, those of `SERVERS` and of `LOADED` to one each."""
 
@@ -128,6 +137,22 @@ def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let SQLite's brokers look for damage many times a second."""
     for pause in ("headway.store.sqlite.health._PAUSE_S", "headway.store.queue.sqlite.TICK_S"):
         monkeypatch.setattr(pause, 0.02)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tokenizer() -> Iterator[None]:
+    """Load SmolLM2's tokenizer once for all gateways and models that have its file: it takes longer than most tests."""
+    loaded, whole = dict[str, Any](), tokens.load_tokenizer
+
+    def load(model: str) -> Any:
+        file = os.path.realpath(Path(resolve(model), "tokenizer.json"))
+        if file not in loaded:
+            loaded[file] = whole(model)
+        return loaded[file]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "load_tokenizer", load)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

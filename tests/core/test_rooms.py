@@ -6,7 +6,8 @@ Also the limits of size: files of 600 lines, functions of 40.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,9 +121,13 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imports(source: str, package: str, *, top_level: bool = False) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module, package: str, *, top_level: bool = False) -> Iterator[str]:
     """Yield the dotted name of every import; unless top_level, those in functions and TYPE_CHECKING too."""
-    tree = ast.parse(source)
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -139,20 +144,26 @@ def room(parts: tuple[str, ...]) -> str:
     return ".".join(parts[: 1 + deep]).removesuffix(".py")
 
 
-def rooms_of(names: Iterator[str]) -> set[str]:
+@cache
+def is_room(name: str) -> bool:
+    path = Path(ROOT, *name.split("."))
+    return name not in HALLS and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def rooms_of(names: Iterable[str]) -> set[str]:
     """Return the rooms that dotted names lie in; names that are not rooms (`__version__`) are left out."""
-    ours = [tuple(name.split(".")[1:]) for name in names if name.startswith("headway.")]
-    found = [Path(ROOT, *room(parts).split(".")) for parts in ours]
-    return {
-        room(parts)
-        for parts, path in zip(ours, found, strict=True)
-        if path.is_dir() or path.with_suffix(".py").is_file()
-    } - HALLS
+    return set(filter(is_room, {room(tuple(name.split(".")[1:])) for name in names if name.startswith("headway.")}))
 
 
+@cache
 def imported(path: Path, *, top_level: bool = False) -> list[str]:
     package = ".".join(("headway", *path.relative_to(ROOT).parts[:-1]))
-    return list(imports(path.read_text(), package, top_level=top_level))
+    return list(imports(tree_of(path), package, top_level=top_level))
+
+
+def outside(path: Path) -> set[str]:
+    """Return the packages that a file imports."""
+    return {name.split(".")[0] for name in imported(path)}
 
 
 def module(path: Path) -> str:
@@ -189,42 +200,42 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
-    here = room(path.relative_to(ROOT).parts)
-    if here == "__init__":
-        assert rooms_of(iter(imported(path))) == {"client"}
-        assert not rooms_of(iter(imported(path, top_level=True))), "it is imported when it is asked for"
-        return
-    assert here in ALLOWED, f"say in ALLOWED what the new room {here!r} may import"
-    assert rooms_of(iter(imported(path))) <= ALLOWED[here] | {here}
+def test_a_file_imports_only_rooms_below_its_own() -> None:
+    for path in FILES:
+        here = room(path.relative_to(ROOT).parts)
+        if here == "__init__":
+            assert rooms_of(imported(path)) == {"client"}
+            assert not rooms_of(imported(path, top_level=True)), "it is imported when it is asked for"
+        else:
+            assert here in ALLOWED, f"say in ALLOWED what the new room {here!r} may import"
+            assert rooms_of(imported(path)) <= ALLOWED[here] | {here}, name_of(path)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room(path.relative_to(ROOT).parts) in POLICY], ids=name_of)
-def test_the_core_has_no_clock_no_randomness_and_no_io(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imported(path)} & HOSTS
-    assert "default_rng" not in path.read_text(), "a generator is an argument"
+def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
+    for path in FILES:
+        if room(path.relative_to(ROOT).parts) in POLICY:
+            assert not outside(path) & HOSTS, name_of(path)
+            assert "default_rng" not in path.read_text(), f"{name_of(path)}: a generator is an argument"
 
 
-@pytest.mark.parametrize("name", sorted(POLICY | GROUND | STORE | {"engines", "models", "cluster.wire"}))
-def test_lower_rooms_do_not_import_the_gateway_whatif_or_simulate(name: str) -> None:
+def test_lower_rooms_do_not_import_the_gateway_whatif_or_simulate() -> None:
     """Guards the table above against being loosened."""
-    assert not ALLOWED[name] & TOP
+    for name in POLICY | GROUND | STORE | {"engines", "models", "cluster.wire"}:
+        assert not ALLOWED[name] & TOP, name
 
 
 def test_the_gateway_does_not_import_whatif_or_simulate() -> None:
     assert not set().union(*(ALLOWED[name] for name in GATEWAY)) & {"whatif", "simulate", "cli"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_product_does_not_import_benchmarks_or_tests(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imported(path)} & {"benchmarks", "testing", "tests"}
+def test_the_product_does_not_import_benchmarks_or_tests() -> None:
+    assert not [name_of(path) for path in FILES if outside(path) & {"benchmarks", "testing", "tests"}]
 
 
 def test_what_tests_and_benchmarks_share_imports_neither() -> None:
     shared = list((ROOT.parents[1] / "testing").rglob("*.py"))
     assert shared
-    assert not {name.split(".")[0] for path in shared for name in imports(path.read_text(), "testing")} & {
+    assert not {name.split(".")[0] for path in shared for name in imports(tree_of(path), "testing")} & {
         "benchmarks",
         "tests",
     }
@@ -241,23 +252,20 @@ def test_a_circle_is_found() -> None:
 
 
 def test_ports_holds_protocols_only() -> None:
-    classes = [n for n in ast.parse((ROOT / "ports.py").read_text()).body if isinstance(n, ast.ClassDef)]
+    classes = [n for n in tree_of(ROOT / "ports.py").body if isinstance(n, ast.ClassDef)]
     assert classes
     bare = [c.name for c in classes if "Protocol" not in {ast.unparse(b).split("[")[0] for b in c.bases}]
     assert bare == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "engines/vllm/process").glob("*.py")), ids=name_of)
-def test_the_gateway_s_side_of_vllm_is_imported_without_vllm(path: Path) -> None:
-    assert "vllm" not in {name.split(".")[0] for name in imported(path, top_level=True)}
+def test_the_gateway_s_side_of_vllm_is_imported_without_vllm() -> None:
+    for path in (ROOT / "engines/vllm/process").glob("*.py"):
+        assert "vllm" not in {name.split(".")[0] for name in imported(path, top_level=True)}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_code_of_the_engine_s_process_stays_there(path: Path) -> None:
-    name = name_of(path)
-    if name.startswith("engines/vllm/plugin/") or any(name.startswith(user) for user in PLUGIN_USERS):
-        return
-    assert not [other for other in imported(path) if other.startswith(PLUGIN)]
+def test_code_of_the_engine_s_process_stays_there() -> None:
+    users = {name_of(path) for path in FILES if any(name.startswith(PLUGIN) for name in imported(path))}
+    assert {name for name in users if not name.startswith("engines/vllm/plugin/")} <= PLUGIN_USERS
 
 
 def test_files_are_short() -> None:
@@ -269,7 +277,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{name_of(path)}::{node.name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES
     }
@@ -289,4 +297,4 @@ def test_functions_are_short() -> None:
     ],
 )
 def test_every_form_of_import_is_found(source: str, found: set[str]) -> None:
-    assert rooms_of(imports(source, "headway.policy.pack")) == found
+    assert rooms_of(imports(ast.parse(source), "headway.policy.pack")) == found

@@ -1,14 +1,18 @@
-"""Answer requests that use vLLM's features with a real engine; print their tokens as JSON.
+"""Answer requests that use vLLM's features with real engines; print their tokens by recipe as JSON.
 
-`python -m tests.engine.every_feature RECIPE FOLDER MODEL`, with RECIPE `stock` for vLLM's own scheduler; FOLDER
-is for adapters. A program of its own, since a process that has had one engine cannot have another like it.
+`python -m tests.engine.every_feature FOLDER MODEL RECIPE ...`, with RECIPE `stock` for vLLM's own scheduler; FOLDER
+is for adapters. A process that has had one engine cannot have another like it, so each recipe has a fork of one that
+has imported vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,8 @@ SCHEMA = {
 COMMON = "You are a careful assistant. " * 34  # what the prompts of one phase begin with
 
 
-def main(recipe: str, folder: Path, model: str) -> None:
-    for seed, name in enumerate("ab"):
-        write_adapter(folder / name, model, seed)
+def main(folder: Path, model: str, recipe: str) -> dict[str, Any]:
+    """Return the answers of an engine by phase."""
     llm = start(recipe, model)
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
@@ -56,7 +59,7 @@ def main(recipe: str, folder: Path, model: str) -> None:
     if recipe != "stock":
         out["pinned"] = pinned(llm, scheduler)
     out["free"] = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    print(json.dumps(out | {"steps": seen["steps"]}))
+    return out | {"steps": seen["steps"]}
 
 
 def start(recipe: str, model: str) -> Any:
@@ -205,4 +208,11 @@ def write_adapter(path: Path, model: str, seed: int, spread: float = 0.03) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    import vllm.entrypoints.llm  # noqa: F401  once for all
+
+    adapters_in, path, *recipes = sys.argv[1:]
+    for seed, name in enumerate("ab"):
+        write_adapter(Path(adapters_in) / name, path, seed)
+    with ProcessPoolExecutor(len(recipes), multiprocessing.get_context("fork")) as pool:
+        found = pool.map(partial(main, Path(adapters_in), path), recipes)
+        print(json.dumps(dict(zip(recipes, found, strict=True))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,21 +16,10 @@ PHASES = ["repetitions", "constrained", "adapters", "shared_prefixes"]
 @pytest.fixture(scope="module")
 def answered(few_layers: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What stock vLLM and `slack` answer, each in a process of its own."""
-    folder = tmp_path_factory.mktemp("features")
-    processes = {recipe: start(recipe, folder / recipe, few_layers) for recipe in ("stock", "slack")}
-    return {recipe: read(process, folder / recipe) for recipe, process in processes.items()}
-
-
-def start(recipe: str, folder: Path, model: str) -> subprocess.Popen[bytes]:
-    folder.mkdir()
-    argv = [sys.executable, "-m", "tests.engine.every_feature", recipe, str(folder), model]
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        return subprocess.Popen(argv, stdout=out, stderr=err)
-
-
-def read(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
-    assert process.wait(280) == 0, (folder / "err").read_text()[-3000:]
-    found: dict[str, Any] = json.loads((folder / "out").read_text().splitlines()[-1])
+    argv = [sys.executable, "-m", "tests.engine.every_feature", str(tmp_path_factory.mktemp("adapters")), few_layers]
+    done = subprocess.run([*argv, "stock", "slack"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

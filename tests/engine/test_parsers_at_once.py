@@ -6,6 +6,7 @@ ends the stream (docs/operating.md).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def tokenizer() -> Any:
 
     found = AutoTokenizer.from_pretrained(resolve("smollm2"))
     found.add_tokens(MARKS.split())
+    found.get_vocab = functools.cache(found.get_vocab)  # each parser asks for it, which takes longer than its reading
     return found
 
 

@@ -13,21 +13,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import headway.gateway.picker  # noqa: F401  before gRPC, whose fork handlers it switches off
 from headway.engines.vllm.process.client import VllmEngine
-from headway.gateway.parsing import tokens
 from tests.conftest import MARK
 from tests.gateway.dashboard_pictures import CHROMIUM
 from tests.gateway.gateway import Fake, Gateway, configuration, serving
 from tests.helpers import postgres
 
 Serve = Callable[..., AbstractContextManager[Gateway]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_tokenizer() -> Iterator[None]:
-    """Load SmolLM2's tokenizer once for all gateways: it takes longer than most tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "load_tokenizer", functools.cache(tokens.load_tokenizer))
-        yield
 
 
 @pytest.fixture

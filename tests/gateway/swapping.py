@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +86,7 @@ def make_model(folder: Path, name: str, *, layers: int = 1, behaviour: str = "")
     path, source = folder / name, Path(resolve("smollm2"))
     path.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copyfile(source / file, path / file)
+        (path / file).symlink_to(source / file)
     config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
     (path / "config.json").write_text(json.dumps(config | {"_name_or_path": name}))
     seed = sum(name.encode())

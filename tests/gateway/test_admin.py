@@ -219,12 +219,18 @@ def small(serve: Serve, others: list[Fake]) -> Iterator[Gateway]:
 def sign_in(page: Page, gateway: Gateway, width: int) -> None:
     """Open the page and sign in with the keyboard alone."""
     page.set_viewport_size({"width": width, "height": 844})
+    page.clock.install()
     page.goto(f"{gateway.url}/admin")
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type("sk-operator-1")
     page.keyboard.press("Enter")
     expect(page.locator("#tenants-title")).to_be_focused()
     expect(page.locator("#engines tr")).not_to_have_count(0)
+
+
+def wait_for_tables(page: Page) -> None:
+    """Let the seconds pass after which the page asks for all but the keys again."""
+    page.clock.fast_forward(5000)
 
 
 def tab_to(page: Page, target: Locator) -> None:
@@ -354,8 +360,10 @@ def test_what_a_budget_with_several_limits_says(page: Page, full: Gateway) -> No
     for used, text in said.items():
         budgets = [one | {"used": used, "per": "month"}]
         answering(page, "tenants", {"data": [alpha | {"budgets": budgets}], "budgets_problem": None})
+        wait_for_tables(page)
         expect(page.locator("#tenants")).to_contain_text(text)
     answering(page, "tenants", {"data": [alpha | {"budgets": None}], "budgets_problem": "Budgets are not known: why."})
+    wait_for_tables(page)
     expect(page.locator("#tenants")).to_contain_text("not known")
     expect(page.locator("#tenants-problem")).to_have_text("Budgets are not known: why.")
 
@@ -366,6 +374,7 @@ def test_the_latest_error_of_an_engine_is_shown(page: Page, full: Gateway) -> No
     data = full.get(ENGINES, headers=OPERATOR).json()["data"]
     with page.expect_response("**/engines"):
         answering(page, "engines", {"data": [one | {"error": one["error"] and "A later one."} for one in data]})
+        wait_for_tables(page)
     page.wait_for_timeout(100)
     page.get_by_role("button", name="Why failed e1").click()
     expect(page.locator("#dialog-text")).to_have_text("A later one.")
@@ -374,8 +383,10 @@ def test_the_latest_error_of_an_engine_is_shown(page: Page, full: Gateway) -> No
 def test_a_part_that_is_not_answered_is_marked_and_the_others_go_on(page: Page, small: Gateway) -> None:
     sign_in(page, small, 1280)
     page.route("**/tenants*", lambda _: None)  # it hangs
+    wait_for_tables(page)
     expect(page.locator("#tenants-problem")).to_contain_text("The gateway does not answer.", timeout=20_000)
     assert small.post({}, f"{ENGINES}/e1/drain", headers=OPERATOR).status_code == 202
+    wait_for_tables(page)
     expect(page.locator("#engines")).to_contain_text("drained")
     expect(page.locator("#engines-problem")).to_be_empty()
 
@@ -512,6 +523,7 @@ def test_where_no_key_is_configured_the_page_says_so(page: Page, serve: Serve) -
 def test_a_gateway_that_is_gone_leaves_what_was_shown(page: Page, serve: Serve) -> None:
     with serve() as gateway:
         sign_in(page, gateway, 1280)
+    wait_for_tables(page)
     expect(page.locator("#engines-problem")).to_contain_text("This is not current (last answer: ")
     expect(page.locator("#engines tr")).to_have_count(1)
 
@@ -565,5 +577,6 @@ def test_the_focus_stays_while_tables_are_drawn_anew(page: Page, small: Gateway)
     button = page.get_by_role("button", name="Remove e1")
     button.focus()
     assert small.post({}, f"{ENGINES}/e1/drain", headers=OPERATOR).status_code == 202
+    wait_for_tables(page)
     expect(page.get_by_role("button", name="Use again e1")).to_be_visible()
     expect(button).to_be_focused()

@@ -23,7 +23,6 @@ from tests.gateway.batches import begin, content, ended, held, line, lines, look
 from tests.gateway.gateway import CHAT, WEB, Fake, Gateway, configuration, serving, until
 from tests.gateway.roles.parts import parts
 from tests.helpers import postgres
-from tests.test_clock import shift_now
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -101,17 +100,6 @@ def test_a_batch_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) -> 
         assert seen["status"] == "cancelled"
         assert outcome(first, seen) == ([f"line-{i}" for i in range(3)], [f"held-{i}" for i in range(4)])
         assert content(first, seen["error_file_id"])[0]["error"]["code"] == "batch_cancelled"
-
-
-def test_the_window_ends(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(shared(tmp_path, fake, batches=Batches(lines=2))) as gateway:
-        id = begin(gateway, [*lines(2), *(line(f"held-{i}", **held("pg-window")) for i in range(3))], "1h")
-        until(lambda: look(gateway, id)["request_counts"]["completed"] == 2, 30)
-        shift_now(3700, monkeypatch)
-        seen = ended(gateway, id)
-        assert seen["status"] == "expired"
-        assert seen["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
-        assert outcome(gateway, seen) == (["line-0", "line-1"], [f"held-{i}" for i in range(3)])
 
 
 def test_wrong_lines_and_other_tenants(fake: Fake, tmp_path: Path) -> None:

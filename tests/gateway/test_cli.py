@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,7 +27,8 @@ from headway.cli.main import app, main
 from headway.config import Broker, Config, Engine, Server, Sqlite, write
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError
-from tests.gateway.gateway import DEAD, WEB, Fake, until
+from headway.gateway.main import _raise_file_limit
+from tests.gateway.gateway import DEAD, WEB, Fake, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
 
 
@@ -149,14 +151,9 @@ def test_all_mistakes_are_told_at_once_and_a_table_s_name_is_not_eaten(
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_the_banner_has_an_ipv6_address_in_brackets(tmp_path: Path) -> None:
-    port = free_port()
-    with headway("serve", "--host", "::", "--port", str(port), "--url", DEAD, folder=tmp_path) as process:
-        assert process.stderr is not None
-        try:
-            assert f"http://[::]:{port} " in process.stderr.readline()
-        finally:
-            process.kill()
+def test_the_banner_has_an_ipv6_address_in_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(configuration(tmp_path, DEAD, server={"host": "::"}), ready=False) as gateway:
+        until(lambda: f"http://[::]:{gateway.config.server.port} " in capsys.readouterr().err)
 
 
 def test_no_help_loses_a_word_in_brackets() -> None:
@@ -186,6 +183,7 @@ def test_what_serve_refuses_is_shown_and_refused(tmp_path: Path, capsys: pytest.
 STANDIN = """
 import os, subprocess, sys
 arguments = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+print("STANDIN begins", flush=True)
 if os.environ.get("STANDIN") == "broken":
     print("[/red] no such device", flush=True)
     sys.exit(3)
@@ -221,25 +219,30 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Any]:
+def standin(tmp_path: Path) -> str:
+    """Write the program; return the PYTHONPATH with which it is started instead of vLLM."""
     main = tmp_path / "standin" / "vllm" / "entrypoints" / "cli" / "main.py"
     main.parent.mkdir(parents=True)
     main.write_text(STANDIN)
     for folder in (main.parent, *main.parent.parents[:2]):
         (folder / "__init__.py").touch()
+    return os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])
+
+
+def own_engine(folder: Path) -> Config:
+    queue = Broker(sqlite=Sqlite(str(folder / "queue.sqlite")))
+    return Config(server=Server(port=free_port()), engines=(Engine(start_timeout_s=20),), broker=queue)
+
+
+@pytest.fixture
+def run(tmp_path: Path, standin: str) -> Iterator[Any]:
     runs: list[Run] = []
 
     def begin(**environment: str) -> Run:
-        port = free_port()
-        config = Config(
-            server=Server(port=port),
-            engines=(Engine(start_timeout_s=20),),
-            broker=Broker(sqlite=Sqlite(str(tmp_path / "queue.sqlite"))),
-        )
+        config = own_engine(tmp_path)
         (tmp_path / "headway.toml").write_text(write(config))
         options = ("serve", "-c", str(tmp_path / "headway.toml"), "--logs", str(tmp_path))
-        path = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "standin"), os.environ.get("PYTHONPATH", "")])}
-        runs.append(Run(headway(*options, folder=tmp_path, **path, **environment), f"http://127.0.0.1:{port}"))
+        runs.append(Run(headway(*options, folder=tmp_path, PYTHONPATH=standin, **environment), config.server.url))
         return runs[-1]
 
     yield begin
@@ -306,30 +309,34 @@ def test_an_engine_that_cannot_start(run: Any) -> None:
     assert "exit code 3" in err
 
 
-def test_an_engine_that_refuses_its_arguments_is_started_once(run: Any, tmp_path: Path) -> None:
-    started = run(STANDIN="misused")
-    _, err = started.process.communicate(timeout=60)
-    assert started.process.returncode == 1
-    assert "cannot start" in err
-    assert "Correct its settings in [[engines]]" in err.partition("cannot start")[2]
-    assert (tmp_path / "e0.log").read_text().count("--max-gpus") == 1
-
-
 @pytest.mark.parametrize(
-    ("raised", "starts"),
+    ("behaviour", "said", "starts"),
     [
-        ("raise ValueError('no such dtype')", 1),
-        ("print('(EngineCore pid=2) INFO begins', flush=True); raise ValueError('Free memory is less')", 3),
-        ("raise OSError('Address already in use')", 3),
+        ("misused", "Correct its settings in [[engines]]", 1),
+        ("raises raise ValueError('no such dtype')", "Its last error: ValueError: no such dtype", 1),
+        (
+            "raises print('(EngineCore pid=2) INFO begins', flush=True); raise ValueError('Free memory is less')",
+            "Its last error: ValueError: Free memory is less",
+            3,
+        ),
+        ("raises raise OSError('Address already in use')", "Its last error: OSError: Address already in use", 3),
     ],
 )
 def test_an_engine_whose_arguments_are_wrong_is_started_once(
-    run: Any, tmp_path: Path, raised: str, starts: int
+    standin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    behaviour: str,
+    said: str,
+    starts: int,
 ) -> None:
-    _, err = run(STANDIN=f"raises {raised}").process.communicate(timeout=60)
-    error = f"Its last error: {raised.partition('raise ')[2].replace('(', ': ').replace(')', '').replace(chr(39), '')}"
-    assert error in err.partition("cannot start")[2]
-    assert (tmp_path / "e0.log").read_text().count("(APIServer pid=1) INFO begins") == starts
+    monkeypatch.setenv("PYTHONPATH", standin)
+    monkeypatch.setenv("STANDIN", behaviour)
+    with serving(own_engine(tmp_path), ready=False, logs=tmp_path) as gateway:
+        until(lambda: gateway.server.failed, 60)
+    assert said in capsys.readouterr().err.partition("cannot start")[2]
+    assert (tmp_path / "e0.log").read_text().count("STANDIN begins") == starts
 
 
 @pytest.mark.parametrize(("sign", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
@@ -354,50 +361,41 @@ def test_a_start_that_waits_for_a_hub_ends_at_a_signal(tmp_path: Path, sign: sig
     assert "Traceback" not in err
 
 
-def test_attached_it_stops_at_a_signal(fake: Fake, tmp_path: Path) -> None:
+def test_attached_it_stops_at_a_signal_and_a_stream_learns_of_it(fake: Fake, tmp_path: Path) -> None:
     port = free_port()
-    process = headway("serve", "--port", str(port), "--url", fake.url, folder=tmp_path)
+    process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
     started = Run(process, f"http://127.0.0.1:{port}")
     until(started.ready, 40)
-    process.send_signal(signal.SIGTERM)
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    with WEB.stream("POST", f"{started.url}/v1/chat/completions", json=chat | fakes(delay=0.3, tokens=1000)) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGTERM)
+        assert "gateway_stopped" in "".join(lines)
     _, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM, err
     assert "Traceback" not in err
     assert fake.answers(), "an engine that it only attached to lives on"
 
 
-def test_a_stream_learns_of_the_stop(fake: Fake, tmp_path: Path) -> None:
-    port = free_port()
-    process = headway("serve", "--port", str(port), "--url", fake.url, "--drain", "0", folder=tmp_path)
-    until(Run(process, f"http://127.0.0.1:{port}").ready, 40)
-    chat = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    with WEB.stream(
-        "POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=chat | fakes(delay=0.3, tokens=1000)
-    ) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        process.send_signal(signal.SIGINT)
-        assert "gateway_stopped" in "".join(lines)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-
-
 def test_the_gateway_may_open_as_many_files_as_the_system_grants() -> None:
     """A default of 1,024 is fewer than the clients of one gateway."""
-    code = (
-        "import resource; from headway.gateway.main import _raise_file_limit\n"
-        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))\n"
-        "_raise_file_limit()\n"
-        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, most))
+        _raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
-def test_version_and_help_have_their_usual_options(tmp_path: Path) -> None:
-    for option, expected in (("--version", __version__), ("-h", "Usage")):
-        said, _ = headway(option, folder=tmp_path).communicate()
-        assert expected in said
-    said, _ = headway("simulate", "-h", folder=tmp_path).communicate()
-    assert "--recipes" in said
+@pytest.mark.parametrize(
+    ("words", "expected"), [(["--version"], __version__), (["-h"], "Usage"), (["simulate", "-h"], "--recipes")]
+)
+def test_version_and_help_have_their_usual_options(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    assert expected in capsys.readouterr().out

@@ -156,21 +156,12 @@ def test_streams_are_passed_on_and_limited(opened: Open, paid: Paid) -> None:
         assert paid.last()["body"]["max_tokens"] > 1000, "as was reserved for it"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tier": "other"},
-        {"tier": "default"},
-        {"tier": "batch"},
-        {"top_k": 3},
-        {"vllm_xargs": {"mine": 1}},
-        {"logit_bias": {"17": 1.0}},
-    ],
-    ids=str,
-)
-def test_all_others_stay(opened: Open, paid: Paid, fields: dict[str, Any]) -> None:
+def test_all_others_stay(opened: Open, paid: Paid) -> None:
     with opened() as gateway:
-        ask(gateway, **fields)
+        for tier in ("other", "default", "batch"):
+            ask(gateway, tier)
+        for fields in ({"top_k": 3}, {"vllm_xargs": {"mine": 1}}, {"logit_bias": {"17": 1.0}}):
+            ask(gateway, **fields)  # type: ignore[arg-type]
         assert counted(gateway) == paid.last()["asked"] == 0
 
 

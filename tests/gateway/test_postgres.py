@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,21 @@ def queue(folder: Path, url: str | None = None, lease_seconds: float = 6.0) -> B
     return Broker("postgres", 24.0, lease_seconds, Sqlite(str(folder / "none")), settings)
 
 
-def start(stack: ExitStack, folder: Path, fake: Fake, broker: Broker) -> Any:
+def start(stack: ExitStack, folder: Path, fake: Fake, broker: Broker, **more: Any) -> Any:
     """Start a gateway in a process of its own; return it."""
-    folder.mkdir()
-    config = configuration(folder, fake.url, broker=broker)
+    folder.mkdir(exist_ok=True)
+    config = configuration(folder, fake.url, broker=broker, **more)
     config = replace(config, server=replace(config.server, port=free_port()))
     (folder / "headway.toml").write_text(write(config))
     return stack.enter_context(process("gateway", gateway_argv(folder), config.server.port, "/ready", folder))
+
+
+@contextmanager
+def two_ports(folder: Path, fake: Fake, broker: Broker) -> Iterator[tuple[int, int]]:
+    """Run two gateways in this process."""
+    config = configuration(folder, fake.url, broker=broker)
+    with serving(config) as first, serving(config) as second:
+        yield first.config.server.port, second.config.server.port
 
 
 def begin(port: int, key: str | None = None, **fields: Any) -> str:
@@ -81,9 +90,8 @@ def test_a_gateway_answers_for_another_and_takes_over_from_a_killed_one(fake: Fa
 
 
 def test_a_request_that_is_sent_to_two_gateways_is_accepted_once(fake: Fake, tmp_path: Path) -> None:
-    broker, before = queue(tmp_path), fake.last()["asked"]
-    with ExitStack() as stack, ThreadPoolExecutor(8) as clients:
-        ports = [start(stack, tmp_path / name, fake, broker).port for name in ("first", "second")]
+    before = fake.last()["asked"]
+    with two_ports(tmp_path, fake, queue(tmp_path)) as ports, ThreadPoolExecutor(8) as clients:
         ids = set(clients.map(lambda i: begin(ports[i % 2], "once"), range(16)))
         assert len(ids) == 1
         for port in ports:
@@ -92,14 +100,12 @@ def test_a_request_that_is_sent_to_two_gateways_is_accepted_once(fake: Fake, tmp
 
 
 def test_a_response_is_cancelled_at_another_gateway(fake: Fake, tmp_path: Path) -> None:
-    broker = queue(tmp_path, lease_seconds=3.0)
-    with ExitStack() as stack:
-        first, second = (start(stack, tmp_path / name, fake, broker) for name in ("first", "second"))
-        held = begin(first.port, **fakes(hold="cancelled"))
+    with two_ports(tmp_path, fake, queue(tmp_path, lease_seconds=3.0)) as (first, second):
+        held = begin(first, **fakes(hold="cancelled"))
         until(lambda: fake.last()["open"] == 1, 20)
-        answer = WEB.post(f"http://127.0.0.1:{second.port}/v1/responses/{held}/cancel")
+        answer = WEB.post(f"http://127.0.0.1:{second}/v1/responses/{held}/cancel")
         assert answer.status_code == 200, answer.text
-        assert look(first.port, held)["status"] == look(second.port, held)["status"] == "cancelled"
+        assert look(first, held)["status"] == look(second, held)["status"] == "cancelled"
         until(lambda: fake.last()["open"] == 0, 20)
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -86,26 +87,33 @@ def test_a_model_that_scales_begins_with_its_configured_agents_and_keeps_those_t
         assert {part.name for part in Actors(there, config).parts()} == rest | agents
 
 
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    root = str(Path(__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
-    options = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**options, "resources": {f"{NODE}0": 1}})
-    del options["include_dashboard"]
-    cluster.second = cluster.add_node(**options, resources={f"{NODE}1": 1})
-    cluster.another = lambda: cluster.add_node(**options, resources={f"{NODE}1": 1})
-    yield cluster
-    cluster.shutdown()
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        root = str(Path(__file__).parents[2])
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+        cluster = Cluster(initialize_head=True, head_node_args={**node(0), "include_dashboard": False})
+        yield cluster
+        cluster.shutdown()
+
+
+def node(number: int) -> dict[str, Any]:
+    """Return the options of a node. Ray starts a worker process for each CPU before any is asked for."""
+    return {"num_cpus": 3, "object_store_memory": 80 << 20, "resources": {f"{NODE}{number}": 1}}
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[list[Fake]]:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    started = [Fake(folder).start() for folder in folders]
+def nodes(ray_cluster: Cluster) -> Cluster:
+    """The cluster, with both of its nodes."""
+    if not ray_cluster.worker_nodes:
+        ray_cluster.add_node(**node(1))
+    return ray_cluster
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Fake]]:
+    started = [Fake(tmp_path_factory.mktemp("fake")).start() for _ in range(2)]
     yield started
     for fake in started:
         fake.stop()
@@ -135,7 +143,7 @@ def test_agents_follow_the_number_wanted(
     """To none while nothing comes, and back for a request that waits; by hand; as far as there are nodes."""
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     config = replace(config, scale={"smollm2": Scale(max=2, min=0, start_s=1.0, starts_engines=True)})
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         agents = lambda: {name for name in actors._names() if name.startswith("agent")}  # noqa: E731
         try:
             states = actors.up(told)
@@ -145,7 +153,7 @@ def test_agents_follow_the_number_wanted(
             until(lambda: not agents(), 60)
             actors.scale("smollm2", 2)
             assert agents() == {"agent-0", "agent-1"}
-            nodes.remove_node(nodes.second, allow_graceful=False)
+            nodes.remove_node(*nodes.worker_nodes, allow_graceful=False)
             with pytest.raises(EngineError, match=r"agent-1 has no node yet; it needs 0.5 CPU, 1 headway_node1"):
                 until(lambda: actors.scale("smollm2", 2), 60)
 
@@ -168,7 +176,7 @@ def test_an_agent_that_does_not_answer_is_not_killed_and_one_without_a_node_is(
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     nowhere = replace(config.engines[0], resources={"nowhere": 1.0})
     config = replace(config, engines=(*config.engines, nowhere), server=replace(config.server, drain_s="streams"))
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         try:
             for part in actors.parts()[:3]:
                 actors._ensure(part)
@@ -192,7 +200,7 @@ def test_parts_move_when_a_node_goes_and_end_together(
 ) -> None:
     config = on_nodes(nodes, fakes, tmp_path, monkeypatch)
     engines = config.engines
-    with connected(config) as actors:
+    with connected(config, ask_s=3.0) as actors:
         try:
             first = actors.up(told)
             assert set(first) == {"agent-0", "agent-1", "controller-0", "gateway-0"}
@@ -202,10 +210,10 @@ def test_parts_move_when_a_node_goes_and_end_together(
             psutil.Process(first["controller-0"].pid).kill()
             until(lambda: actors.up(told)["controller-0"].restarts == 1, 60)
             until(lambda: chat(first["gateway-0"]) == 200, 30)
-            nodes.remove_node(nodes.second, allow_graceful=False)
+            nodes.remove_node(*nodes.worker_nodes, allow_graceful=False)
             until(lambda: not psutil.pid_exists(first["agent-1"].pid), 60)
             assert chat(first["gateway-0"]) == 200, "by the other engine"
-            nodes.another()
+            nodes.add_node(**node(1))
             moved = actors.up(told)["agent-1"]
             assert moved.pid != first["agent-1"].pid
             less = Actors(ray, replace(config, engines=engines[:1]))

@@ -15,11 +15,8 @@ from tests.gateway.test_request_ends import fakes
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[list[Fake]]:
-    made = [Fake(tmp_path).start() for _ in range(3)]
-    yield made
-    for one in made:
-        one.stop()
+def engines(fake: Fake, others: list[Fake]) -> list[Fake]:
+    return [fake, *others]
 
 
 @pytest.fixture

@@ -12,25 +12,21 @@ from tests.gateway.gateway import Fake, configuration, until
 from tests.gateway.roles.parts import parts
 
 
-async def test_a_subset_reaches_the_controller(tmp_path: Path) -> None:
-    fakes, port = [Fake(tmp_path).start() for _ in range(2)], free_port()
-    addresses = [fake.url.removeprefix("http://") for fake in fakes]
-    config = configuration(tmp_path, *(fake.url for fake in fakes), picker=Picker(port))
-    try:
-        with parts(config, tmp_path) as headway:
-            headway.controller("c1")
-            headway.agent("a1", "e0", "e1")
-            with headway.gateway("g1") as gateway:
-                await asyncio.to_thread(until, gateway.all_up)
-                async with connected(port) as channel:
-                    for address in addresses * 2:
-                        call = await channel.asked(subset=[address])
-                        assert (await call.forwarded()).address == address
-                        await call.answer(whole())
-                        await call.answered()
-                leader = headway.controllers["c1"].leader
-                assert leader is not None
-                await asyncio.to_thread(until, lambda: not leader.control.controller.requests)
-    finally:
-        for fake in fakes:
-            fake.stop()
+async def test_a_subset_reaches_the_controller(tmp_path: Path, others: list[Fake]) -> None:
+    port = free_port()
+    addresses = [fake.url.removeprefix("http://") for fake in others]
+    config = configuration(tmp_path, *(fake.url for fake in others), picker=Picker(port))
+    with parts(config, tmp_path) as headway:
+        headway.controller("c1")
+        headway.agent("a1", "e0", "e1")
+        with headway.gateway("g1") as gateway:
+            await asyncio.to_thread(until, gateway.all_up)
+            async with connected(port) as channel:
+                for address in addresses * 2:
+                    call = await channel.asked(subset=[address])
+                    assert (await call.forwarded()).address == address
+                    await call.answer(whole())
+                    await call.answered()
+            leader = headway.controllers["c1"].leader
+            assert leader is not None
+            await asyncio.to_thread(until, lambda: not leader.control.controller.requests)

@@ -13,27 +13,22 @@ from tests.gateway.roles.parts import parts
 IDS = [*range(100, 1380)]
 
 
-def test_a_prompt_goes_to_the_engine_whose_cache_holds_it(tmp_path: Path) -> None:
+def test_a_prompt_goes_to_the_engine_whose_cache_holds_it(tmp_path: Path, others: list[Fake]) -> None:
     keys = token_keys(IDS, prompt_seed(None, None)).tobytes()
-    fakes = [Fake(tmp_path).start() for _ in range(2)]
-    for fake, held in zip(fakes, (b"", keys), strict=True):
+    for fake, held in zip(others, (b"", keys), strict=True):
         report = CacheReport("a", 0, 1, held, whole=True)
         assert WEB.post(f"{fake.url}/cache", json=report.plain()).status_code == 200
-    try:
-        with parts(configuration(tmp_path, *(fake.url for fake in fakes)), tmp_path) as headway:
-            headway.controller("c1")
-            headway.agent("a1", "e0")
-            headway.agent("a2", "e1")
-            with headway.gateway("g1") as gateway:
-                leader = headway.controllers["c1"].leader
-                assert leader is not None
-                index = leader.control.controller.cluster.placement.index
-                found = lambda: index.tokens("e1", np.frombuffer(keys, np.int64))  # noqa: E731
-                until(lambda: found() == len(IDS) // 16 * 16)
-                for more in range(3):
-                    body = {"model": "smollm2", "prompt": [*IDS, more], "max_tokens": 2}
-                    assert gateway.post(body, "/v1/completions").status_code == 200
-                assert [fake.last()["asked"] for fake in fakes] == [0, 3]
-    finally:
-        for fake in fakes:
-            fake.stop()
+    with parts(configuration(tmp_path, *(fake.url for fake in others)), tmp_path) as headway:
+        headway.controller("c1")
+        headway.agent("a1", "e0")
+        headway.agent("a2", "e1")
+        with headway.gateway("g1") as gateway:
+            leader = headway.controllers["c1"].leader
+            assert leader is not None
+            index = leader.control.controller.cluster.placement.index
+            found = lambda: index.tokens("e1", np.frombuffer(keys, np.int64))  # noqa: E731
+            until(lambda: found() == len(IDS) // 16 * 16)
+            for more in range(3):
+                body = {"model": "smollm2", "prompt": [*IDS, more], "max_tokens": 2}
+                assert gateway.post(body, "/v1/completions").status_code == 200
+            assert [fake.last()["asked"] for fake in others] == [0, 3]

@@ -7,16 +7,16 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from headway.cli.main import main
 from headway.config import Key, Wire, write
 from headway.engines.vllm.process.launch import free_port
 from tests.gateway.gateway import CHAT, DEAD, OPERATOR, SAY, WEB, Fake, configuration, until
@@ -68,12 +68,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, fake: Fake, dead: int = 0, **server: Any) -> Iterator[Cluster]:
-    """Yield a controller, an agent and two gateways that are ready.
-
-    dead: engines beside the fake one that do not answer. server: settings.
-    """
-    config = configuration(folder, fake.url, server=server)
+def cluster(folder: Path, fake: Fake, gateways: Sequence[str] = ("g1",), dead: int = 0) -> Iterator[Cluster]:
+    """Yield a controller, an agent and gateways that are ready. dead: engines that do not answer, beside the fake."""
+    config = configuration(folder, fake.url)
     another = replace(config.engines[0], url=DEAD, start_timeout_s=0.2)
     config = replace(config, engines=(*config.engines, *[another] * dead))
     wire = Wire("env:HEADWAY_RABBITMQ_URL", f"test-{secrets.token_hex(6)}", lease_seconds=3.0)
@@ -84,7 +81,7 @@ def cluster(folder: Path, fake: Fake, dead: int = 0, **server: Any) -> Iterator[
         made.start("c1", "controller")
         made.start("a1", "agent", "--name", "a1")
         until(lambda: made.log("a1").count("did not answer") >= 3 * dead, 60)
-        for name in ("g1", "g2"):
+        for name in gateways:
             made.start(name, "gateway")
         until(lambda: all(made.ready(name) for name in made.running if not dead or name != "a1"), 60)
         yield made
@@ -97,19 +94,12 @@ def cluster(folder: Path, fake: Fake, dead: int = 0, **server: Any) -> Iterator[
             made.kill(name)
 
 
-@pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    fake = Fake(tmp_path).start()
-    yield fake
-    fake.stop()
-
-
 def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) -> None:
-    with cluster(tmp_path, fake) as made, ThreadPoolExecutor(40) as pool:
+    with cluster(tmp_path, fake, ("g1", "g2")) as made, ThreadPoolExecutor(40) as pool:
         until(lambda: made.chat("g1").status_code == 200, 30)
         assert made.chat("g2").status_code == 200
         asked = fake.last()["asked"]
-        held = [pool.submit(made.chat, name, **fakes(hold="h")) for name in ("g1", "g2") for _ in range(18)]
+        held = [pool.submit(made.chat, name, **fakes(hold="parts")) for name in ("g1", "g2") for _ in range(18)]
         until(lambda: fake.last()["asked"] >= asked + 32, 30)
         made.start("c2", "controller")
         until(lambda: made.ready("c2"), 30)
@@ -119,7 +109,7 @@ def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) ->
         until(lambda: made.leads("c2"), 30)
         made.kill("a1")
         made.start("a1", "agent", "--name", "a1")
-        fake.release("h")
+        fake.release("parts")
         assert [one.result(60).status_code for one in held] == [200] * 36
         assert fake.last()["asked"] == asked + 36, "each was sent once"
         until(lambda: made.ready("a1"), 30)
@@ -130,21 +120,21 @@ def test_each_part_may_die_and_no_request_is_lost(tmp_path: Path, fake: Fake) ->
         assert made.kill("a1", signal.SIGTERM) == 0
 
 
-def test_a_gateway_is_ready_while_an_engine_cannot_start(tmp_path: Path, fake: Fake) -> None:
-    with cluster(tmp_path, fake, dead=1) as made:
+def test_a_gateway_is_ready_while_an_engine_cannot_start_and_an_agent_that_is_to_end_drains_the_other(
+    tmp_path: Path, fake: Fake
+) -> None:
+    with cluster(tmp_path, fake, dead=1) as made, ThreadPoolExecutor(2) as pool:
         until(lambda: "ready: smollm2 at" in made.log("g1"))
-        assert made.chat("g1").status_code == 200
+        for drain_s, delay in ("5", 0.2), ('"streams"', 0.8):
+            if "a1" not in made.running:
+                made.file.write_text(made.file.read_text().replace("drain_s = 5", f"drain_s = {drain_s}"))
+                made.start("a1", "agent", "--name", "a1")
+            stream = pool.submit(made.chat, "g1", stream=True, **fakes(delay=delay))
+            until(lambda: fake.last()["open"] == 1, 30)
+            ended = pool.submit(made.kill, "a1", signal.SIGTERM)
+            assert stream.result(30).text.count("fake ") == 8, "it has gone on to its end"
+            assert ended.result(30) == 0
         assert made.kill("g1", signal.SIGTERM) in (0, -signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("drain_s", "delay"), [(5, 0.2), ("streams", 0.8)])
-def test_an_agent_that_is_to_end_drains_its_engines(tmp_path: Path, fake: Fake, drain_s: object, delay: float) -> None:
-    with cluster(tmp_path, fake, drain_s=drain_s) as made, ThreadPoolExecutor(2) as pool:
-        stream = pool.submit(made.chat, "g1", stream=True, **fakes(delay=delay))
-        until(lambda: fake.last()["open"] == 1)
-        ended = pool.submit(made.kill, "a1", signal.SIGTERM)
-        assert stream.result(30).text.count("fake ") == 8, "it has gone on to its end"
-        assert ended.result(30) == 0
 
 
 def test_a_controller_s_state_needs_the_operator_s_key(tmp_path: Path) -> None:
@@ -164,13 +154,16 @@ def test_a_controller_s_state_needs_the_operator_s_key(tmp_path: Path) -> None:
         made.kill("c1")
 
 
-def test_without_a_url_the_mend_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["gateway", "controller", "agent"])
+def test_without_a_url_the_mend_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str
+) -> None:
+    monkeypatch.delenv("HEADWAY_RABBITMQ_URL", raising=False)
     file = tmp_path / "headway.toml"
     file.write_text(write(configuration(tmp_path, "http://127.0.0.1:9")))
-    env = {name: value for name, value in os.environ.items() if name != "HEADWAY_RABBITMQ_URL"}
-    for role in ("gateway", "controller", "agent"):
-        argv = [sys.executable, "-m", "headway.cli", role, "-c", str(file)]
-        ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 2, role
-        assert "its URL is not set" in " ".join(ended.stderr.split())
-        assert "HEADWAY_RABBITMQ_URL" in ended.stderr
+    with pytest.raises(SystemExit) as ended:
+        main([role, "-c", str(file)])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its URL is not set" in said
+    assert "HEADWAY_RABBITMQ_URL" in said

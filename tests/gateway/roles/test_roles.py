@@ -30,13 +30,6 @@ def waiting(headway: Parts, name: str) -> list[str]:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    fake = Fake(tmp_path).start()
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture
 def headway(tmp_path: Path, fake: Fake) -> Iterator[Parts]:
     with parts(configuration(tmp_path, fake.url), tmp_path) as made:
         made.controller("c1")
@@ -97,16 +90,17 @@ def test_two_gateways_share_one_queue(headway: Parts) -> None:
 def test_a_standby_takes_over_what_waits_and_what_runs(headway: Parts, fake: Fake) -> None:
     """The first controller dies with one answer held back in the engine and others behind it."""
     headway.controller("c2")
+    before = fake.last()["asked"]
     with headway.gateway("g1") as gateway, ThreadPoolExecutor(40) as pool:
-        held = [pool.submit(gateway.post, gateway.chat(**fakes(hold="h"))) for _ in range(36)]
+        held = [pool.submit(gateway.post, gateway.chat(**fakes(hold="takeover"))) for _ in range(36)]
         until(lambda: len(waiting(headway, "c1")) == 36)
         headway.kill("c1")
         until(lambda: headway.controllers["c2"].leader is not None)
         until(lambda: len(waiting(headway, "c2")) == 36)
-        fake.release("h")
+        fake.release("takeover")
         assert [one.result(20).status_code for one in held] == [200] * 36
         until(lambda: not waiting(headway, "c2"))
-        assert fake.last()["asked"] == 36, "none was sent twice"
+        assert fake.last()["asked"] == before + 36, "none was sent twice"
 
 
 def test_a_standby_learns_the_keys_of_prompts(tmp_path: Path, fake: Fake, stock: Fake) -> None:
@@ -116,7 +110,7 @@ def test_a_standby_learns_the_keys_of_prompts(tmp_path: Path, fake: Fake, stock:
         headway.controller("c2")
         headway.agent("a1", "e0", "e1")
         with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
-            body = gateway.chat(messages=[{"role": "user", "content": "word " * 200}], **fakes(hold="h"))
+            body = gateway.chat(messages=[{"role": "user", "content": "word " * 200}], **fakes(hold="keys of prompts"))
             asked = pool.submit(gateway.post, body)
             until(lambda: waiting(headway, "c1"))
             headway.kill("c1")
@@ -129,7 +123,7 @@ def test_a_standby_learns_the_keys_of_prompts(tmp_path: Path, fake: Fake, stock:
             assert len(keys) >= 8 * 200 // 16
             assert keys == gateway.controller.cluster.placement.keys(id)
             for engine in (fake, stock):
-                engine.release("h")
+                engine.release("keys of prompts")
             assert asked.result(20).status_code == 200
 
 
@@ -145,13 +139,13 @@ def test_a_message_with_requests_has_room_for_their_keys() -> None:
 
 def test_requests_of_a_gateway_that_dies_end_in_the_controller(headway: Parts, fake: Fake) -> None:
     with headway.gateway("g1") as gateway, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(gateway.post, gateway.chat(**fakes(hold="h")))
+        asked = pool.submit(gateway.post, gateway.chat(**fakes(hold="gone gateway")))
         until(lambda: waiting(headway, "c1"))
         headway.exchange.part("g1")
         until(lambda: not waiting(headway, "c1"))
         headway.exchange.mend("g1")
         until(lambda: waiting(headway, "c1"))
-        fake.release("h")
+        fake.release("gone gateway")
         assert asked.result(20).status_code == 200
 
 

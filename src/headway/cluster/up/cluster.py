@@ -25,15 +25,18 @@ from headway.errors import ConfigError, EngineError
 OnChange = Callable[[str, PartState | None], None]
 _POLL_S = 0.3
 _DAY_S = 86_400  # for the streams of a part that stops, where they have no other limit
-_ASK_S = 10.0  # limit for an actor's answer; one without a node gives none
+_KNOCK_S = 10.0  # limit for a connection to the cluster
 _READY_S = 120.0  # limit for a part to be ready, beyond the engines' start timeout
 
 
 class Actors:
-    """The parts of one Headway installation on a Ray cluster. ray: the imported module."""
+    """The parts of one Headway installation on a Ray cluster.
 
-    def __init__(self, ray: Any, config: Config) -> None:
-        self._ray, self._config = ray, with_copies(config)
+    ray: the imported module. ask_s: limit for an actor's answer, s; one without a node gives none.
+    """
+
+    def __init__(self, ray: Any, config: Config, ask_s: float = 10.0) -> None:
+        self._ray, self._config, self._ask_s = ray, with_copies(config), ask_s
         self._text = template(self._config)
         agents = parts_of(self._config)[: len(self._config.engines)]
         self._copies = {part.name for part in agents[len(config.engines) :]}
@@ -127,7 +130,7 @@ class Actors:
         """Return the state of a part, None = it has no node, or does not answer."""
         try:
             answer = self._ray.get_actor(name).state.remote()
-            state: PartState = self._ray.get(answer, timeout=_ASK_S)
+            state: PartState = self._ray.get(answer, timeout=self._ask_s)
         except (ValueError, self._ray.exceptions.RayError):
             return None
         return state
@@ -157,7 +160,7 @@ class Actors:
         with self._unless_gone():
             actor = self._ray.get_actor(name)
             try:
-                self._ray.get(actor.leave.remote(self._grace), timeout=_ASK_S)
+                self._ray.get(actor.leave.remote(self._grace), timeout=self._ask_s)
             except self._ray.exceptions.RayError:
                 if _is_placed(actor):
                     return False
@@ -169,7 +172,7 @@ class Actors:
         with self._unless_gone():
             actor = self._ray.get_actor(name)
             order = actor.stop.remote(self._grace)
-            self._ray.wait([order], timeout=_ASK_S)
+            self._ray.wait([order], timeout=self._ask_s)
             if _is_placed(actor):
                 with self._unless_gone():
                     self._ray.get(order, timeout=self._grace + 30.0)
@@ -218,8 +221,11 @@ def _is_placed(actor: Any) -> bool:
 
 
 @contextmanager
-def connected(config: Config) -> Iterator[Actors]:
-    """Connect to the Ray cluster. ConfigError without Ray, without a cluster, or without wire.url."""
+def connected(config: Config, ask_s: float = 10.0) -> Iterator[Actors]:
+    """Connect to the Ray cluster. ConfigError without Ray, without a cluster, or without wire.url.
+
+    ask_s: as in `Actors`.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -237,7 +243,7 @@ def connected(config: Config) -> Iterator[Actors]:
         fix = "`ray start --head` makes this machine its first node; or set up.address."
         raise ConfigError(problem, fix, param="up.address") from None
     try:
-        yield Actors(ray, config)
+        yield Actors(ray, config, ask_s)
     finally:
         ray.shutdown()
 
@@ -246,7 +252,7 @@ def _knock(address: str) -> None:
     """Raise OSError when nothing listens at an address: Ray itself would retry for minutes."""
     place = urlsplit(f"//{address.rpartition('//')[2]}")
     if place.port:
-        socket.create_connection((place.hostname, place.port), _ASK_S).close()
+        socket.create_connection((place.hostname, place.port), _KNOCK_S).close()
 
 
 def _variables(text: str) -> dict[str, str]:
