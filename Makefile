@@ -4,6 +4,7 @@ VENV ?= .venv
 CLIENTS ?= .venv-clients
 NODE := tests/e2e/clients/node
 PEERS ?= .venv-peers
+OPEN_WEBUI ?= .venv-open-webui
 AUDIT ?= .venv-audit
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile
@@ -20,7 +21,7 @@ WORKERS ?= 3
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
 
-.PHONY: audit clients envoy helm image loops model peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
+.PHONY: audit clients envoy helm image loops model open-webui peers install ready rewritten servers serve test test-fast test-vllm explore lint bench clean
 install: $(VENV)/.installed
 
 # The lock is complete, so nothing is resolved: --no-deps keeps CUDA builds of torch's companions out.
@@ -101,6 +102,16 @@ peers: requirements-peers.lock
 	       && touch $(PEERS)/.installed; } \
 	  || { rm -rf $(PEERS); echo "The peers cannot be installed here; pip says above why."; exit 1; }
 
+# For tests/gateway/test_open_webui.py: 2.9 GB, so `make test` runs it only where it has been installed. Open WebUI pins
+# what it needs itself; PyTorch comes first, in the locked build for CPUs.
+WEBUI_PIP := $(OPEN_WEBUI)/bin/pip install --quiet --disable-pip-version-check
+open-webui:
+	@test -e $(OPEN_WEBUI)/.installed \
+	  || { $(PYTHON) -m venv $(OPEN_WEBUI) \
+	       && $(WEBUI_PIP) --no-deps --extra-index-url $(TORCH) $$(grep ^torch== requirements.lock) \
+	       && $(WEBUI_PIP) open-webui==0.12.4 && touch $(OPEN_WEBUI)/.installed; } \
+	  || { rm -rf $(OPEN_WEBUI); echo "Open WebUI cannot be installed here; pip says above why."; exit 1; }
+
 # pytest rewrites the assertions of all test files, half of what it does before the first test: it is done once, before
 # several workers would each do so, and kept also where no process may write bytecode. What fails, `make test` reports.
 rewritten: $(VENV)/.rewritten
@@ -161,4 +172,4 @@ bench: model
 	$(BIN)/headway bench compare --quick --out out/compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(AUDIT) .envoy .helm .vllm-* out
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) $(OPEN_WEBUI) $(AUDIT) .envoy .helm .vllm-* out

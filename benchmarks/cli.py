@@ -138,7 +138,7 @@ def accept(
     """Measure how fast requests are accepted, by queue and gateways, and the takeover of a backlog."""
 
 
-@command("benchmarks.real.nodes_report:main")
+@command("benchmarks.real.nodes:main")
 def nodes(
     ask: Ask,
     recipe: Annotated[str, typer.Option(help="A recipe that swaps models.")] = "headway",
@@ -410,7 +410,7 @@ def fleet(
     model are made once, in Headway's cache directory (models/variants).
     """
     from benchmarks.real import fleet as live
-    from benchmarks.real.fleet_report import main
+    from benchmarks.real.fleet import main
     from benchmarks.simulated import fleet as virtual
 
     names = live.SYSTEMS if systems is None else listed(systems)

@@ -83,6 +83,22 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Collection[str]) -> N
             raise ConfigError(f"There is no {kind} {name!r}.", f"Use some of {', '.join(known)}.")
 
 
+def bars_of(rows: Sequence[Row], goals: Mapping[str, float | None]) -> bytes:
+    """Return a PNG with a panel for each id of `goals`: a bar for each of its rows, and a line at its goal."""
+    from headway.whatif.output.plots import png, sheet
+
+    figure, panels = sheet(1, len(goals), 5.5 * len(goals), 3.6)
+    for axes, (id, goal) in zip(panels, goals.items(), strict=True):
+        shown = [row for row in rows if row.id == id]
+        axes.barh([row.setting for row in shown], [row.ours or 0.0 for row in shown], color="#0072B2")
+        if goal is not None:
+            axes.axvline(goal, color="#D55E00", linewidth=1)
+        axes.invert_yaxis()
+        axes.set_title(f"{id}, {shown[0].unit}{' (line: goal)' if goal else ''}" if shown else id, fontsize=8)
+        axes.tick_params(labelsize=7)
+    return png(figure)
+
+
 def computed(
     jobs: Iterable[JobT],
     compute: Callable[[JobT], FoundT],

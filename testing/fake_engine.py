@@ -36,6 +36,7 @@ WORD = "fake "  # the content of every chunk after the first; clients count toke
 _BLOCKS, _BLOCK = 100_000, 16
 FIRST_ID, _ID = 1000, b"[-1]"  # the id of an answer's first token; what stands for a token's id
 _CALL = re.compile(r"FAKE CALL (\w+) (\{.*\}) END")
+_SAY = re.compile(r"FAKE SAY (.+?) END")
 _COUNTERS = {"steps": 0, "step_seconds": 0.0, "pauses": 0, "evictions": 0}
 _METRICS = f"""# HELP vllm:num_preemptions_total Cumulative number of preemptions ({NAME}).
 # TYPE vllm:num_preemptions_total counter
@@ -57,6 +58,7 @@ class _Ask:
     prompt: `fake_prompt`, the prompt tokens reported in usage
     stops: its end is that of a model, not that of its limit, as in the answer to a chat with tools
     call: a tool call, that the last message asks for if it is a user's: `FAKE CALL name {"argument": 1} END`
+    word: the text of each token; of the only one if the last message asks for it: `FAKE SAY text END`
     hold: `fake_hold`, a name; nothing is sent until that name is released
     cuts: `fake_cuts`; the connection breaks after so many tokens, at the first of these numbers that is above
         those said before
@@ -92,6 +94,7 @@ class _Ask:
     split: bool
     pooled: dict[str, Any] | None
     call: dict[str, Any] | None
+    word: str
     stops: bool
 
     @property
@@ -263,12 +266,13 @@ class FakeEngine:
         extra = body.get("vllm_xargs") or {}
         tokens = int(extra.get("fake_tokens", self.tokens))
         limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or tokens)
+        text = _SAY.search(_last_message(body))
         return _Ask(
             chat=path.endswith("chat/completions"),
             stream=bool(body.get("stream")),
             usage=bool((body.get("stream_options") or {}).get("include_usage")),
             choices=int(body.get("n") or 1),
-            tokens=min(tokens, limit),
+            tokens=min(tokens, limit) if text is None else 1,
             delay=float(extra.get("fake_delay", self.delay)),
             prompt=int(extra.get("fake_prompt", 11)),
             hold=str(extra.get("fake_hold", "")),
@@ -282,6 +286,7 @@ class FakeEngine:
             model=body.get("model", ""),
             pooled=pooled_answer(path, body),
             call=_call(body),
+            word=WORD if text is None else text[1],
             stops=bool(body.get("tools")),
         )
 
@@ -362,7 +367,7 @@ def _chunks(ask: _Ask) -> tuple[bytes, bytes, bytes]:
     """Return three events: the role, one token per choice, and the finish reason."""
     reason = "abort" if ask.end == "abort" else "stop" if ask.stops else "length"
     role = _of_choices(ask, {"role": "assistant", "content": ""}, None)
-    chunk = _of_choices(ask, {"content": WORD}, None, token_ids=[-1])
+    chunk = _of_choices(ask, {"content": ask.word}, None, token_ids=[-1])
     return role, chunk, _of_choices(ask, {}, reason, token_ids=[])
 
 
@@ -384,7 +389,7 @@ def _event(ask: _Ask, choices: list[Any], **more: Any) -> bytes:
 
 
 def _whole(ask: _Ask) -> dict[str, Any]:
-    text = WORD * ask.shown
+    text = ask.word * ask.shown
     content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if ask.chat else {"text": text}
     one = {**content, "logprobs": None, "finish_reason": "stop" if ask.stops else "length"}
     if ask.call is not None:
@@ -418,9 +423,14 @@ def _prompt(body: dict[str, Any]) -> str:
     return str(body.get("prompt", ""))
 
 
-def _call(body: dict[str, Any]) -> dict[str, Any] | None:
+def _last_message(body: dict[str, Any]) -> str:
+    """Return the content of the last message if it is a user's, else ""."""
     message = (body.get("messages") or [{}])[-1]
-    found = _CALL.search(str(message.get("content"))) if message.get("role") == "user" else None
+    return str(message.get("content")) if message.get("role") == "user" else ""
+
+
+def _call(body: dict[str, Any]) -> dict[str, Any] | None:
+    found = _CALL.search(_last_message(body))
     if found is None:
         return None
     function = {"name": found[1], "arguments": found[2]}

@@ -13,17 +13,15 @@ from functools import cache
 import numpy as np
 
 from benchmarks.catalog import recorded, simulated
-from benchmarks.catalog.bars import bars
 from benchmarks.catalog.grounds import PROFILE, check_sizes, fleet
-from benchmarks.catalog.margins import HEADWAY
+from benchmarks.catalog.margins import HEADWAY, bars
 from benchmarks.catalog.programs import RECIPE as PROGRAMS
 from benchmarks.catalog.workloads import CHAT
 from benchmarks.experiment import Result, computed, experiment, refuse_unknown
 from headway.policy.recipes.recipe import Recipe
 from headway.simulate.replay import replay
-from headway.simulate.workload.applications import Applications, AppRun, Step, applications
+from headway.simulate.workload.applications import Applications, AppRun, Step, applications, with_prefixes
 from headway.simulate.workload.arrivals import poisson
-from headway.simulate.workload.run_prefixes import with_prefixes
 from headway.simulate.workload.traces import locate
 from headway.simulate.workload.traffic import concat
 from headway.types import Floats

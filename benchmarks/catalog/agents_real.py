@@ -17,7 +17,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.catalog import recorded
-from benchmarks.catalog.bars import bars
+from benchmarks.catalog.margins import bars
 from benchmarks.experiment import Result, experiment
 from benchmarks.real.two_engines import (
     HEADWAY,

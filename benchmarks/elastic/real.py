@@ -30,8 +30,7 @@ from headway.config import Broker, Config, Engine, Server, Sqlite, load, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
 from headway.errors import ConfigError, EngineError
 from headway.store.journal.reader import read as read_journal
-from headway.whatif.measured.starting import attempts
-from headway.whatif.measured.systems import answering
+from headway.whatif.measured.systems import answering, attempts
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
 

@@ -35,9 +35,9 @@ from benchmarks.papers.exhaustive import exhaustive
 from benchmarks.papers.quoted import quoted
 from headway.policy.core.annealing import Schedule
 from headway.policy.core.mapping import Records
-from headway.policy.forecast.latency.sampled import PUBLISHED
+from headway.policy.forecast.latency.laws import PUBLISHED
 from headway.policy.forecast.lengths.task import TaskLengths
-from headway.policy.plan.assign import Assignment
+from headway.policy.plan.annealed import Assignment
 from headway.simulate.workload.arrivals import poisson
 from headway.types import Instance, Ints
 from headway.whatif.output.plots import colours, line_legend, png, sheet

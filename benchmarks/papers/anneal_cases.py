@@ -17,9 +17,8 @@ from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal
 from headway.policy.core.mapping import Records, Targets, costs_of
 from headway.policy.forecast.latency import profiles
-from headway.policy.forecast.latency.laws import SloAware
-from headway.policy.forecast.latency.sampled import PUBLISHED
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
+from headway.policy.forecast.latency.laws import PUBLISHED, SloAware
+from headway.policy.forecast.lengths.task import GaussianLengths
 from headway.policy.recipes.registry import find
 from headway.ports import Lengths
 from headway.simulate.forecasts import Oracle

@@ -10,8 +10,7 @@ from headway.policy.recipes.recipe import Recipe
 from headway.simulate.forecasts import Oracle
 from headway.simulate.instance import InstanceSpec, SimulatedInstance, check
 from headway.simulate.loop import Loop
-from headway.simulate.observer import Observer
-from headway.simulate.outcome import Outcome
+from headway.simulate.outcome import Observer, Outcome
 from headway.simulate.run import no_time
 from headway.simulate.workload.traffic import Workload
 

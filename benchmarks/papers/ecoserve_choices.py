@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, options_of,
 from benchmarks.papers.ecoserve_tables import ECOSERVE, figures
 from benchmarks.papers.quoted import quoted
 from benchmarks.papers.trial import PaperTrial, trial
-from headway.policy.pack.ecoserve.packer import Options
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.simulate.workload.traffic import Workload
 from headway.whatif.output.results import Row
 
@@ -74,8 +74,8 @@ def _labelled(data: Data) -> Iterator[tuple[str, Options]]:
     yield ECOSERVE, ours
     yield PAPER_TEXT, text
     for name, names in CHOICES.items():
-        yield f"{ECOSERVE}, {name}", replace(ours, **{one: asdict(text)[one] for one in names})
-        yield f"{PAPER_TEXT}, not {name}", replace(text, **{one: asdict(ours)[one] for one in names})
+        yield f"{ECOSERVE}, {name}", ours._replace(**{one: getattr(text, one) for one in names})
+        yield f"{PAPER_TEXT}, not {name}", text._replace(**{one: getattr(ours, one) for one in names})
 
 
 def _load(data: Data, share: float, seed: int) -> Workload:
@@ -122,9 +122,9 @@ def _point(data: Data, name: str, value: float, load: Workload, seed: int) -> Pa
     options = options_of(ECOSERVE, data)
     assert options is not None
     if name == "reserve":
-        options = replace(options, reserve=value)
+        options = options._replace(reserve=value)
     if name == "buffer":
-        options = replace(options, buffer=0, buffer_share=value)
+        options = options._replace(buffer=0, buffer_share=value)
     padding = value if name == "padding" else None
     return trial(ECOSERVE, data, data.swept, load, seed, options=options, padding=padding)
 

@@ -16,12 +16,11 @@ from benchmarks.papers.quoted import quoted
 from benchmarks.papers.slower import SlowerLatency
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency import profiles
-from headway.policy.pack.baselines.chunked import Chunked
+from headway.policy.pack.baselines.arrival_order import Chunked, MultiRes, Orca
 from headway.policy.pack.baselines.fastserve import FastServe
-from headway.policy.pack.baselines.multires import MultiRes
-from headway.policy.pack.baselines.orca import Orca
 from headway.policy.pack.baselines.srtf import Srtf
-from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.pack.ecoserve.packer import EcoServe
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.policy.recipes.ecoserve import VARIANTS
 from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import find
@@ -259,8 +258,8 @@ def options_of(name: str, data: Data) -> Options | None:
     base = name.removesuffix("-oracle")
     if base not in VARIANTS:
         return None
-    chosen = replace(VARIANTS[base][0], reserve=data.pool)
-    return replace(chosen, buffer_share=data.buffer) if chosen.buffer_share else chosen
+    chosen = VARIANTS[base][0]._replace(reserve=data.pool)
+    return chosen._replace(buffer_share=data.buffer) if chosen.buffer_share else chosen
 
 
 def system(name: str, data: Data, options: Options | None = None) -> Recipe:

@@ -11,8 +11,7 @@ import numpy as np
 
 from benchmarks.papers.ecoserve_setup import DATA, PAPER_TEXT, Data, alone, bound, instance, workload
 from benchmarks.papers.quoted import quoted
-from benchmarks.papers.trial import PaperTrial, forecasts
-from headway.simulate.forecasts import Provisioned
+from benchmarks.papers.trial import PaperTrial, Provisioned, forecasts
 from headway.whatif.output.results import Row
 
 ECOSERVE, BASE, ORACLE = "ecoserve", "vllm-v0-swap", "ecoserve-oracle"

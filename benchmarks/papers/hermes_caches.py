@@ -33,7 +33,7 @@ from headway.policy.recipes.hermes import variant
 from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
 from headway.simulate.replay import replay
 from headway.simulate.warm_engines import Adapters, KvCache
-from headway.simulate.workload.run_prefixes import templates, with_prefixes
+from headway.simulate.workload.applications import templates, with_prefixes
 from headway.types import Floats
 from headway.whatif.output.results import SIMULATED, Ask, Row
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.papers.hermes_vtc import fewest_output_tokens, least_beside_its_share, served_tokens
 from benchmarks.papers.quoted import quoted
+from headway.policy.apps.demand import SHARED, Knowledge
 from headway.policy.apps.graph import LLM, Graph
-from headway.policy.apps.knowledge import SHARED, Knowledge
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.default import headway
 from headway.policy.recipes.hermes import variant
@@ -59,9 +59,10 @@ WIDE = "WIDE"  # the name of an application of our own
 _BUDGET = 2048
 _BURSTINESS = 1 / 16  # of generated arrivals: gaps with a coefficient of variation of 4
 AUTHORS = "authors"
+AUTHORS_PROFILE = Path(__file__).with_name("llama-2-7b-hermes-authors.json")
 _ENGINES = {  # by name: latency profile, instances, KV tokens
     "7b": ("llama-2-7b-a100", 1, 40_000),  # an A100 with 40 GB: 22 GB are left for KV
-    AUTHORS: ("llama-2-7b-hermes-authors", 1, 40_000),
+    AUTHORS: (str(AUTHORS_PROFILE), 1, 40_000),
     "70b": ("llama-2-70b-h100-tp4", 2, 400_000),
 }
 HERMES, ORACLE, DEFAULT = "hermes", "oracle", "headway"

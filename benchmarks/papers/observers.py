@@ -18,7 +18,7 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.plan.dispatch import sends
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer, Planner
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.simulate.workload.traffic import Workload
 from headway.types import Bools, Floats, Ints, Jobs, Plan, Step
 

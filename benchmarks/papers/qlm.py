@@ -163,14 +163,16 @@ def main(ask: Ask, only: Sequence[str] = (), plan: QlmPlan | None = None, seeds:
 
 def run(plan: QlmPlan, seed: int, *, bar: bool) -> QlmResults:
     """Run a plan."""
-    from headway.policy.recipes.qlm import with_delta
+    from headway.policy.plan.group_placement import QlmOptions
+    from headway.policy.recipes.qlm import variant
 
     def served(system: str, setting: QlmSetting) -> QlmTrial:
         return trial(system, find(system), setting, seed)
 
     trials, shown = run_each(plan.experiments, served, bar=bar), partial(track, disable=not bar)
     deltas = {
-        delta: trial(QLM, with_delta(delta), plan.delta_setting, seed) for delta in shown(plan.deltas, "group sizes")
+        delta: trial(QLM, variant(QLM, "groups of another size", QlmOptions(delta=delta)), plan.delta_setting, seed)
+        for delta in shown(plan.deltas, "group sizes")
     }
     profiles = ESTIMATED.items() if plan.estimated else ()
     estimated = (estimates(*one, plan.estimated, seed) for one in shown(profiles, "estimating"))

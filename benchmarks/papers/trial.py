@@ -9,13 +9,15 @@ import numpy as np
 
 from benchmarks.papers.ecoserve_setup import TFS, TRUE_LENGTHS, Data, instance, system
 from benchmarks.papers.observers import Gauges, inside
+from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.pack.ecoserve.packer import Options
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.ports import Lengths, Packer
-from headway.simulate.forecasts import Oracle, Provisioned
+from headway.simulate.forecasts import Oracle
 from headway.simulate.outcome import Outcome
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload
+from headway.types import Forecast, Ints, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,61 @@ class PaperTrial:
     thinking: float
     iterations: int
     counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioned:
+    """Padded lengths whose errors have a paper's shares: EcoServe 2.3 (77.5 % and figure 5a, on Alpaca).
+
+    lengths: the tokens that each answer of `workload` is allocated.
+    """
+
+    workload: Workload
+    lengths: Ints
+
+    @classmethod
+    def of(
+        cls, workload: Workload, accuracy: float, over: float, under: float, rng: np.random.Generator
+    ) -> Provisioned:
+        """Draw errors independently per request.
+
+        accuracy: share of requests whose allocation suffices.
+        over, under: unused and missing tokens as shares of the allocated ones, each the mean of all requests.
+
+        Of what suffices an evenly distributed share is unused, of the rest an exponentially distributed one
+        is missing: the papers give means only. Rounding to whole tokens can go below half a token of `over`
+        for short answers, but not below `accuracy`. ConfigError unless 0 < accuracy < 1, 0 <= over <
+        accuracy / 2 and under >= 0.
+        """
+        if not (0 < accuracy < 1 and 0 <= over < accuracy / 2 and under >= 0):
+            raise ConfigError(
+                f"No predictor has accuracy {accuracy:g} with {over:g} unused and {under:g} missing.",
+                "Give shares: accuracy between 0 and 1, unused below half of it, missing from 0 on.",
+            )
+        size = len(workload)
+        enough = rng.random(size) < accuracy
+        unused = 2 * over / accuracy * rng.random(size)
+        lacking = rng.exponential(under / (1 - accuracy), size)
+        lengths = np.where(enough, workload.output / (1 - unused), workload.output / (1 + lacking))
+        whole = np.where(enough, np.rint(lengths), np.floor(lengths))
+        return cls(workload, np.maximum(whole, 1).astype(np.int64))
+
+    def times(self, factor: float) -> Provisioned:
+        """Return the same forecasts with another padding: all lengths times `factor`."""
+        return replace(self, lengths=np.maximum(np.ceil(self.lengths * factor), 1).astype(np.int64))
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Return which share of requests has enough, and the mean unused and missing shares, as in `of`."""
+        apart = (self.lengths - self.workload.output) / self.lengths
+        return (float((apart >= 0).mean()), float(np.maximum(apart, 0).mean()), float(-np.minimum(apart, 0).mean()))
+
+    def forecast(self, request: Request) -> Forecast:
+        """Return the allocated tokens as the only sample."""
+        return Forecast(np.array([float(self.lengths[self.workload.row_of(request.id)])]))
+
+    def learn(self, request: Request, output_tokens: int) -> None:
+        """Do nothing: the errors are given."""
 
 
 def is_oracle(name: str) -> bool:

@@ -15,9 +15,8 @@ from benchmarks.catalog.grounds import ALONE, LONGEST, Ground
 from benchmarks.catalog.recorded import FILE, SYSTEM, conversations
 from headway.prefix import Prefix
 from headway.simulate.workload.application_models import generated
-from headway.simulate.workload.applications import AppRun, applications, draw
+from headway.simulate.workload.applications import AppRun, applications, draw, templates, with_prefixes
 from headway.simulate.workload.arrivals import poisson, recorded
-from headway.simulate.workload.run_prefixes import templates, with_prefixes
 from headway.simulate.workload.traffic import TrafficClass, Workload, make
 from headway.types import Floats, Slo
 

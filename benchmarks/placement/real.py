@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.peer_gateways import SGLANG_ROUTER
+from benchmarks.real.peers import SGLANG_ROUTER
 from benchmarks.real.two_engines import (
     HEADWAY,
     HITS,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.catalog.bars import bars
 from benchmarks.catalog.grounds import PROFILE, checked
-from benchmarks.catalog.margins import HEADWAY, Case, margin_rows
+from benchmarks.catalog.margins import HEADWAY, Case, bars, margin_rows
 from benchmarks.experiment import Result, computed, experiment, refuse_unknown
 from benchmarks.placement.grounds import GROUNDS, in_runs
 from benchmarks.placement.routers import CHOICES, NAMES, recipe

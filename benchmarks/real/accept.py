@@ -19,12 +19,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.experiment import Result, experiment
+from benchmarks.experiment import Result, bars_of, experiment
 from benchmarks.real.attack_clients import say
 from benchmarks.real.peers import HEADWAY, servers
 from headway.config import Wire
 from headway.errors import EngineError
-from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 from headway.whatif.output.results import say as note
 from testing.fake_engine import NAME
@@ -36,6 +35,7 @@ _WARM_S = 1.0
 _PATIENCE_S = 600.0  # until a controller knows the whole backlog
 _HEARTBEAT_S = 10  # the default of `wire.connection.Address`
 _MIB = 2**20
+_DRAWN = ("accept.req_per_s", "accept.req_per_cpu_s")
 _ROOM = 10_000_000  # queue limit, high enough never to be reached
 WORKLOAD = (
     f"Background chat requests of some 200 bytes from {_CLIENTS} connections, accepted (202) and never "
@@ -76,7 +76,7 @@ def main(ask: Ask, backlog: int | None) -> Result:
 
 def result(rows: Sequence[Row]) -> Result:
     """Return the findings."""
-    return Result(rows, WORKLOAD, lambda: {"accept": plot(rows)}, notes=_NOTES)
+    return Result(rows, WORKLOAD, lambda: {"accept": bars_of(rows, dict.fromkeys(_DRAWN))}, notes=_NOTES)
 
 
 def measure(sizes: AcceptSizes, tick: Tick) -> list[Row]:
@@ -203,15 +203,3 @@ def _until_known(part: Any, count: int) -> None:
 
 def _rss(process: Any) -> float:
     return float(process.memory_info().rss) / _MIB
-
-
-def plot(rows: Sequence[Row]) -> bytes:
-    """Return a PNG of requests accepted per second, and per second of the gateways' CPU time."""
-    figure, panels = sheet(1, 2, 11.0, 3.0)
-    for axes, id in zip(panels, ("accept.req_per_s", "accept.req_per_cpu_s"), strict=True):
-        shown = [row for row in rows if row.id == id]
-        axes.barh([row.setting for row in shown], [row.ours or 0.0 for row in shown], color="#0072B2")
-        axes.invert_yaxis()
-        axes.set_title(id, fontsize=8)
-        axes.tick_params(labelsize=7)
-    return png(figure)

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.experiment import Result, experiment
+from benchmarks.experiment import Result, bars_of, experiment
 from benchmarks.real.attack_clients import ATTACKS, BETA, BURST, FLOOD, HANG_S, KEYS, TENANTS, AttackTarget, bearer
 from benchmarks.real.health_watch import HealthWatch, health_watch
 from benchmarks.real.peers import servers
 from headway.errors import ConfigError
-from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Grid, Row, show
 from testing.fake_engine import NAME
 
@@ -142,17 +141,4 @@ def result(rows: list[Row]) -> Result:
     goals = ["goal, at most", *(show(GOALS[id]) if id in GOALS else "" for id in UNITS)]
     header = ("attack", *(id.removeprefix("attack.") for id in UNITS))
     grid = Grid(header, [lines, [goals]])
-    return Result(rows, WORKLOAD, lambda: {"attack": plot(rows)}, grid, _NOTES)
-
-
-def plot(rows: list[Row]) -> bytes:
-    """Return a PNG of the first two figures of each attack, with their goals."""
-    figure, panels = sheet(1, 2, 10, 4.2)
-    for axes, (id, goal) in zip(panels, list(GOALS.items())[:2], strict=True):
-        shown = [row for row in rows if row.id == id]
-        axes.barh([row.setting for row in shown], [row.ours or 0.0 for row in shown], color="#0072B2")
-        axes.axvline(goal, color="#D55E00", linewidth=1)
-        axes.invert_yaxis()
-        axes.set_title(f"{id}, {UNITS[id]} (line: goal; {NAME})", fontsize=8)
-        axes.tick_params(labelsize=7)
-    return png(figure)
+    return Result(rows, WORKLOAD, lambda: {"attack": bars_of(rows, dict(list(GOALS.items())[:2]))}, grid, _NOTES)

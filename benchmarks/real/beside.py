@@ -28,8 +28,7 @@ from headway.types import Floats, Slo
 from headway.whatif.load import generator, mix
 from headway.whatif.load.records import Call, Record
 from headway.whatif.measured.compare import BURST, steady
-from headway.whatif.measured.starting import START_S
-from headway.whatif.measured.systems import STOCK, answering, check, gateway, running
+from headway.whatif.measured.systems import START_S, STOCK, answering, check, gateway, running
 from headway.whatif.output.results import Ask, Row, system_grid
 
 UNPROTECTED = "vllm-fcfs"

@@ -21,11 +21,21 @@ import aiohttp
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.real import hook_overhead
-from benchmarks.validate.replay import ReplayRun, ReplaySetup, answered, calls_at, capacity_of, live, profiled, warm
+from benchmarks.validate.replay import (
+    ReplayRun,
+    ReplaySetup,
+    TwinPair,
+    answered,
+    calls_at,
+    capacity_of,
+    live,
+    pair,
+    profiled,
+    warm,
+)
 from benchmarks.validate.report import compared, overheads
-from benchmarks.validate.twin import TwinPair, pair
 from headway.config import Engine
-from headway.engines.vllm.process.cards import cards
+from headway.engines.vllm.process.memory import cards
 from headway.errors import EngineError
 from headway.models.compare import weight_bytes
 from headway.models.resolve import resolve

@@ -2,8 +2,8 @@
 
 A real gateway runs in front of a FAKE engine that responds immediately (`fake_engine.py`). The same requests go
 to both in turn, which gives the latency added by the gateway, and the requests and tokens per second of one
-gateway core. Gateways of other projects (`peer_gateways.py`) serve the same requests in front of the same
-engine. `token_check.py` measures the check of a JWT, `hook_overhead.py` the scheduler hook inside vLLM.
+gateway core. Gateways of other projects (`peers.py`) serve the same requests in front of the same
+engine. It also measures the check of a JWT, `hook_overhead.py` the scheduler hook inside vLLM.
 """
 
 from __future__ import annotations
@@ -14,29 +14,34 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import jwt
 import numpy as np
 import uvloop
+from jwt.utils import base64url_decode
 
 from benchmarks.experiment import Result, experiment
-from benchmarks.real.budget_cost import budget_rows
-from benchmarks.real.dashboard_cost import dashboard_rows
-from benchmarks.real.peer_gateways import KNOWN, chosen, gateway, ratio_rows
-from benchmarks.real.peer_gateways import versions as peer_versions
-from benchmarks.real.peers import DIRECT, Peer, servers, set_answers
+from benchmarks.real.peers import DIRECT, HEADWAY, KNOWN, Peer, chosen, gateway, ratio_rows, servers, set_answers
+from benchmarks.real.peers import versions as peer_versions
 from benchmarks.real.planning_overhead import planning_rows
 from benchmarks.real.responses import MARK, TOKENS, check, complete, count_response, read_response
-from benchmarks.real.token_check import token_rows
+from headway.config import Config, Oidc
 from headway.errors import EngineError
+from headway.gateway.apis.access import Access
+from headway.gateway.apis.oidc import Tokens
+from headway.store.queue.port import Charge, Job
+from headway.store.queue.sqlite import SqliteBroker
 from headway.types import Floats
 from headway.whatif.load import prompts
 from headway.whatif.output.plots import png, sheet
 from headway.whatif.output.results import Ask, Row
 from testing.fake_engine import NAME
+from testing.servers.issuer import Issuer
 
 _CLIENTS, _STREAMS = 32, 64
 _CHAT = f"chat, 16 tokens at once, idle {NAME}"
@@ -272,3 +277,157 @@ def plot(measured: OverheadFigures) -> bytes:
         axes.set_yticks([])
         axes.set_title("\n".join([rows[0].unit, *setting.split(", ")]).replace(NAME, "FAKE engine"), fontsize=7)
     return png(figure)
+
+
+_AT_ONCE = 32
+_KINDS: dict[str, Sequence[Charge]] = {
+    "without budgets": (),
+    "with two budgets": tuple(Charge(f"budget of t: {of}", 1000.0, 1e15, 1.0, 0.0) for of in ("tokens", "cost")),
+}
+
+
+def budget_rows(seconds: float) -> list[Row]:
+    """Return the time of a request in a SQLite queue, from put to stored end, both kinds in turn.
+
+    cpu_us: of the whole process. All requests are of one tenant, and each call shares its commit with others.
+    """
+    with TemporaryDirectory(prefix="headway-budget-") as folder:
+        times = asyncio.run(_rounds(Path(folder), seconds))
+    setting = f"sqlite, synchronous = full, {_AT_ONCE} at once, {{}}"
+    return [
+        Row(f"budget.{what}_us", "headway", setting.format(kind), 1e6 * float(np.median(seen[:, i])), "us")
+        for kind, seen in times.items()
+        for i, what in enumerate(("wall", "cpu"))
+    ]
+
+
+async def _rounds(folder: Path, seconds: float) -> dict[str, np.ndarray]:
+    """Return (wall, CPU) seconds of a request by kind, a row for each round."""
+    broker = SqliteBroker(str(folder / "queue.sqlite"), "bench")
+    await broker.renew(1e12)
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+    stop, number = time.perf_counter() + seconds, 0
+    while time.perf_counter() < stop or not number:
+        for kind, charges in _KINDS.items():
+            began = time.perf_counter(), time.process_time()
+            await asyncio.gather(*(_request(broker, f"{number + i}", charges) for i in range(_AT_ONCE)))
+            ended = time.perf_counter(), time.process_time()
+            times[kind].append(((ended[0] - began[0]) / _AT_ONCE, (ended[1] - began[1]) / _AT_ONCE))
+            number += _AT_ONCE
+    await broker.close()
+    return {kind: np.array(rows) for kind, rows in times.items()}
+
+
+async def _request(broker: SqliteBroker, id: str, charges: Sequence[Charge]) -> None:
+    await broker.put(Job(id, "t", "/v1/chat/completions", b"x" * 500, "{}", 1.0), charges)
+    await broker.done(id, None, 2.0, {charge.account: 900.0 for charge in charges})
+
+
+_RATE, _LINES = 1000.0, 64  # requests/s, connections
+_ROUNDS = 3
+_SETTING = f"{_RATE:g} chats/s, {NAME}"
+
+
+def dashboard_rows(engine: Peer, gateway: Peer, seconds: float, seed: int) -> list[Row]:
+    """Return the CPU time of a gateway per request without and with a viewer, and the difference.
+
+    seconds: length of each of six stretches, alternately without and with a viewer.
+    """
+    texts = prompts.generate(500, (24, 48), np.random.default_rng([seed, 11]))
+    set_answers(engine, 16, 0.0)
+    requests = [gateway.request(text, max_tokens=16) for text in texts]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_stretch(gateway, requests, min(seconds, 2.0), viewer=False))
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(_ROUNDS):
+            for viewer, each in found.items():
+                each.append(runner.run(_stretch(gateway, requests, seconds, viewer=viewer)))
+    without, beside = (float(np.median(found[viewer])) for viewer in (False, True))
+    return [
+        Row("dashboard.us_per_request", HEADWAY, f"no viewer, {_SETTING}", without * 1e6, "us"),
+        Row("dashboard.us_per_request", HEADWAY, f"a viewer, {_SETTING}", beside * 1e6, "us"),
+        Row("dashboard.core_pct", HEADWAY, _SETTING, 100 * (beside - without) * _RATE, "% of a core"),
+    ]
+
+
+async def _stretch(gateway: Peer, requests: list[bytes], seconds: float, *, viewer: bool) -> float:
+    """Send requests at `_RATE` and return the gateway's CPU seconds per request."""
+    watching = asyncio.create_task(_watch(gateway.port)) if viewer else None
+    cpu, began = gateway.cpu(), time.perf_counter()
+    counts = await asyncio.gather(
+        *(_line(gateway.port, requests, began + number / _RATE, began + seconds) for number in range(_LINES))
+    )
+    used = gateway.cpu() - cpu
+    if watching is not None:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+    return used / max(sum(counts), 1)
+
+
+async def _line(port: int, requests: list[bytes], first: float, end: float) -> int:
+    """Send a request every `_LINES / _RATE` seconds on one connection; a late request is sent at once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent, due = 0, first
+    try:
+        while max(due, time.perf_counter()) < end:
+            await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+            writer.write(requests[sent % len(requests)])
+            count_response(await read_response(reader), streamed=False)
+            sent, due = sent + 1, due + _LINES / _RATE
+    finally:
+        writer.close()
+    return sent
+
+
+async def _watch(port: int) -> None:
+    """Follow the dashboard until cancelled."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET /headway/live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        while await reader.read(2**16):
+            continue
+    finally:
+        writer.close()
+
+
+_ALGORITHMS = Oidc().algorithms
+
+
+def token_rows(count: int) -> list[Row]:
+    """Measure the check of `count` tokens, one per tenant: the first, the second, and of the signature alone."""
+    return [row for algorithm in _ALGORITHMS for row in asyncio.run(_rows(algorithm, count))]
+
+
+async def _rows(algorithm: str, count: int) -> list[Row]:
+    with Issuer(algorithm=algorithm) as issuer:
+        tokens = Tokens(Oidc(issuer.url, ("headway",)), Access(Config()).digest)
+        await tokens.check(issuer.token())  # reads the issuer's keys
+        texts = [issuer.token(tenant=f"tenant-{number}") for number in range(count)]
+        times = {"first time": await _times(tokens, texts), "known token": await _times(tokens, texts)}
+        times["signature alone"] = _signature_times(jwt.PyJWK(issuer.jwks()["keys"][0]), texts)
+    return [
+        Row(f"jwt.check_us.{label}", "headway", f"{algorithm}, {when}", float(np.quantile(seen, p)), "us")
+        for when, seen in times.items()
+        for label, p in (("p50", 0.5), ("p99", 0.99))
+    ]
+
+
+def _signature_times(key: jwt.PyJWK, texts: list[str]) -> list[float]:
+    times = []
+    for text in texts:
+        signed, _, signature = text.encode().rpartition(b".")
+        decoded = base64url_decode(signature)
+        began = time.perf_counter()
+        assert key.Algorithm.verify(signed, key.key, decoded)
+        times.append((time.perf_counter() - began) * 1e6)
+    return times
+
+
+async def _times(tokens: Tokens, texts: list[str]) -> list[float]:
+    times = []
+    for text in texts:
+        began = time.perf_counter()
+        await tokens.check(text)
+        times.append((time.perf_counter() - began) * 1e6)
+    return times

@@ -1,4 +1,4 @@
-"""Latency of the gateway while its planner works in the background (`gateway/control/planning.py`).
+"""Latency of the gateway while its planner works in the background (`gateway/control/control.py`).
 
 A gateway in front of a FAKE engine gets 500 requests/s. A quarter are chats, which wait for a plan; the
 others need none: GET /v1/models, a refused request, the poll of a background response. The rows give the

@@ -4,7 +4,7 @@ Uses real prompts with recorded outputs from `$HEADWAY_DATA/prompts`, in the ord
 and nothing is simulated. A data set's plain name is the static split: fitted once to the first 70 % (EcoServe
 2.3), evaluated on the rest. "online": forecast, then learn, from the first request on, with the objects that
 `headway serve` uses. "all": the data sets shuffled together, unlabelled. System "other-answers" reads no prompt
-but sees three other answers to it (`repeated_answers.py`), which shows how well a length can be known.
+but sees three other answers to it (`read_samples`), which shows how well a length can be known.
 
 accuracy_pct: outputs not longer than the expected length with 10 % padding (EcoServe 2.3 as we read it)
 overpredicted_tokens_pct: tokens predicted with that padding but never generated, over all generated
@@ -21,6 +21,7 @@ fit_s: seconds of the static fit
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -31,19 +32,18 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
+from sklearn.decomposition import PCA
+from sklearn.ensemble import HistGradientBoostingRegressor
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.quoted import quoted
-from benchmarks.real import repeated_answers
-from benchmarks.real.boosted import boosted
 from headway.errors import ConfigError
 from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
 from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Padded, PaddingTuner
-from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import PLAIN, Features, fit
+from headway.policy.forecast.lengths.predictor import PLAIN, Features, History, Predictor, features, fit
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.ports import Lengths
-from headway.types import Floats, Request
+from headway.types import Floats, Ints, Request
 from headway.whatif.load.prompts import find
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import Ask, Row
@@ -232,8 +232,8 @@ def _trial(data: DataSet, system: System, embed: Embedder) -> Forecasts:
 
 def repeated() -> Forecasts:
     """Return forecasts of an answer's length from other answers to the same prompt."""
-    lengths = repeated_answers.read(Path(os.environ["HEADWAY_DATA"]))
-    return Forecasts(*repeated_answers.forecast(lengths, _TRAINED))
+    lengths = read_samples(Path(os.environ["HEADWAY_DATA"]))
+    return Forecasts(*forecast_samples(lengths, _TRAINED))
 
 
 def prequential(data: DataSet) -> dict[str, Forecasts]:
@@ -346,3 +346,98 @@ def plot(setting: str, seen: dict[str, Forecasts]) -> bytes:
     right.set(xlim=(0, 3), xlabel="true / expected length", ylabel="share of outputs", title="10 % padding: the line")
     legend(figure, list(seen))
     return png(figure)
+
+
+_FOLDS = 5
+_COMPONENTS = 32
+
+
+def boosted(texts: Sequence[str], features: Features, output_tokens: Floats, cut: int) -> tuple[Floats, Floats]:
+    """Fit a candidate to the first `cut` rows; return the median and the served (`QUANTILE`) lengths of the rest.
+
+    Quantile gradient boosting on the plain features of a prompt, those of its instruction and its input, the leading
+    components of the embedding, and the forecast of the ridge (cross-fitted). Nothing is served with it.
+    """
+    target = np.log(output_tokens[:cut])
+    ridge = np.empty(len(output_tokens))
+    for fold in range(_FOLDS):
+        left = np.arange(fold, cut, _FOLDS)
+        ridge[left] = _ridge(features, output_tokens, np.setdiff1d(np.arange(cut), left), left)
+    rest = np.arange(cut, len(output_tokens))
+    ridge[cut:] = _ridge(features, output_tokens, np.arange(cut), rest)
+    columns = [features[:, :PLAIN], np.array([_parts(text) for text in texts]), ridge[:, None]]
+    if features.shape[1] > PLAIN:
+        meaning = features[:, PLAIN:]
+        components = PCA(min(_COMPONENTS, *meaning[:cut].shape), random_state=0).fit(meaning[:cut])
+        columns.append(components.transform(meaning))
+    seen = np.concatenate(columns, axis=1)
+    median, served = (_quantile(seen[:cut], target, seen[cut:], share) for share in (0.5, QUANTILE))
+    return median, np.ceil(served)
+
+
+def _ridge(features: Features, output_tokens: Floats, known: Ints, asked: Ints) -> Floats:
+    """Return the logarithms of the ridge's mean forecasts."""
+    model = fit(History(features[known], ("",) * len(known), output_tokens[known]))
+    return np.asarray(np.log(model.samples(features[asked], ("",) * len(asked)).mean(1)))
+
+
+def _parts(text: str) -> Floats:
+    """Return the logarithmic sizes of a prompt's first line and of the rest, and two flags of the first line."""
+    first, _, rest = text.partition("\n")
+    sizes = (len(first), len(rest), len(rest.split()), rest.count("\n"), rest.count(","))
+    return np.append(np.log1p(np.array(sizes, float)), (":" in first, first.endswith("?")))
+
+
+def _quantile(seen: Floats, target: Floats, asked: Floats, share: float) -> Floats:
+    model = HistGradientBoostingRegressor(
+        loss="quantile",
+        quantile=share,
+        max_iter=120,
+        learning_rate=0.05,
+        max_leaf_nodes=8,
+        min_samples_leaf=min(30, len(target) // 4),
+        l2_regularization=1.0,
+        random_state=0,
+    )
+    return np.asarray(np.exp(model.fit(seen, target).predict(asked)), float)
+
+
+FILE = "alpaca_output_samples.csv.gz"
+_COLUMNS = ("vicuna7b_t0_0", "vicuna7b_t0_3", "vicuna7b_t0_5", "vicuna7b_t0_7")  # the last is predicted
+
+
+def read_samples(folder: Path) -> Floats:
+    """Return the lengths of the answers in `folder`/lengths, shape (prompts, 4), without empty ones.
+
+    With sampling, a model's answers to one prompt differ in length. `alpaca_output_samples` has four answers of
+    Vicuna-7B to each of 20,000 Alpaca prompts, at temperatures 0, 0.3, 0.5 and 0.7. The first three predict the
+    length of the last, better than any prompt could.
+
+    Raise ConfigError if the file or one of its columns is missing.
+    """
+    path = folder / "lengths" / FILE
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [[float(row[name] or 0) for name in _COLUMNS] for row in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read_samples: {error!r}.",
+            f"Put a CSV file with lengths of answers there, with the columns {', '.join(_COLUMNS)}.",
+        ) from error
+    lengths = np.array(rows).reshape(-1, len(_COLUMNS))
+    return np.asarray(lengths[(lengths > 0).all(axis=1)])
+
+
+def forecast_samples(lengths: Floats, trained: float) -> tuple[Floats, Floats, Floats]:
+    """Fit to the first `trained` share of prompts; return medians, served and true lengths of the rest."""
+    cut, seen = int(len(lengths) * trained), np.sort(np.log(lengths[:, :-1]), axis=1)
+    target = np.log(lengths[:, -1])
+    median, served = (
+        np.exp(
+            HistGradientBoostingRegressor(loss="quantile", quantile=share, random_state=0)
+            .fit(seen[:cut], target[:cut])
+            .predict(seen[cut:])
+        )
+        for share in (0.5, QUANTILE)
+    )
+    return median, np.ceil(served), np.asarray(lengths[cut:, -1])

@@ -21,12 +21,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.real.peer_gateways import SGLANG_ROUTER, installed, router_argv
+from benchmarks.real.peers import SGLANG_ROUTER, installed, router_argv
 from headway.config import Engine
 from headway.engines.vllm.process.launch import Child, free_port
 from headway.errors import ConfigError
-from headway.whatif.measured.starting import START_S
-from headway.whatif.measured.systems import answering, gateway, running
+from headway.whatif.measured.systems import START_S, answering, gateway, running
 
 HEADWAY, ROUND_ROBIN, LEAST_LOADED, SESSION = "headway", "round-robin", "least-loaded", "session"
 STOCK = (SGLANG_ROUTER, ROUND_ROBIN, LEAST_LOADED, SESSION)  # all other systems are recipes

@@ -14,9 +14,8 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.rivals import fidelity
-from benchmarks.rivals.cells import Cell, Job, run
+from benchmarks.rivals.cells import Cell, Figures, Job, mean, run
 from benchmarks.rivals.grounds import ARENAS, FIDELITY_ONLY, Arena, conversations
-from benchmarks.rivals.measures import Figures, mean
 from benchmarks.rivals.systems import DEFAULT, ESSENTIAL, LINE, RIVALS, STOCK, rival_of, settings
 from headway.errors import ConfigError
 from headway.whatif.output.results import SIMULATED, Ask, Grid, Row, show

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.rivals.base import rival
-from benchmarks.rivals.deadlines import DeadlineView
+from benchmarks.rivals.base import DeadlineView, rival
 from benchmarks.rivals.qoserve import QoServe, level
 from benchmarks.rivals.slos_serve import SlosServe
 from headway.policy.memory.budget import KvBudget

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.rivals.base import Rival, rival
-from benchmarks.rivals.deadlines import DeadlineView
+from benchmarks.rivals.base import DeadlineView, Rival, rival
 from headway.policy.memory.budget import KvBudget
 from headway.types import Ints, Jobs, Step
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.rivals.cells import Cell, Job, Search
-from benchmarks.rivals.measures import Figures
+from benchmarks.rivals.cells import Cell, Figures, Job, Search
 from benchmarks.rivals.systems import LADDER
 from headway.whatif.output.results import Row
 

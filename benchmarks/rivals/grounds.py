@@ -186,7 +186,7 @@ def conversations() -> traces.Lengths:
         np.asarray(np.rint(side.at(share)), np.int64)
         for side, share in ((_CONVERSATIONS.prompt, prompt), (_CONVERSATIONS.output, output))
     ]
-    return traces.Lengths(tokens[0], tokens[1], None, _CONVERSATIONS.about)
+    return traces.Lengths(tokens[0], tokens[1], _CONVERSATIONS.about)
 
 
 def _qoserve(scale: float) -> tuple[Kind, ...]:

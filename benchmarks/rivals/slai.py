@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import DeadlineView
+from benchmarks.rivals.base import DeadlineView, Memory, Rival, rival
 from headway.policy.memory.budget import KvBudget
 from headway.types import Floats, Jobs, Step
 

@@ -8,8 +8,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.rivals.admission import Candidates, CurrentAnswers, edf, edf_sim
-from benchmarks.rivals.base import Memory, Rival, rival
-from benchmarks.rivals.deadlines import DeadlineView
+from benchmarks.rivals.base import DeadlineView, Memory, Rival, rival
 from headway.policy.memory.budget import KvBudget
 from headway.types import Bools, Floats, Ints, Jobs, Step
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from benchmarks.simulated.default_figures import BOUND
-from benchmarks.simulated.default_table import MEASURES
+from benchmarks.simulated.default_rows import MEASURES
 from headway.types import Floats
 from headway.whatif.output.plots import colour, png, sheet
 from headway.whatif.output.results import SIMULATED, Row, show

@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from benchmarks.experiment import Result
 from benchmarks.validate import conformance
 from benchmarks.validate.conformance import StepTally
-from benchmarks.validate.replay import ReplayRun
-from benchmarks.validate.twin import TwinPair
+from benchmarks.validate.replay import ReplayRun, TwinPair
 from headway.whatif.load import metrics
 from headway.whatif.load.records import Record
 from headway.whatif.output.plots import colour, line_legend, png, sheet

@@ -14,8 +14,7 @@ import numpy as np
 
 from benchmarks.experiment import Result, experiment
 from benchmarks.validate import report
-from benchmarks.validate.replay import ReplayResults, ReplaySetup, run
-from benchmarks.validate.twin import pair
+from benchmarks.validate.replay import ReplayResults, ReplaySetup, pair, run
 from headway.errors import ConfigError
 from headway.whatif.load import mix
 from headway.whatif.output.results import SIMULATED, Ask

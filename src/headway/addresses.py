@@ -1,7 +1,8 @@
-"""Addresses of servers: how they are written, and which ones cannot be right."""
+"""Addresses of servers: how they are written, and which ones cannot be right, or are not trusted."""
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from ipaddress import IPv6Address
@@ -37,3 +38,12 @@ def is_url(text: str, *schemes: str) -> bool:
 def is_secure_url(text: str) -> bool:
     """Tell whether a text is an https URL, or an http URL of this machine: answers cannot be changed on the way."""
     return is_url(text, "https") or (is_url(text, "http") and urlsplit(text).hostname in ("localhost", *_LOOPBACK))
+
+
+def certificate_hint() -> str:
+    """Return the hint for a server whose certificate is not trusted here."""
+    file = os.environ.get("SSL_CERT_FILE", "unset")
+    return (
+        f"Set SSL_CERT_FILE (now {file}) to a PEM file of the authority that signed the server's certificate, and call "
+        "the server by a name in that certificate."
+    )

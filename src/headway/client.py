@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 import httpx
 
+from headway.addresses import certificate_hint
 from headway.errors import ConfigError, HeadwayError
 
 _TIMEOUT_S = 5.0  # of a report
@@ -97,7 +98,7 @@ class Run:
         url, headers = self._backend(backend, unit)
         try:
             answer = httpx.post(url, json={"input": input}, headers=headers, timeout=timeout_s)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:  # OSError: the file in SSL_CERT_FILE is unreadable
             raise _unreached(url, error) from error
         return _executed(answer)
 
@@ -109,7 +110,7 @@ class Run:
         try:
             async with httpx.AsyncClient(timeout=timeout_s) as client:
                 answer = await client.post(url, json={"input": input}, headers=headers)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:
             raise _unreached(url, error) from error
         return _executed(answer)
 
@@ -140,8 +141,8 @@ class Run:
         """Post a report; one that fails is logged."""
         try:
             answer = httpx.post(f"{self._url}/{what}", json=body, headers=self._auth, timeout=_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            self._failed(what, error)
+        except (httpx.HTTPError, OSError) as error:
+            self._failed(what, _why(error))
         else:
             self._check(what, answer)
 
@@ -150,8 +151,8 @@ class Run:
         try:
             async with httpx.AsyncClient(headers=self._auth, timeout=_TIMEOUT_S) as client:
                 answer = await client.post(f"{self._url}/{what}", json=body)
-        except httpx.HTTPError as error:
-            self._failed(what, error)
+        except (httpx.HTTPError, OSError) as error:
+            self._failed(what, _why(error))
         else:
             self._check(what, answer)
 
@@ -213,12 +214,15 @@ def _executed(answer: httpx.Response) -> Executed:
     return Executed(body["output"], body["warm"], body["waited_s"], body["seconds"])
 
 
-def _unreached(url: str, error: httpx.HTTPError) -> HeadwayError:
-    return HeadwayError(
-        f"{url} gave no answer: {type(error).__name__} {error}",
-        "Check the gateway's address, or give the unit a longer timeout.",
-        status=502,
-    )
+def _unreached(url: str, error: Exception) -> HeadwayError:
+    hint = "Check the gateway's address, or give the unit a longer timeout."
+    return HeadwayError(f"{url} gave no answer: {_why(error)}", hint, status=502)
+
+
+def _why(error: Exception) -> str:
+    """Return an error in words, with what to do about a certificate that is not trusted."""
+    tls = isinstance(error, OSError) or "SSL" in str(error)
+    return f"{type(error).__name__} {error}{f'. {certificate_hint()}' * tls}"
 
 
 def _named(what: str, name: str) -> str:

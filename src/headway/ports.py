@@ -11,7 +11,7 @@ from headway.policy.core.engine_spec import KvUse
 from headway.types import Batch, Forecast, Jobs, Plan, Request, Step
 
 if TYPE_CHECKING:
-    from headway.policy.apps.knowledge import Knowledge
+    from headway.policy.apps.demand import Knowledge
     from headway.policy.apps.prewarming import Prewarming
     from headway.policy.core.cluster import Cluster
     from headway.policy.core.engine_spec import PackerParams

@@ -8,8 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headway.policy.apps.correlation import BUCKETS, UNKNOWN, bucket, correlation_of
-from headway.policy.apps.demand import SAMPLES, Costs, Demand, Draw, Known, _tables
+from headway.policy.apps.demand import (
+    BUCKETS,
+    SAMPLES,
+    UNKNOWN,
+    Costs,
+    Demand,
+    Draw,
+    Known,
+    _tables,
+    bucket,
+    correlation_of,
+)
 from headway.policy.apps.graph import END, LLM, Graph, Record, Visit
 from headway.types import Floats
 

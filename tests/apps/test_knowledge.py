@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headway.policy.apps.demand import Costs, Known
+from headway.policy.apps.demand import SHARED, Costs, Knowledge, Known
 from headway.policy.apps.graph import LLM, Graph, Visit
-from headway.policy.apps.knowledge import SHARED, Knowledge
 from tests.helpers.held import held
 
 

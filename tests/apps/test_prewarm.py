@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.apps.prewarm import trigger
+from headway.policy.apps.prewarming import trigger
 from headway.types import Floats
 
 N = 20_000

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from headway.policy.apps.demand import SAMPLES, Costs, Draw
+from headway.policy.apps.demand import SAMPLES, Costs, Draw, Knowledge
 from headway.policy.apps.graph import LLM, Graph, Visit
-from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.run import Run
 from headway.policy.apps.runs import RankOptions, Runs
 from headway.stages import Stage

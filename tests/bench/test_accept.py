@@ -33,6 +33,8 @@ def test_a_queue_and_a_backlog_have_their_figures(rows: list[Row]) -> None:
 
 
 def test_it_is_written(rows: list[Row], tmp_path: Path) -> None:
-    save(accept.main.report(accept.result(rows)), tmp_path, {"accept": accept.plot(rows)})
+    found = accept.result(rows)
+    assert found.pictures is not None
+    save(accept.main.report(found), tmp_path, found.pictures())
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "accept"
     assert NAME in (tmp_path / "report.html").read_text()

@@ -23,8 +23,8 @@ from benchmarks.real.apps_report import main, reductions, result
 from headway.config import Broker, Config, Key, Server, Sqlite, Tier, load
 from headway.engines.vllm.process.launch import Child
 from headway.gateway.control.graph_files import GraphFiles
+from headway.policy.apps.demand import SHARED
 from headway.policy.apps.graph import Graph
-from headway.policy.apps.knowledge import SHARED
 from headway.simulate.workload.applications import AppRun, Step
 from headway.types import Slo
 from headway.whatif.load import mix

@@ -20,8 +20,7 @@ from benchmarks.simulated.default_figures import (
     most_tokens,
     recovery,
 )
-from benchmarks.simulated.default_rows import ALL, HELD, outside, places_of, rows_of
-from benchmarks.simulated.default_table import grid, notes
+from benchmarks.simulated.default_rows import ALL, HELD, grid, notes, outside, places_of, rows_of
 from benchmarks.simulated.grounds import GROUNDS, Ground
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, single

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import fleet
-from benchmarks.real.fleet import FleetRun, FleetState, FleetTrial, ServedFleet, Watched
-from benchmarks.real.fleet_report import main, rows_of
+from benchmarks.real.fleet import FleetRun, FleetState, FleetTrial, ServedFleet, Watched, main, rows_of
 from benchmarks.simulated import fleet as virtual
 from headway.config import Broker, Config, Model, Server, Sqlite, Tier
 from headway.errors import ConfigError

@@ -19,7 +19,7 @@ from headway.store.journal.reader import JournalReader
 from headway.store.journal.rows import EngineRow, RefusalRow, StayRow, stops_text
 from headway.types import Batch
 from headway.whatif import explain
-from headway.whatif.journal import past, replay, times, trust
+from headway.whatif.journal import past, replay, source, trust
 from headway.whatif.journal.advise import Case, advise, attained, fleet_of
 from headway.whatif.journal.calibrate import instances_of
 from headway.whatif.journal.past import Past
@@ -561,11 +561,11 @@ def test_a_trace_with_hashes_finds_the_blocks_that_its_prompts_share(tmp_path: P
 
 
 def test_times() -> None:
-    assert times.instant("90m", now=10_000.0) == 10_000.0 - 5400
-    assert times.instant("1970-01-02T00:00:00+00:00") == 86400.0
-    assert times.seconds("1.5h") == 5400.0
+    assert source.instant("90m", now=10_000.0) == 10_000.0 - 5400
+    assert source.instant("1970-01-02T00:00:00+00:00") == 86400.0
+    assert source.seconds("1.5h") == 5400.0
     for bad in ("soon", "h", "-3h"):
         with pytest.raises(ConfigError):
-            times.instant(bad)
+            source.instant(bad)
     with pytest.raises(ConfigError):
-        times.seconds("0h")
+        source.seconds("0h")

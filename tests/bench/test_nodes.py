@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from benchmarks.real import nodes, nodes_report
+from benchmarks.real import nodes
 from benchmarks.real.fleet import FleetTrial
 from headway.cluster.up.cluster import Actors
 from headway.cluster.up.parts import parts_of
@@ -49,7 +49,7 @@ def test_what_is_lost_and_what_is_answered_twice() -> None:
     seen.history.looks["x"] = [("queued", ""), ("completed", "1"), ("completed", "2")]
     seen.history.looks["y"] = [("queued", "")]
     assert seen.lost == 2
-    found = {(row.id, row.setting): row.ours for row in nodes_report.rows("headway", seen)}
+    found = {(row.id, row.setting): row.ours for row in nodes.rows("headway", seen)}
     assert found["nodes.lost", "all"] == 2
     assert found["nodes.twice", "all"] == 1
     assert found["nodes.attainment", "fast"] == pytest.approx(200 / 3)
@@ -57,7 +57,7 @@ def test_what_is_lost_and_what_is_answered_twice() -> None:
 
 def test_it_is_written(tmp_path: Path) -> None:
     seen = nodes.NodesSeen([GOOD], kills=[(5.0, "agent")])
-    save(nodes_report.main.report(nodes_report.result(TRIAL, seen)), tmp_path, {"nodes": nodes_report.plot(seen)})
+    save(nodes.main.report(nodes.result(TRIAL, seen)), tmp_path, {"nodes": nodes.plot(seen)})
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "nodes"
     assert "agent after 5 s" in (tmp_path / "report.html").read_text()
 

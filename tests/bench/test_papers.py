@@ -20,8 +20,7 @@ from benchmarks.papers.parts import PaperPart, part
 from headway.errors import ConfigError
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.recipes.registry import find
-from headway.simulate.observer import Observer
-from headway.simulate.outcome import Outcome
+from headway.simulate.outcome import Observer, Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.whatif.output.results import Ask
 

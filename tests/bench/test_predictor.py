@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.real import predictor, repeated_answers
+from benchmarks.real import predictor
 from benchmarks.real.predictor import DataSet, Forecasts
 from headway.errors import ConfigError
 from headway.gateway.control.lengths.embedding import one_thread
@@ -140,8 +140,8 @@ def test_a_length_is_known_as_well_as_other_answers_to_the_prompt_tell(
     usual = np.exp(rng.uniform(np.log(10), np.log(500), 1000))
     rows = np.rint(usual[:, None] * rng.uniform(0.95, 1.05, (1000, 4)))
     rows[3, 1] = 0
-    lines = [",".join(repeated_answers._COLUMNS), *(",".join(map(str, row)) for row in rows)]
-    with gzip.open(tmp_path / "lengths" / repeated_answers.FILE, "wt") as file:
+    lines = [",".join(predictor._COLUMNS), *(",".join(map(str, row)) for row in rows)]
+    with gzip.open(tmp_path / "lengths" / predictor.FILE, "wt") as file:
         file.write("\n".join(lines))
     found = figures(one := predictor.repeated())
     assert len(one.output_tokens) == 1000 - 1 - int(999 * 0.7)
@@ -151,7 +151,7 @@ def test_a_length_is_known_as_well_as_other_answers_to_the_prompt_tell(
 
 def test_without_lengths_of_other_answers_it_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read") as refused:
-        repeated_answers.read(tmp_path)
+        predictor.read_samples(tmp_path)
     assert "vicuna7b_t0_7" in refused.value.hint
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from headway import clock
-from headway.engines.vllm.plugin.iteration_log import IterationLog
+from headway.engines.vllm.plugin.recording import IterationLog
 from headway.errors import ConfigError, EngineError
 from headway.policy.forecast.latency.laws import Additive, Shapes
 from headway.policy.forecast.latency.profiles import load

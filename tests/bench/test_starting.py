@@ -10,8 +10,7 @@ import pytest
 
 from headway.engines.vllm.process.launch import Child
 from headway.errors import EngineError
-from headway.whatif.measured.starting import START_S, attempts
-from headway.whatif.measured.systems import standard_engine
+from headway.whatif.measured.systems import START_S, attempts, standard_engine
 
 LEAKS = """nanobind: leaked 4 instances!
  - leaked instance 0x7f304c4411c8 of type "triton._C.libtriton.ir.attribute"

@@ -29,8 +29,7 @@ from headway.ports import Packer
 from headway.whatif import scenario, sweep_plots, sweep_report
 from headway.whatif import sweep as sweeps
 from headway.whatif.experiment import Fleet
-from headway.whatif.sweep import Cell, Sweep
-from headway.whatif.sweep_curves import collect
+from headway.whatif.sweep import Cell, Sweep, collect
 
 SMALL = Sweep(("vllm", "edf"), (4.0, 8.0), 2, 0, 4.0)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.validate import conformance, report, twin, validate
+from benchmarks.validate import conformance, report, validate
+from benchmarks.validate import replay as replays
 from benchmarks.validate.conformance import StepTally
-from benchmarks.validate.replay import Replay, ReplayRun, ReplaySetup, check
+from benchmarks.validate.replay import Replay, ReplayRun, ReplaySetup, TwinPair, check
 from benchmarks.validate.report import Findings, compared
-from benchmarks.validate.twin import TwinPair
 from headway.errors import ConfigError
 from headway.policy.forecast.latency.measurement import Limits, Samples, fit_all
 from headway.policy.forecast.latency.profiles import LatencyProfile, load
@@ -65,8 +65,8 @@ def answered(calls: list[Call]) -> list[Record]:
 def replay(recipe: str, setting: str = "below", rate: float = 2.0, profile: LatencyProfile = PROFILE) -> Replay:
     """A 'real' run that the simulator itself made, with a pace of its own."""
     calls = planned(rate)
-    work = twin.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
-    outcome = Simulation(find(recipe), [twin.instance(profile, ENGINE)], work).run()
+    work = replays.workload(list(zip(calls, answered(calls), strict=True)), ENGINE.name)
+    outcome = Simulation(find(recipe), [replays.instance(profile, ENGINE)], work).run()
     rows: list[list[float | None]] = [[0.0, 0.02, 0.021, 4.0, 900.0, 0.0, 0.0]] * 9
     return Replay(recipe, setting, rate, calls, experiment.records(work, outcome), rows)
 
@@ -80,7 +80,7 @@ def run_of(replays: list[Replay]) -> ReplayRun:
 
 
 def pair_of(one: Replay) -> TwinPair:
-    return twin.pair(one, run_of([one]), ReplaySetup(BUILTIN["chat-batch"], ENGINE))
+    return replays.pair(one, run_of([one]), ReplaySetup(BUILTIN["chat-batch"], ENGINE))
 
 
 @pytest.mark.parametrize("recipe", ["vllm", "slack"])
@@ -100,7 +100,7 @@ def test_a_slower_machine_is_seen_in_every_figure_of_an_overload() -> None:
 def test_the_workload_has_what_the_real_run_had() -> None:
     calls = planned(3.0)
     records = answered(calls)
-    work = twin.workload(list(zip(calls, records, strict=True)), "m")
+    work = replays.workload(list(zip(calls, records, strict=True)), "m")
     assert work.output.tolist() == [record.output_tokens for record in records]
     assert work.prompt.tolist() == [record.prompt_tokens for record in records]
     assert work.arrival.tolist() == [call.at for call in calls]

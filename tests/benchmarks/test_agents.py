@@ -18,8 +18,7 @@ from benchmarks.catalog.simulated import system
 from benchmarks.catalog.workloads import CHAT
 from headway.errors import ConfigError
 from headway.simulate.replay import Replayed, replay
-from headway.simulate.workload.applications import Applications, AppRun, Step, applications
-from headway.simulate.workload.run_prefixes import with_prefixes
+from headway.simulate.workload.applications import Applications, AppRun, Step, applications, with_prefixes
 from headway.whatif.output.results import Ask
 
 TURNS = 6

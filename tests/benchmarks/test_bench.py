@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from benchmarks.cli import bench_app
 from benchmarks.experiment import computed
 from benchmarks.rivals import bench, cells, fidelity, grounds
-from benchmarks.rivals.cells import STEPS, Cell, Search
+from benchmarks.rivals.cells import STEPS, Cell, Figures, Search, figures, mean, with_line
 from benchmarks.rivals.grounds import ARENAS, LOADS, Arena
-from benchmarks.rivals.measures import Figures, figures, mean, with_line
 from benchmarks.rivals.systems import DEFAULT, LINE, RIVALS
 from benchmarks.simulated.grounds import GROUNDS
 from headway.cli.checkout import bench_commands

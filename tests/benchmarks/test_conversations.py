@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.catalog.conversations import Conversations, Spread
 from headway.engines.simulated.prefix_blocks import shared_keys
 from headway.prefix import GRAIN
-from headway.simulate.workload.hashed_blocks import prefixes_of
+from headway.simulate.workload.traces import prefixes_of
 from headway.types import Slo
 
 TALK = Conversations(

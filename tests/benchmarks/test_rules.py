@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.rivals.admission import Candidates, CurrentAnswers, edf, edf_sim
-from benchmarks.rivals.base import Memory
+from benchmarks.rivals.base import Memory, next_due, targets
 from benchmarks.rivals.composite import Composite
-from benchmarks.rivals.deadlines import next_due, targets
 from benchmarks.rivals.fairbatching import FairBatching
 from benchmarks.rivals.jitserve import JitServe
 from benchmarks.rivals.qoserve import QoServe

@@ -14,9 +14,8 @@ from headway.policy.core import annealing
 from headway.policy.core import mapping as maps
 from headway.policy.core.annealing import Schedule, anneal, best_start, sequence
 from headway.policy.core.mapping import Mapping, Records, Targets, costs_of
-from headway.policy.forecast.latency.laws import SloAware
+from headway.policy.forecast.latency.laws import PUBLISHED, SloAware, sampled
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.forecast.latency.sampled import PUBLISHED, sampled
 from headway.types import Batch
 
 # (prompt tokens, output tokens, its kind of SLO, how tight it is)

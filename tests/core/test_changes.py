@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.policy.scale.changes import Member, State, changes
+from headway.policy.scale.scaler import Member, State, changes
 
 UP, STARTING, DRAINING, OFF = State.UP, State.STARTING, State.DRAINING, State.OFF
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
-from headway.policy.forecast.lengths.task import MOST_TASKS, TaskLengths
+from headway.policy.forecast.lengths.task import MOST_TASKS, GaussianLengths, TaskLengths
 from headway.types import Batch, Floats, Request
 from tests.helpers.held import held
 

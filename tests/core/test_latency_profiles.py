@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tools.latency_profiles import build
 from tools.latency_profiles.layers import grid
 
+from benchmarks.papers.hermes_workloads import AUTHORS_PROFILE
 from headway.errors import ConfigError
 from headway.policy.forecast.latency.laws import (
     LAWS,
@@ -243,9 +244,9 @@ PLAUSIBLE = [
     ("opt-66b-a100-tp4", Batch(32, 32 * 512, 0), 0.040, 0.090),
     ("llama-2-7b-a100", Batch(1, 512, 0), 0.008, 0.016),
     ("llama-2-7b-a100", Batch(0, 0, 1024, 1024 * 512), 0.05, 0.12),
-    ("llama-2-7b-hermes-authors", Batch(8, 8 * 600, 0), 0.018, 0.024),
-    ("llama-2-7b-hermes-authors", Batch(56, 56 * 600, 0), 0.045, 0.065),
-    ("llama-2-7b-hermes-authors", Batch(0, 0, 1024, 1024 * 512), 0.15, 0.21),
+    (str(AUTHORS_PROFILE), Batch(8, 8 * 600, 0), 0.018, 0.024),
+    (str(AUTHORS_PROFILE), Batch(56, 56 * 600, 0), 0.045, 0.065),
+    (str(AUTHORS_PROFILE), Batch(0, 0, 1024, 1024 * 512), 0.15, 0.21),
     ("llama-2-7b-h100", Batch(64, 64 * 300, 0), 0.009, 0.018),
     ("llama-2-7b-a40", Batch(1, 512, 0), 0.019, 0.035),
     ("llama-2-7b-a10", Batch(1, 512, 0), 0.024, 0.040),
@@ -258,13 +259,13 @@ PLAUSIBLE = [
 ]
 
 
-@pytest.fixture(params=names())
+@pytest.fixture(params=[*names(), str(AUTHORS_PROFILE)])
 def file(request: pytest.FixtureRequest) -> LatencyProfile:
     return load(request.param)
 
 
 def test_the_files_are_those_that_the_script_makes() -> None:
-    assert names() == sorted(build.FILES)
+    assert sorted([*names(), AUTHORS_PROFILE.stem]) == sorted(build.FILES)
 
 
 @pytest.mark.parametrize(("name", "batch", "low", "high"), PLAUSIBLE)
@@ -314,6 +315,6 @@ def test_the_script_needs_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 )
 def test_the_script_makes_the_committed_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build.main(["--out", str(tmp_path)])
-    for name in names():
-        assert (tmp_path / f"{name}.json").read_bytes() == (BUILTIN / f"{name}.json").read_bytes(), name
+    for path in (*BUILTIN.glob("*.json"), AUTHORS_PROFILE):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
     assert "opt-13b-a100" in capsys.readouterr().out

@@ -9,8 +9,7 @@ import pytest
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.ranked import Fcfs, Ranked, by_due, by_priority
-from headway.policy.pack.slack import Slack
+from headway.policy.pack.ranked import Fcfs, Ranked, Slack, by_due, by_priority
 from headway.ports import Packer
 from headway.types import Batch, Jobs, Step
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.forecast.lengths.padding import QUANTILE, Adaptive, Costs, Padded, PaddingTuner
-from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import PLAIN, SAMPLES, Features, History, fit
+from headway.policy.forecast.lengths.predictor import PLAIN, SAMPLES, Features, History, Predictor, features, fit
 from headway.policy.forecast.lengths.task import TaskLengths
 from headway.types import Floats, Forecast, Request
 from tests.helpers.held import held

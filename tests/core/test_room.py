@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.pack.allocation import allocate, grant, missing
-from headway.policy.pack.ranked import Fcfs, Ranked, by_due, by_priority
-from headway.policy.pack.slack import Slack
+from headway.policy.pack.ranked import Fcfs, Ranked, Slack, by_due, by_priority
 from headway.ports import Packer
 from headway.types import Ints, Step
 from tests.core.tables import SIZE, Moment, moments

@@ -63,7 +63,7 @@ ALLOWED = {
     "policy.plan": PURE | {"policy.apps", "policy.placement"},
     "policy.pack": PURE,
     "policy.recipes": GROUND | {"policy.core", "policy.apps", "policy.plan", "policy.pack"},
-    "client": {"errors"},  # applications import it, with httpx and nothing of ours
+    "client": {"errors", "addresses"},  # applications import it, with httpx and nothing else of ours
     "store.settling": GROUND,
     "store.versions": GROUND,
     "store.sqlite": GROUND | {"store.versions"},

@@ -15,9 +15,7 @@ from headway.config import Scale
 from headway.policy.core.cluster import Cluster
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
 from headway.policy.scale.rates import STEP_S, Arrivals, Rates
-from headway.policy.scale.scaler import Queue, Scaler, _Curves
-from headway.policy.scale.scaling import Scaling
-from headway.policy.scale.search import fewest
+from headway.policy.scale.scaler import Queue, Scaler, Scaling, _Curves, fewest
 from headway.types import Request, Slo
 
 # An engine of about 1.5 such requests per second: seconds by `OnlineLatency`'s scaled coefficients.

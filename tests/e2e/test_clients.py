@@ -16,6 +16,7 @@ import pytest
 from headway.models.resolve import resolve
 from tests.e2e.server import ANSWER_S, Headway
 from tests.gateway.test_agents import AGENTS
+from tests.gateway.test_open_webui import OPEN_WEBUI
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("HEADWAY_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
@@ -75,7 +76,7 @@ def _called(name: str, server: Headway) -> dict[str, Any]:
 def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
     lines = (ROOT / "docs" / "clients.md").read_text().splitlines()
     begin = lines.index("| client | what the test does |") + 2
-    expected = CLIENTS | POOLING | AGENTS
+    expected = CLIENTS | POOLING | AGENTS | OPEN_WEBUI
     table = dict(line.strip("| ").split(" | ") for line in lines[begin : begin + len(expected)])
     names = {name.strip("` "): set(what.split(", ")) for name, what in table.items()}
     assert names == expected

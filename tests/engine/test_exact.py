@@ -11,7 +11,8 @@ import pytest
 from headway.engines.vllm.plugin.setup import kv_policy_of
 from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.allocation import allocate
-from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.pack.ecoserve.packer import EcoServe
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.policy.recipes.ecoserve import TEXT
 from headway.policy.recipes.registry import find
 from headway.ports import Packer
@@ -200,11 +201,11 @@ def test_reserved_and_lent_kv_changes_no_token(
     spec = replace(scheduler.spec, max_running=8, copy_seconds=copy_seconds)
     scheduler.packer = EcoServe(spec, options)
     assert run_long(reserving) == plain
-    after, counts = reserving.counters(), scheduler.packer.counts
+    after, counts = reserving.counters(), scheduler.packer.counters
     seen = {name: after[name] - before.get(name, 0) for name in after}
-    assert seen["loans"] == counts.lent > 0
-    assert counts.extended > 0, "some answers were predicted too short"
-    assert counts.late > 0
+    assert seen["loans"] == counts["lent"] > 0
+    assert counts["extended"] > 0, "some answers were predicted too short"
+    assert counts["late"] > 0
     assert seen["alloc_failures"] == 0
     assert seen["preempted"] == seen["evictions"]
     assert (seen["swapped_tokens"] > 0) == (copy_seconds < 1)
@@ -216,10 +217,10 @@ def test_reserved_and_lent_kv_changes_no_token(
 def test_ecoserve_by_the_papers_text_changes_no_token(plain: list[list[int]], reserving: Engine) -> None:
     scheduler = reserving.scheduler
     before = reserving.counters()
-    scheduler.packer = EcoServe(replace(scheduler.spec, max_running=8), replace(TEXT, reserve=0.03))
+    scheduler.packer = EcoServe(replace(scheduler.spec, max_running=8), TEXT._replace(reserve=0.03))
     assert run_long(reserving) == plain
-    after, counts = reserving.counters(), scheduler.packer.counts
-    assert after["loans"] - before.get("loans", 0) == counts.lent > 0
-    assert counts.extended > 0, "some answers were predicted too short"
+    after, counts = reserving.counters(), scheduler.packer.counters
+    assert after["loans"] - before.get("loans", 0) == counts["lent"] > 0
+    assert counts["extended"] > 0, "some answers were predicted too short"
     assert after["alloc_failures"] == before.get("alloc_failures", 0)
     assert not len(scheduler.requests)

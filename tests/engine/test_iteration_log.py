@@ -11,7 +11,7 @@ from headway.engines.vllm import oracle
 from headway.engines.vllm.oracle import SchedulerOracle
 from headway.engines.vllm.plugin.control import _control
 from headway.engines.vllm.plugin.hook import HeadwayScheduler
-from headway.engines.vllm.plugin.iteration_log import IterationLog
+from headway.engines.vllm.plugin.recording import IterationLog
 from headway.types import Batch
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -19,13 +19,12 @@ from aiohttp.test_utils import TestServer
 from safetensors.numpy import save_file
 
 from headway.config import Config, Engine
-from headway.engines.vllm.plugin import models as plugin
+from headway.engines.vllm.plugin.control import load_model
 from headway.engines.vllm.plugin.worker import WorkerExtension
 from headway.engines.vllm.process import children, launch
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.process.host_weights import HostWeights, MappedFiles, is_warm
-from headway.engines.vllm.process.load_times import LoadTimes
-from headway.engines.vllm.process.models import RETRY_AFTER, EngineModels, SwapReport
+from headway.engines.vllm.process.models import RETRY_AFTER, EngineModels, LoadTimes, SwapReport
 from headway.errors import ConfigError, EngineError
 from headway.events import Event, InstanceUp, Swapped
 from headway.gateway.preflight import preflight
@@ -351,7 +350,7 @@ class Recorder:
 def test_a_load_happens_while_nothing_runs_and_leaves_no_cache() -> None:
     recorder, shared = Recorder(), list[Any](["old"])
     served = SimpleNamespace(base_model_paths=shared)
-    asyncio.run(plugin.load(recorder, served, "/some/where", "b"))
+    asyncio.run(load_model(recorder, served, "/some/where", "b"))
     assert recorder.calls == ["pause_generation", "collective_rpc", "reset_prefix_cache", "resume_generation"]
     assert [(one.name, one.model_path) for one in shared] == [("b", "/some/where")]
 

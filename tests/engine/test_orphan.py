@@ -12,7 +12,7 @@ import psutil
 
 ENGINE = """
 import signal, subprocess, sys, time
-from headway.engines.vllm.plugin.orphan import end_with_parent
+from headway.engines.vllm.plugin.guard import end_with_parent
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 end_with_parent(0.5)
@@ -56,7 +56,7 @@ def test_an_engine_and_its_core_end_after_the_process_that_started_them() -> Non
 
 
 def test_a_process_that_headway_did_not_start_is_left_alone() -> None:
-    code = "from headway.engines.vllm.plugin.orphan import end_with_parent; import threading\n"
+    code = "from headway.engines.vllm.plugin.guard import end_with_parent; import threading\n"
     code += "end_with_parent(); print(threading.active_count())"
     env = {name: value for name, value in os.environ.items() if name != "HEADWAY_PARENT"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -21,8 +21,8 @@ from headway.config import Engine
 from headway.engines.vllm.process.client import VllmEngine
 from headway.engines.vllm.request_metadata import write_metadata
 from headway.errors import EngineError
-from headway.gateway.control.adapters import AdapterWarmer
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
+from headway.gateway.control.prewarm import AdapterWarmer
 from headway.gateway.parsing.requests import ChatBody
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.prefix import run_number

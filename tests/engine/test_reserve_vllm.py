@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,8 +105,8 @@ def test_lending_and_its_emergencies_lose_nothing(host_gib: float) -> None:
         assert len(engine.finished) == 24
         assert all_back(engine)
         seen.update({name: int(value) for name, value in counters(engine).items()})
-        seen["extended"] += engine.scheduler.packer.counts.extended
-        seen["late"] += engine.scheduler.packer.counts.late
+        seen["extended"] += engine.scheduler.packer.counters["extended"]
+        seen["late"] += engine.scheduler.packer.counters["late"]
     assert seen["loans"] > 10
     assert seen["late"] > 0
     assert seen["extended"] > 0
@@ -146,7 +145,7 @@ def test_a_worker_s_block_tables_are_the_scheduler_s() -> None:
     for seed in range(6):
         engine, tables = engine_of("ecoserve", 40), Tables()
         packer = engine.scheduler.packer
-        packer.options = replace(packer.options, reserve=0.3)  # many prompts run first and wait for KV then
+        packer.options = packer.options._replace(reserve=0.3)  # many prompts run first and wait for KV then
         crowd(engine, seed)
         while engine.busy:
             output = engine.schedule()

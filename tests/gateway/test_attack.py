@@ -38,7 +38,9 @@ def test_every_attack_has_its_figures(rows: list[Row]) -> None:
 
 
 def test_it_is_written(rows: list[Row], tmp_path: Path) -> None:
-    save(attack.main.report(attack.result(rows)), tmp_path, {"attack": attack.plot(rows)})
+    found = attack.result(rows)
+    assert found.pictures is not None
+    save(attack.main.report(found), tmp_path, found.pictures())
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["bench"] == "attack"
     assert {row["system"] for row in data["rows"]} == {"headway"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headway.config import Engine
-from headway.gateway.parsing.audio import AudioForm
+from headway.gateway.parsing.media import AudioForm
 from headway.types import Request, Slo
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway

@@ -17,14 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from headway.cluster.backends import containers, namespaces
+from headway.cluster.backends import containers, sandbox
 from headway.cluster.backends.containers import check_docker
 from headway.cluster.backends.model import Model
-from headway.cluster.backends.namespaces import check_namespaces
 from headway.cluster.backends.pool import WorkerPool
 from headway.cluster.backends.port import BackendError, UnitResult
 from headway.cluster.backends.registry import make, opened
-from headway.cluster.backends.sandbox import Sandboxes
+from headway.cluster.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.config import parse
 from headway.errors import ConfigError, HeadwayError, RequestError
@@ -477,8 +476,8 @@ async def test_namespaces_are_tried_before_anything_is_served(monkeypatch: pytes
         "-c",
         'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"',
     )
-    argv = namespaces.argv
-    monkeypatch.setattr(namespaces, "argv", lambda *told: [*forbidden, *argv(*told)])
+    argv = sandbox.namespace_argv
+    monkeypatch.setattr(sandbox, "namespace_argv", lambda *told: [*forbidden, *argv(*told)])
     with pytest.raises(ConfigError, match="cannot isolate") as caught:
         async with opened({"python": Settings("sandbox")}):
             pass

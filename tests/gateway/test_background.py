@@ -13,7 +13,7 @@ import pytest
 
 from headway.config import Broker, Sqlite
 from headway.errors import HeadwayError
-from headway.gateway.requests import recovery
+from headway.gateway.requests import background
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import DEAD, Fake, Gateway, configuration, serving, until
 from tests.gateway.test_request_ends import fakes
@@ -219,7 +219,7 @@ async def _freeze(seconds: float) -> None:
 
 def test_a_backlog_is_asked_about_in_turns(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One renewal's question is bounded; what it leaves out is asked about by the next renewals."""
-    monkeypatch.setattr(recovery, "_IDS_PER_CALL", 2)
+    monkeypatch.setattr(background, "_IDS_PER_CALL", 2)
     broker = Broker(lease_seconds=3, sqlite=Sqlite(str(tmp_path / "queue.sqlite")))
     with (
         serving(configuration(tmp_path, DEAD, broker=broker), ready=False) as runs,

@@ -13,7 +13,7 @@ import pytest
 
 from headway.config import Batches, Config
 from headway.errors import ConfigError, HeadwayError
-from headway.gateway.apis.batches.results import result_line
+from headway.gateway.apis.batches.lines import result_line
 from headway.store.batches.directory import DirectoryStore
 from headway.store.batches.opening import opened
 from headway.store.batches.records import Line

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from headway.errors import HeadwayError, RequestError
-from headway.gateway.apis.batches.results import conclude
+from headway.gateway.apis.batches.lines import conclude
 from headway.store.batches.port import PIECE, STALE_S
 from headway.store.batches.postgres import PostgresStore
 from headway.store.batches.records import CANCELLED, Line, StoredFile

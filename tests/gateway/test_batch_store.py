@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import HeadwayError, RequestError
-from headway.gateway.apis.batches.results import conclude, result_line
+from headway.gateway.apis.batches.lines import conclude, result_line
 from headway.store.batches.port import PIECE, BatchStore, pieces
 from headway.store.batches.records import BAD, CANCELLED, ENDED_KEPT_S, EXPIRED, GOOD, LEAST_BYTES, Line, StoredFile
 from tests.gateway.batch_stores import BATCH, FILE, ROOM, STORES, Connect, add, begun, content, custom_ids, job

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headway.cli.doctor import Finding, examine
 from headway.config import Config, Engine, parse, write
-from headway.config.copies import expanded, numbers
-from headway.engines.vllm.process.cards import VISIBLE, cards, check_cards, parallel, visible_to
+from headway.config.engines import expanded, numbers
 from headway.engines.vllm.process.launch import command, environment
+from headway.engines.vllm.process.memory import VISIBLE, cards, check_cards, parallel, visible_to
 from headway.errors import ConfigError
 from headway.gateway.preflight import preflight
 from tests.helpers.packages import install

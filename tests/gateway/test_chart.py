@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from starlette.requests import Request
 
 from headway.config import Config, load
-from headway.gateway.apis.web_pages import refuse_foreign_pages
+from headway.gateway.apis.access import refuse_foreign_pages
 from headway.gateway.watch.metrics import Metrics
 from tests.gateway.test_manifests import DEPLOY, ROLES, check_command
 

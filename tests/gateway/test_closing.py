@@ -20,8 +20,8 @@ from headway.config import Broker as BrokerConfig
 from headway.errors import HeadwayError
 from headway.gateway import tasks
 from headway.gateway.apis.responses.conversations import Conversations
+from headway.gateway.requests.background import forget_old_jobs
 from headway.gateway.requests.closing import Closings
-from headway.gateway.requests.recovery import forget_old_jobs
 from headway.store.queue.memory import MemoryBroker, MemoryStore
 from headway.store.queue.port import Job
 from headway.store.queue.sqlite import SqliteBroker

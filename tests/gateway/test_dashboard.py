@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from playwright.sync_api import Browser, Page, expect
 
 from headway.config import Journal, Key, Tier
-from headway.gateway.apis.dashboard.explain import Explainer
+from headway.gateway.apis.dashboard.endpoints import Explainer
 from headway.gateway.in_flight import InFlightRequest
 from headway.gateway.watch.ends import Ended
 from headway.gateway.watch.history import HistoryView, RatePair

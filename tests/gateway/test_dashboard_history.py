@@ -8,8 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.keys import OTHER
-from headway.gateway.watch.figures import Attained, attained, figures, quantile
-from headway.gateway.watch.history import FINEST, KEPT, OWED, RATIO, WINDOWS, History, HistoryView, RatePair, _bin
+from headway.gateway.watch.history import (
+    FINEST,
+    KEPT,
+    OWED,
+    RATIO,
+    WINDOWS,
+    Attained,
+    History,
+    HistoryView,
+    RatePair,
+    _bin,
+    attained,
+    figures,
+    quantile,
+)
 
 LOWEST, BINS = 0.001, range(56)
 

@@ -94,6 +94,15 @@ def test_limits_of_an_engine_that_differ_or_are_not_known(tmp_path: Path, stock:
     assert context.mend == f"Set it to {CONTEXT}."
 
 
+@pytest.mark.parametrize("what", ["journal", "batches", "apps"])
+def test_a_directory_that_cannot_be_made(tmp_path: Path, what: str) -> None:
+    (file := tmp_path / "file").touch()
+    seen = found(tmp_path, f'{what}.dir = "{file / "dir"}"')
+    assert (seen[what].state, f"{file} is not a directory" in seen[what].found) == ("bad", True)
+    assert f"{what}.dir" in seen[what].mend
+    assert what not in found(tmp_path, f'{what}.dir = "{tmp_path / "new" / "dir"}"')
+
+
 def test_an_address_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         seen = found(tmp_path, f"[server]\nport = {taken.getsockname()[1]}")["address"]

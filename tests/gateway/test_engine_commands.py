@@ -141,7 +141,9 @@ def test_the_command_line(serve: Serve, fake: Fake, others: list[Fake], tmp_path
 # ---- the file
 
 
-def test_a_file_that_is_read_again(serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path) -> None:
+def test_a_file_that_is_read_again(
+    serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "headway.toml"
     first = [{"url": fake.url}, {"url": others[0].url, "id": "second"}, {"url": others[1].url}]
 
@@ -168,6 +170,14 @@ def test_a_file_that_is_read_again(serve: Serve, fake: Fake, others: list[Fake],
         written([{"url": fake.url, "max_model_len": 16}, {"url": fake.url, "max_model_len": 32}])
         gateway.do(again.run())
         assert states(gateway) == {"e0": "up", "e2": "up", "new": "up"}, "a file with errors changes nothing"
+        written([{"url": others[1].url, "max_running": 8}, {"url": DEAD}])
+        gateway.do(again.run())
+        assert f"The engine e0 works, and nothing answers at its new url {DEAD}" in caplog.text
+        assert states(gateway) == {"e0": "up", "e2": "up", "new": "up"}
+        written([{"url": others[1].url, "max_running": 8}, {"url": others[0].url}])
+        gateway.do(again.run())
+        until(lambda: states(gateway) == {"e0": "up", "e2": "up"})
+        until(lambda: engines["e0"].config.url == others[0].url and engines["e2"].config.max_running == 8)
 
 
 def test_what_orders_have_done_already_is_not_forgotten(

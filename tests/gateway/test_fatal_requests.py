@@ -12,7 +12,7 @@ import pytest
 from headway.config import Broker, Engine, Sqlite
 from headway.engines.vllm.fatal_fields import check_fields, fatal_fields, known_fields
 from headway.engines.vllm.process.connection import EngineConnection
-from headway.engines.vllm.process.fatal import read_fatal
+from headway.engines.vllm.process.limits import read_fatal
 from headway.errors import RequestError
 from tests.gateway import batches
 from tests.gateway.conftest import Serve

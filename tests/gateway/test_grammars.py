@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.config import Grammars
 from headway.errors import RequestError
-from headway.gateway.parsing.grammars import check_grammars, expanded_length
+from headway.gateway.parsing.parser import check_grammars, expanded_length
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import CHAT, Gateway
 from tests.gateway.test_refusals import COMPLETIONS, error

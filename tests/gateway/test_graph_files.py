@@ -12,8 +12,8 @@ import pytest
 from headway.config import Broker, Config, Sqlite
 from headway.errors import ConfigError
 from headway.gateway.control.graph_files import GraphFiles, keep_graphs, read
+from headway.policy.apps.demand import SHARED, Knowledge
 from headway.policy.apps.graph import Graph, Visit, from_json
-from headway.policy.apps.knowledge import SHARED, Knowledge
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import until
 

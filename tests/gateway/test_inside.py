@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.engines.vllm.process.inside import Inside, inside_of
+from headway.engines.vllm.process.limits import Inside, inside_of
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, Gateway, until
 from tests.gateway.stock_engine import SEQUENCES

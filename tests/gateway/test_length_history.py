@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Broker, Config, Predictor, Sqlite
-from headway.gateway.control.lengths.history import keep, recall
-from headway.gateway.control.lengths.service import PredictorService, open_lengths
+from headway.gateway.control.lengths.service import PredictorService, keep, open_lengths, recall
 from headway.gateway.watch.metrics import Metrics
-from headway.policy.forecast.lengths.ridge import PLAIN, History
+from headway.policy.forecast.lengths.predictor import PLAIN, History
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import Fake, until
 from tests.gateway.test_length_service import LONG, PADDED, PLAINLY, RECIPE, SHORT, chat, left

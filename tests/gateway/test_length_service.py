@@ -15,10 +15,10 @@ from headway.config import Config, Predictor
 from headway.errors import ConfigError
 from headway.gateway.control.lengths.embedding import Embedder, locate
 from headway.gateway.control.lengths.service import PredictorService, TaskService
-from headway.gateway.parsing.text import text_of
+from headway.gateway.parsing.fields import text_of
 from headway.gateway.preflight import preflight
 from headway.gateway.watch.metrics import Metrics
-from headway.policy.forecast.lengths.ridge import PLAIN
+from headway.policy.forecast.lengths.predictor import PLAIN
 from headway.policy.recipes.registry import find
 from headway.types import Request
 from tests.gateway.conftest import Serve

@@ -158,6 +158,9 @@ def part_of(kind: str, url: str) -> dict[str, Any]:
         " https://images.example/a.png",
         "https://[::1]/a.png",
         "//images.example/a.png",
+        "https://images.example:8080/a.png",
+        "http://images.example:443/a.png",
+        "https://other.example/a.png",
     ],
 )
 def test_an_engine_fetches_from_named_hosts_alone(url: str) -> None:
@@ -175,18 +178,19 @@ def test_an_engine_fetches_from_named_hosts_alone(url: str) -> None:
             {"queries": {"content": parts}, "documents": ["a"]},
         ):
             with pytest.raises(RequestError) as refused:
-                refuse_urls(body, ("images.example",))
+                refuse_urls(body, ("images.example", "other.example:8443"))
             assert (refused.value.status, refused.value.code) == (400, "media_url_refused")
             assert "server.media_domains" in str(refused.value)
 
 
 def test_named_hosts_data_and_fields_that_nothing_fetches_are_accepted() -> None:
     urls = [png(), "https://images.example/a.png?b=http://c", "http://Images.Example:8080", "https://images.example#x"]
+    urls += ["https://images.example:443/a.png", "http://images.example:80"]
     parts = [image(url) for url in urls] + [
         {"type": "image_url", "image_url": None, "uuid": "u"},
         {"type": "image_url"},
     ]
-    refuse_urls({"messages": [{"role": "user", "content": parts}]}, ("images.EXAMPLE",))
+    refuse_urls({"messages": [{"role": "user", "content": parts}]}, ("images.EXAMPLE", "images.example:8080"))
     schema = {"properties": {"image_url": {"type": "string"}}}
     refuse_urls({"messages": "text", "metadata": {"image_url": METADATA}, "tools": [schema]}, ())
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import RequestError
-from headway.gateway.apis.anthropic.events import MessageEvents
+from headway.gateway.apis.anthropic.endpoints import MessageEvents
 from headway.gateway.apis.anthropic.translate import chat_of, message_of
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import OPERATOR, Fake, Gateway

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 import headway
-from headway.cluster.backends.namespaces import check_namespaces
-from headway.cluster.backends.sandbox import Sandboxes
+from headway.cluster.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
 

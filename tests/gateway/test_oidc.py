@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 
 from headway import clock
 from headway.cli.doctor import examine
-from headway.config import Key, Oidc, write
+from headway.config import Budget, Key, Oidc, write
 from headway.errors import HeadwayError
 from headway.gateway.apis.access import Sender
 from headway.gateway.apis.oidc import Tokens
+from headway.gateway.reload import Reload
 from headway.store.queue.keys import StoredKey
 from testing.servers.issuer import Issuer, private_key
 from tests.gateway.conftest import Serve
@@ -124,6 +126,35 @@ def test_tokens_keep_the_limits_of_a_tenant_s_last_key(serve: Serve, issuer: Iss
         gateway.do(gateway.inner.broker.put_keys([old, new], 0.0))
         until(lambda: gateway.get("/v1/models", headers=bearer("hw-new")).status_code == 200)
         assert gateway.post(chat, headers=bearer(issuer.token(tenant="gamma"))).status_code == 200, "it is forgotten"
+
+
+def test_tokens_keep_the_limits_of_a_key_that_is_removed_from_the_file(
+    serve: Serve, issuer: Issuer, tmp_path: Path
+) -> None:
+    first = Key(ALPHA, "alpha", requests_per_min=4, budgets=(Budget("day", tokens=300),))
+    keys, file = (first, Key("sk-alpha-456", "alpha"), Key("sk-beta-1234", "beta")), tmp_path / "headway.toml"
+    with serve(oidc=Oidc(issuer.url, AUDIENCE), keys=keys) as gateway:
+        state = gateway.server._state
+        assert state is not None
+
+        async def reread(*left: Key) -> None:
+            file.write_text(write(replace(gateway.config, keys=left)))
+            await Reload(file, state).run()
+
+        def asked(max_tokens: int) -> int:
+            answer = gateway.post(gateway.chat(max_tokens=max_tokens, **fakes()), headers=bearer(issuer.token()))
+            return answer.status_code
+
+        gateway.do(reread(*keys[1:]))
+        assert asked(300) == 200, "the first key is another one now, without limits"
+        gateway.do(reread(*keys))
+        for left in (keys[2:], ()):
+            gateway.do(reread(*left))
+            assert gateway.get("/v1/models", headers=bearer(ALPHA)).status_code == 401
+            assert (asked(300), asked(1)) == (429, 200), "the budget has room for one of them"
+        assert asked(1) == 429, "so has the minute"
+        gateway.do(reread(Key("sk-alpha-789", "alpha")))
+        assert asked(300) == 200, "those of a new key"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_the_answer_has_an_id_that_the_queue_knows(gateway: Gateway) -> None:
 
 
 def test_what_open_webui_sends(gateway: Gateway) -> None:
-    """Requests as in its source (backend/open_webui/routers: openai.py, tasks.py, audio.py); it does not run here."""
+    """The requests that `test_open_webui.py` sees, which is skipped where Open WebUI is not installed."""
     user = {"authorization": "Bearer none", "x-openwebui-user-name": "A%20User", "x-openwebui-chat-id": "1"}
     assert [one["id"] for one in gateway.get("/v1/models", headers=user).json()["data"]] == ["smollm2"]
     chat = gateway.post({"model": "smollm2", "messages": SAY, "stream": True, **USAGE}, headers=user)

@@ -20,7 +20,7 @@ from headway.config import Config, Engine, Key, Tier
 from headway.events import Learned
 from headway.gateway.apis.state import AppState
 from headway.gateway.parsing.engine_body import EngineBody
-from headway.gateway.parsing.openai_fields import needs_vllm
+from headway.gateway.parsing.fields import needs_vllm
 from headway.gateway.reload import Reload
 from headway.store.journal.reader import read
 from headway.types import Request

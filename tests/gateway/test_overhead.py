@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import hook_overhead, overhead, responses
+from benchmarks.real.overhead import token_rows
 from benchmarks.real.planning_overhead import planning_rows
-from benchmarks.real.token_check import token_rows
 from headway.errors import EngineError
 from headway.whatif.output.results import save
 from testing.fake_engine import NAME

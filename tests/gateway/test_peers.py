@@ -14,9 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.real import overhead, peer_gateways, responses
-from benchmarks.real.peer_gateways import KNOWN, chosen, ratio_rows
-from benchmarks.real.peers import Peer, fake_engine, set_answers
+from benchmarks.real import overhead, peers, responses
+from benchmarks.real.peers import KNOWN, Peer, chosen, fake_engine, ratio_rows, set_answers
 from headway.engines.vllm.process.launch import free_port
 from headway.errors import ConfigError, EngineError
 from headway.whatif.output.results import Row
@@ -59,7 +58,7 @@ def test_peers_are_measured_as_headway_is(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HEADWAY_PEERS", str(PEERS))
     for module in (overhead, responses):
         monkeypatch.setattr(module, "TOKENS", 20)
-    measured, rng = overhead.OverheadFigures(peers=peer_gateways.versions(KNOWN)), np.random.default_rng(0)
+    measured, rng = overhead.OverheadFigures(peers=peers.versions(KNOWN)), np.random.default_rng(0)
     with overhead._systems(tmp_path, chosen(",".join(KNOWN))) as systems:
         assert [system.name for system in systems] == ["direct", "headway", *KNOWN]
         overhead._latency(systems, measured, 10, rng)

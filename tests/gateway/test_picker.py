@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -555,9 +557,14 @@ async def test_health_checks(opened: Open) -> None:
 
 async def test_the_gateways_certificate_is_the_pickers(serve: Serve, tmp_path: Any) -> None:
     authority, port = Authority(tmp_path), free_port()
-    with serve(server={"tls": Tls(*authority.issue("gateway"))}, picker=Picker(port)):
-        async with connected(port, authority.ca.read_bytes()) as channel:
-            await (await channel.asked()).forwarded()
+    pair, new = authority.issue("gateway"), authority.issue("new")
+    with serve(server={"tls": Tls(*pair)}, picker=Picker(port)):
+        for replaced in ("", *zip(new, pair, strict=True)):
+            if replaced:
+                shutil.copy(*replaced)  # after the first one, certificate and key do not match
+            async with connected(port, authority.ca.read_bytes()) as channel:
+                await (await channel.asked()).forwarded()
+        assert ssl.get_server_certificate(("127.0.0.1", port)) == (tmp_path / "new.crt").read_text()
         async with connected(port) as plain:
             with pytest.raises(grpc.aio.AioRpcError):
                 await plain.status()

@@ -15,7 +15,7 @@ from benchmarks.real.planning_overhead import Deliberate
 from headway import clock
 from headway.events import Arrived, Event, Failed, InstanceDown, InstanceUp
 from headway.gateway import tasks
-from headway.gateway.control.planning import Planning
+from headway.gateway.control.control import Planning
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller
 from headway.policy.forecast.lengths.task import TaskLengths

@@ -12,7 +12,7 @@ import pytest
 
 from headway.config import Scale
 from headway.gateway import tasks
-from headway.gateway.control.scale_command import commands
+from headway.gateway.control.autoscale import commands
 from tests.gateway.conftest import Serve
 from tests.gateway.gateway import until
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import soak
-from benchmarks.real.soak_clients import judged
-from benchmarks.real.soak_history import End, SoakHistory, check
+from benchmarks.real.soak_clients import End, SoakHistory, check, judged
 from benchmarks.real.streams import Stream
 from headway.errors import ConfigError
 from headway.whatif.output.results import Ask, Row, save
@@ -85,7 +84,9 @@ def test_every_part_has_its_figures(rows: list[Row]) -> None:
 
 
 def test_it_is_written(rows: list[Row], tmp_path: Path) -> None:
-    save(soak.main.report(soak.result(rows)), tmp_path, {"soak": soak.plot(rows)})
+    found = soak.result(rows)
+    assert found.pictures is not None
+    save(soak.main.report(found), tmp_path, found.pictures())
     assert json.loads((tmp_path / "report.json").read_text())["bench"] == "soak"
     assert NAME in (tmp_path / "report.html").read_text()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +17,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from headway import client
+from headway.cli.bench_commands import bench_app
 from headway.cli.main import app
 from headway.config import Config, Engine, Server, Tls, parse, write
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
+from headway.gateway.http.connections import SPARE
 from headway.gateway.http.tls import Certificate
 from headway.gateway.preflight import preflight
 from testing.servers.certificates import Authority
@@ -121,6 +125,19 @@ def test_a_handshake_has_the_time_limit_of_headers(serve: Serve, authority: Auth
         assert client.recv(1) == b""
 
 
+def test_handshakes_count_as_connections(serve: Serve, authority: Authority) -> None:
+    server = {"tls": Tls(*authority.issue("gateway")), "head_timeout_s": 600.0, "max_connections": 4}
+    with serve(server=server) as gateway, ExitStack() as stack:
+        address = ("127.0.0.1", gateway.config.server.port)
+        clients = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(4 + SPARE + 2)]
+        for client in clients[:2]:
+            assert client.recv(1) == b"", "the oldest ones make room"
+        assert asked(gateway, authority.ca).status_code == 200
+        clients[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            clients[-1].recv(1)
+
+
 def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:
     (cert, _), (_, key) = authority.issue("one"), authority.issue("other")
     for files in ((cert, key), (cert, str(tmp_path / "none")), (key, cert)):
@@ -172,6 +189,29 @@ def terminator(port: int, context: ssl.SSLContext) -> Iterator[int]:
         loop.call_soon_threadsafe(ended.set)
         thread.join(10)
     loop.close()
+
+
+def test_clients_that_do_not_know_the_authority_are_told_how_to(
+    authority: Authority, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("server"))
+    with terminator(fake.port, context) as port:
+        run = client.run("app", base_url=f"https://127.0.0.1:{port}/v1")
+        for wrong in (str(Authority(tmp_path, "other").ca), "/no/such.pem"):
+            monkeypatch.setenv("SSL_CERT_FILE", wrong)
+            hint, url = re.escape(f"Set SSL_CERT_FILE (now {wrong})"), f"https://127.0.0.1:{port}"
+            for cli, args in ((app, ["profile"]), (bench_app, ["serve", "--quick"])):
+                with pytest.raises(ConfigError, match=hint):
+                    CliRunner().invoke(cli, [*args, "--url", url], catch_exceptions=False)
+            with pytest.raises(HeadwayError, match=hint):
+                run.execute("python", {})
+            with pytest.raises(HeadwayError, match=hint):
+                asyncio.run(run.execute_async("python", {}))
+            caplog.clear()
+            run.report("end", {})
+            asyncio.run(run.report_async("end", {}))
+            assert len(re.findall(hint, caplog.text)) == 2
 
 
 def test_an_engine_that_wants_the_gateway_s_certificate(serve: Serve, authority: Authority, fake: Fake) -> None:

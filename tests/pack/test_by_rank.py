@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.pack.by_rank import ByRank
+from headway.policy.pack.ranked import ByRank
 
 
 def test_a_packer_without_a_pool_recomputes() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.pack.ecoserve import queues
-from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.pack.ecoserve.packer import EcoServe
 from headway.policy.pack.ecoserve.queues import ACTIVE, QUEUED, ROW_STATUS
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.types import Jobs, Slo
 
 SIZE = 16
@@ -93,12 +94,12 @@ def test_without_a_group_ending_nothing_is_scheduled_anew() -> None:
         engine.add(f"r{i}", 30, 60)
     engine.step()
     engine.step()
-    full, orders = engine.packer.counts.full, []
+    full, orders = engine.packer.counters["full"], []
     for _ in range(40):
         ran, _ = engine.step()
         orders.append(ran.rows.tolist())
-    assert engine.packer.counts.full == full
-    assert engine.packer.counts.kept >= 40
+    assert engine.packer.counters["full"] == full
+    assert engine.packer.counters["kept"] >= 40
     assert all(order == orders[0] for order in orders)
 
 
@@ -106,8 +107,8 @@ def test_unsynchronized_every_iteration_is_scheduled() -> None:
     engine = Engine(Options(synced=False, ordered=False, lends=False))
     engine.add("a", 30, 60)
     engine.until_done()
-    assert engine.packer.counts.kept == 0
-    assert engine.packer.counts.full == 60
+    assert engine.packer.counters["kept"] == 0
+    assert engine.packer.counters["full"] == 60
 
 
 # ---- prompts fill the compute, generations the KV
@@ -147,9 +148,9 @@ def test_a_longer_answer_goes_on_from_the_pool() -> None:
     engine = Engine(Options(reserve=0.2, ordered=False, lends=False), blocks=20)
     engine.add("a", 16, 60, tokens_left=16.0)
     engine.until_done()
-    counts = engine.packer.counts
-    assert counts.extended == 2  # two blocks each time
-    assert counts.stalled == counts.rescued == 0
+    counts = engine.packer.counters
+    assert counts["extended"] == 2  # two blocks each time
+    assert counts["stalled"] == counts["rescued"] == 0
 
 
 def test_without_a_pool_it_pauses_with_its_kv_until_somebody_ends() -> None:
@@ -158,7 +159,7 @@ def test_without_a_pool_it_pauses_with_its_kv_until_somebody_ends() -> None:
     engine.add("a", 16, 40, tokens_left=16.0)
     engine.add("b", 16, 80, tokens_left=80.0)
     seen = [(set(engine.step()[1]), engine.host.jobs.evictions[0]) for _ in range(45)]
-    assert engine.packer.counts.stalled >= 1
+    assert engine.packer.counters["stalled"] >= 1
     assert seen[-1] == ({"b"}, 0)
     assert engine.host.jobs.blocks[0] >= 2, "a pause frees nothing"
     steps = engine.until_done()
@@ -176,7 +177,7 @@ def test_a_late_guest_leaves_and_comes_out_whole() -> None:
     assert jobs.loan_blocks[jobs.row_of["guest"]] > 0
     steps = engine.until_done()
     assert sum(step.get("guest", 0) for step in steps) >= 290
-    assert engine.packer.counts.late >= 1
+    assert engine.packer.counters["late"] >= 1
 
 
 # ---- ordering (EcoServe 3.3)
@@ -276,7 +277,7 @@ def test_a_buffer_by_length_keeps_that_share_of_the_answer() -> None:
         engine.step()
         engine.add("guest", 10, output)
         engine.step()
-        assert (engine.packer.counts.lent == 1) == lent
+        assert (engine.packer.counters["lent"] == 1) == lent
 
 
 def test_no_prompt_borrows_where_only_generations_may() -> None:
@@ -286,7 +287,7 @@ def test_no_prompt_borrows_where_only_generations_may() -> None:
         engine.step()
         engine.add("guest", 10, 130)
         engine.step()
-        assert (engine.packer.counts.lent == 1) == prompts
+        assert (engine.packer.counters["lent"] == 1) == prompts
 
 
 def test_a_prompt_alone_takes_the_kv_of_its_prompt() -> None:
@@ -310,8 +311,8 @@ def test_lending_lets_more_run_at_once() -> None:
         for i in range(120):
             engine.add(f"r{i}", 8, 200 if i % 20 == 0 else 30)
         steps[lends] = len(engine.until_done())
-        assert (engine.packer.counts.lent > 20) == lends
-        assert engine.packer.counts.late == 0
+        assert (engine.packer.counters["lent"] > 20) == lends
+        assert engine.packer.counters["late"] == 0
     assert steps[True] < 0.9 * steps[False], steps
 
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.baselines.chunked import Chunked
-from headway.policy.pack.baselines.multires import MultiRes
-from headway.policy.pack.baselines.round_robin import RoundRobin
+from headway.policy.pack.baselines.arrival_order import Chunked, MultiRes, RoundRobin
 from headway.policy.pack.baselines.srtf import Srtf
 from headway.policy.pack.ranked import Fcfs
 from headway.policy.recipes.registry import find

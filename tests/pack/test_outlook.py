@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.policy.core.engine_spec import Caution, PromisesConfig
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.pack.promises.limits import seconds_allowed, usual_seconds
+from headway.policy.pack.promises.iteration import seconds_allowed, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
     DISTANT,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.policy.core.engine_spec import PromisesConfig
 from headway.policy.core.ranks import BEYOND
-from headway.policy.pack.promises.sight import due_order, in_sight, is_overdue
+from headway.policy.pack.promises.outlook import due_order, in_sight, is_overdue
 from headway.types import Jobs
 
 NOW = 100.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.baselines.tgi import Tgi
+from headway.policy.pack.baselines.arrival_order import Tgi
 from headway.types import Jobs
 from tests.pack.driven import SIZE, Ask, Driven, Limits, limits, loads
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.baselines.orca import Orca
-from headway.policy.pack.baselines.vllm_v0 import VllmV0
+from headway.policy.pack.baselines.arrival_order import Orca, VllmV0
 from tests.pack.driven import SIZE, Ask, Driven, Iteration, Limits, ample, limits, loads
 from tests.pack.v0 import Reference
 

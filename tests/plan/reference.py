@@ -11,8 +11,7 @@ import numpy as np
 
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, DUE, PRIORITY
-from headway.policy.plan.dispatch import sends
-from headway.policy.plan.virtual_queue import virtual_queue
+from headway.policy.plan.dispatch import sends, virtual_queue
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Ints, Plan
 

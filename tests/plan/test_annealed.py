@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, Tick
 from headway.policy.core.cluster import Cluster
 from headway.policy.forecast.latency.online import OnlineLatency
-from headway.policy.plan.annealed import Annealed
-from headway.policy.plan.assign import Assignment
+from headway.policy.plan.annealed import Annealed, Assignment
 from headway.types import Batch, Instance, Send, Slo
 from tests.plan.place import Place, ask, instance
 

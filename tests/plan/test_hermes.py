@@ -24,10 +24,9 @@ from headway.events import (
     UnitBegan,
     UnitEnded,
 )
-from headway.policy.apps.demand import SAMPLES, Costs, Draw, _walk
+from headway.policy.apps.demand import SAMPLES, Costs, Draw, Knowledge, _walk
 from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
 from headway.policy.apps.graph import Graph, Visit
-from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.run import Run
 from headway.policy.apps.runs import RankOptions, Runs
 from headway.policy.forecast.latency.online import OnlineLatency

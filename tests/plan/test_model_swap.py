@@ -15,7 +15,7 @@ from headway.events import Swapped
 from headway.policy.core.ranks import ARRIVAL, DUE
 from headway.policy.plan.baselines.model_swap import ModelSwap
 from headway.policy.recipes.registry import find
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.simulate.run import Failure, Outcome, Simulation
 from headway.simulate.workload.traffic import Workload
 from headway.types import Command, Instance, Loadable, Slo, Swap

@@ -14,7 +14,7 @@ from headway.events import Failed, InstanceDown, InstanceUp, Learned, Returned, 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan.group_placement import QlmOptions
 from headway.policy.plan.qlm import Qlm
-from headway.policy.recipes.qlm import QLM, with_delta
+from headway.policy.recipes.qlm import QLM, variant
 from headway.policy.recipes.registry import find
 from headway.simulate.run import Failure, Simulation
 from headway.types import Command, Instance, Loadable, Rerank, Send, Slo, Swap, Warm
@@ -375,8 +375,6 @@ def test_a_model_that_no_instance_has_is_refused_before_the_run() -> None:
 
 
 def test_groups_of_another_size() -> None:
-    recipe = with_delta(16)
-    planner = recipe.planner()
+    planner = variant("qlm-16", "groups of another size", QlmOptions(delta=16)).planner()
     assert isinstance(planner, Qlm)
     assert planner.options.delta == 16
-    assert "16" in recipe.name

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Arrived, Finished, InstanceDown, InstanceUp, RunEnded, Started
-from headway.policy.apps.demand import SAMPLES, Costs, Draw
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import SAMPLES, Costs, Draw, Knowledge
 from headway.policy.apps.run import Run
 from headway.policy.core.controller import Controller
 from headway.policy.core.ranks import ATTAINABLE, SOFT

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.core.ranks import ATTAINABLE, BEYOND, outer
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.plan.run_order import RunOrder

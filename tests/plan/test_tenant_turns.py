@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Failed, Finished, Started
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.core.ranks import ATTAINABLE
 from headway.policy.plan.by_fleet import ByFleet
 from headway.policy.plan.qlm import Qlm

@@ -18,7 +18,7 @@ from headway.prefix import Prefix
 from headway.simulate import fleet
 from headway.simulate.instance import SimulatedInstance
 from headway.simulate.loop import Loop
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.simulate.run import Failure, InstanceSpec, Outcome, Simulation
 from headway.simulate.workload.traffic import TrafficClass, Workload, concat, make, poisson
 from headway.types import Slo

@@ -37,15 +37,7 @@ def test_lengths_without_times(tmp_path, name):
     read = traces.read_lengths(write(tmp_path, name, HEAD + "7,3\n8,0\n"))
     assert read.prompt_tokens.tolist() == [7, 8]
     assert read.output_tokens.tolist() == [3, 0]
-    assert read.predicted is None
     assert read.about == f"2 requests of {name}"
-
-
-def test_predictions_are_kept(tmp_path):
-    text = "prompt_tokens,output_tokens,predicted_output_tokens\n25,3,1\n71,692,702\n"
-    predicted = traces.read_lengths(write(tmp_path, "p.csv", text)).predicted
-    assert predicted is not None
-    assert predicted.tolist() == [1, 702]
 
 
 def test_lengths_of_a_trace_need_no_order(tmp_path):
@@ -73,17 +65,6 @@ def test_the_limit_cuts(tmp_path):
         ("l.csv", HEAD + "1e12,2\n", "line 2 has prompt_tokens = '1e12', which is not a number of tokens"),
         ("l.csv", HEAD, r"has no rows. It needs one request per row: prompt_tokens, output_tokens\."),
         ("l.csv", "", "has no rows"),
-        (
-            "l.csv",
-            "prompt_tokens,output_tokens,predicted_output_tokens\n1,2,3\n1,2\n",
-            "line 3 has no predicted_output_tokens",
-        ),
-        (
-            "l.jsonl",
-            '{"input_length": 1, "output_length": 1, "predicted_output_tokens": 1}\n'
-            '{"input_length": 1, "output_length": 1}\n',
-            "in some rows only",
-        ),
         ("l.txt", HEAD, "not a trace by its name"),
     ],
 )
@@ -112,7 +93,6 @@ def test_what_is_written_is_read(tmp_path_factory, rows):
 def test_the_data_is_read_whole(name, rows):
     read = traces.read_lengths(name)
     assert read.prompt_tokens.size == read.output_tokens.size == rows
-    assert (read.predicted is not None) == name.endswith("predictions")
 
 
 # ---- ShareGPT's JSON

@@ -159,10 +159,7 @@ def test_vtc_protects_the_modest_tenant_from_the_flood() -> None:
 def test_parrot_serves_an_older_application_run_first() -> None:
     """Four runs of three requests each; under load only Parrot lets an older run's later steps overtake."""
     crew = TrafficClass(
-        "crew",
-        lengths=Lengths(np.array([10]), np.array([4]), None, "one request"),
-        requests_per_run=3,
-        concurrent_runs=4,
+        "crew", lengths=Lengths(np.array([10]), np.array([4]), "one request"), requests_per_run=3, concurrent_runs=4
     )
     workload = make([crew], np.arange(24) * 0.01, np.random.default_rng(0))
     ages = np.array([int(workload.request(i).stage.run.split(".")[1]) for i in range(24)])  # type: ignore[union-attr]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headway.events import Arrived, Event, Finished, RunEnded, Started, UnitBegan, UnitEnded
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.graph import LLM, Graph
-from headway.policy.apps.knowledge import Knowledge
 from headway.policy.apps.runs import RankOptions
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.controller import Controller

@@ -9,8 +9,8 @@ import pytest
 
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
+from headway.policy.apps.demand import SHARED, Knowledge
 from headway.policy.apps.graph import LLM
-from headway.policy.apps.knowledge import SHARED, Knowledge
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.apps.runs import RankOptions
 from headway.policy.recipes.hermes import variant
@@ -18,12 +18,20 @@ from headway.policy.recipes.recipe import Recipe
 from headway.policy.recipes.registry import find
 from headway.prefix import Prefix
 from headway.simulate.cache_policy import Lru, Policy, Prewarmed, WaitingQueue
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.simulate.replay import Replayed, replay
 from headway.simulate.warm_engines import AdapterEngine, Adapters, KvCache, WarmEngine
 from headway.simulate.workload.application_models import generated
-from headway.simulate.workload.applications import Applications, AppRun, Step, applications, draw, graphs_of
-from headway.simulate.workload.run_prefixes import templates, with_prefixes
+from headway.simulate.workload.applications import (
+    Applications,
+    AppRun,
+    Step,
+    applications,
+    draw,
+    graphs_of,
+    templates,
+    with_prefixes,
+)
 from headway.stages import Resource
 from tests.simulate.machines import machine
 

@@ -493,7 +493,7 @@ async def counted(broker: Broker, account: str, now: float = 2.0) -> float:
 async def test_an_ended_job_counts_with_what_it_used_once(two: list[Broker]) -> None:
     first, second = two
     for id in "abcdefg":
-        await first.put(job(id), [charge("x", 10.0, 100.0, 1.0)])
+        await first.put(job(id, background=True), [charge("x", 10.0, 100.0, 1.0)])
     ends = (first.done(id, None, 2.0, {"x": 4.0}) for id in "abcde")  # together
     assert await asyncio.gather(*ends) == [True] * 5
     assert await first.done("f", b"result", 2.0, {"x": 9.0})
@@ -524,11 +524,26 @@ async def test_a_cancelled_job_that_no_gateway_holds_is_not_charged(two: list[Br
 
 async def test_what_a_dead_gateway_s_job_was_charged_counts_until_it_ends(two: list[Broker]) -> None:
     first, second = two
-    await first.put(job(), [charge("x", 10.0, 10.0, 1.0)])
+    await first.put(job(background=True), [charge("x", 10.0, 10.0, 1.0)])
     assert await take_ids(second, now=10.0) == ["a"]
     assert not await first.done("a", b"r", 11.0, {"x": 10.0}), "the second one runs it"
     assert await counted(second, "x") == 10.0
     assert await second.done("a", b"r", 12.0, {"x": 7.0})
+    assert await counted(second, "x") == 3.0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+async def test_a_gateway_that_outlives_its_lease_says_what_its_job_used(two: list[Broker], closed: bool) -> None:
+    first, second = two
+    await first.put(job(), [charge("x", 10.0, 10.0, 1.0)])
+    assert await take_ids(second, now=10.0) == ["a"]
+    if closed:
+        assert await second.fail("a", "client_gone", 11.0), "what its client got is not known there"
+    assert await counted(second, "x") == 10.0
+    for _ in range(2):  # again, as after an answer that was lost
+        assert not await first.done("a", b"r", 12.0, {"x": 7.0})
+        assert await counted(second, "x") == 3.0
+    assert await second.fail("a", "client_gone", 11.0) is not closed
     assert await counted(second, "x") == 3.0
 
 
@@ -541,7 +556,7 @@ async def test_random_requests_of_two_gateways_and_their_deaths(connect: Connect
                 for i in range(40):
                     account, units, broker = rng.choice("xy"), rng.randint(1, 9), rng.choice((first, second))
                     with suppress(AccountSpent):
-                        await broker.put(job(id := f"{life}-{i}"), [charge(account, units, 60.0, 1.0)])
+                        await broker.put(job(id := f"{life}-{i}", background=True), [charge(account, units, 60.0, 1.0)])
                         open_[id] = account, units
                     for id in rng.sample([*open_], min(len(open_), rng.randint(0, 2))):
                         account, units = open_[id]

@@ -191,6 +191,22 @@ async def test_a_put_that_is_undone_costs_nothing(
     assert [tuple(row) for row in rows] == [("next", 4.0)]
 
 
+async def test_a_put_that_another_gateway_has_closed_costs_nothing(
+    broker: PostgresBroker, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client got a 503; then the server was away for longer than the lease of its gateway."""
+    await broker.renew(10.0)
+    server.lose(broker, "_apply_charged", monkeypatch)
+    with pytest.raises(HeadwayError, match="The broker is out"):
+        await broker.put(job("lost"), [Charge("x", 3.0, 10.0, 1.0, 0.0)])
+    async with gateways(lambda owner: PostgresBroker(address, owner), "B") as (other,):
+        assert await take_ids(other, now=10.0) == ["lost"]
+        assert await other.fail("lost", "client_gone", 11.0)
+        await succeeds(lambda: broker.put(job("next"), [Charge("x", 4.0, 10.0, 1.0, 0.0)]))
+        rows = server.run_sql(f"SELECT id, units FROM {address.schema}.spent", url=address.url)
+        assert [tuple(row) for row in rows] == [("next", 4.0)]
+
+
 async def test_what_a_lost_take_took_is_taken_again(broker: PostgresBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a living gateway would hold jobs that it does not know of."""
     for id in "abc":

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from headway.cluster.wire.connection import ALL, CONTROLLER, DEAD, DIRECT, TERM, RabbitAddress, RabbitConnection, tag_of
-from headway.cluster.wire.messages import Item
-from headway.cluster.wire.port import Message
+from headway.cluster.wire.messages import Item, Message
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.events import Finished
 

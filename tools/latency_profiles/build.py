@@ -363,7 +363,7 @@ def table(files: dict[str, LatencyProfile]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write every built-in latency profile and print the errors. Raise ConfigError without the data."""
+    """Write the built-in latency profiles and Hermes' authors', and print the errors. ConfigError without the data."""
     parser = argparse.ArgumentParser(
         prog="tools.latency_profiles.build", description="Build the built-in latency profiles."
     )

@@ -14,8 +14,7 @@ from typing import IO
 import numpy as np
 
 from benchmarks.real.faults.kinds import KINDS, FaultScene
-from benchmarks.real.soak_clients import Clients, Endpoint, probe
-from benchmarks.real.soak_history import Verdict, check
+from benchmarks.real.soak_clients import Clients, Endpoint, Verdict, check, probe
 from headway.errors import ConfigError
 from testing.servers.parts import ClusterPart, ClusterShape, HeadwayCluster, clusters
 

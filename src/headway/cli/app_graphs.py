@@ -13,8 +13,8 @@ from rich.markup import escape
 from headway import config as configuration
 from headway.errors import ConfigError
 from headway.gateway.control.graph_files import GraphFiles, read
+from headway.policy.apps.demand import SHARED
 from headway.policy.apps.graph import LLM, Graph, Unit
-from headway.policy.apps.knowledge import SHARED
 from headway.simulate.workload import applications
 from headway.whatif.output.results import Grid
 

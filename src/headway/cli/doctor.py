@@ -24,13 +24,12 @@ from headway.addresses import netloc
 from headway.config import Broker, Config, Engine, load
 from headway.config.keys import reveal
 from headway.engines.vllm.process.api import APIS
-from headway.engines.vllm.process.cards import CUDA_BUILD, cards
 from headway.engines.vllm.process.connection import EngineConnection
 from headway.engines.vllm.process.launch import kv_use
 from headway.engines.vllm.process.limits import limit_warnings, read_limits, read_state
-from headway.engines.vllm.process.memory import memory_uses
+from headway.engines.vllm.process.memory import CUDA_BUILD, cards, memory_uses
 from headway.engines.vllm.process.metadata import installed, is_cpu_build, lacking
-from headway.engines.vllm.process.settings import cores_of
+from headway.engines.vllm.process.sizes import cores_of
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, EngineError
 from headway.gateway.apis.oidc import Tokens
@@ -239,8 +238,21 @@ def _queue_file(file: Path) -> Finding:
     return Finding("queue", "good", found)
 
 
+def _folders(config: Config) -> Iterator[Finding]:
+    """Check that directories which are named can be made or written; others are beside the queue."""
+    given = {"journal": config.journal.dir, "batches": config.batches.dir, "apps": config.apps.dir}
+    for what, folder in given.items():
+        if folder is None or folder == "none":
+            continue
+        found = _existing(Path(folder).expanduser())
+        if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+            problem = f"{folder} cannot be made or written: {found} is not a directory in which this user may write"
+            yield Finding(what, "bad", problem, f"Change its owner, or {what}.dir.")
+
+
 def _existing(folder: Path) -> Path:
-    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    # Unlike Path.exists, this is false for what is in a directory that this user may not search.
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.exists(one))
 
 
 def _engines(config: Config) -> Iterator[Finding]:
@@ -326,5 +338,5 @@ def _cpus(engine: Engine) -> set[int]:
 
 
 _CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
-    _classes, _address, _prices, _issuer, _queue, _engines, _kv, _memory, _cores,
+    _classes, _address, _prices, _issuer, _queue, _folders, _engines, _kv, _memory, _cores,
 )  # fmt: skip

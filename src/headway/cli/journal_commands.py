@@ -134,7 +134,7 @@ def advise(
 ) -> None:
     """Find the number of instances, the recipe and the batch limit that keep the promises of your traffic."""
     from headway.whatif.journal import advise as advice
-    from headway.whatif.journal.times import seconds
+    from headway.whatif.journal.source import seconds
 
     specs, classes, _ = fleet_of(instance, fleet, {})
     source = source_of(journal, config, trace, since, until, specs, classes, slo, seed)
@@ -197,7 +197,7 @@ def source_of(
 
 
 def _instant(text: str | None) -> float | None:
-    from headway.whatif.journal.times import instant
+    from headway.whatif.journal.source import instant
 
     return None if text is None else instant(text)
 

@@ -14,9 +14,8 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.cli.checkout import bench_commands
-from headway.cli.engine_commands import engine_app
 from headway.cli.journal_commands import advise, explain, report
-from headway.cli.key_commands import key_app
+from headway.cli.operator import engine_app, key_app
 from headway.cli.options import ConfigFile, Json, Quick, Seed
 from headway.cli.simulate_commands import simulate, sweep
 from headway.errors import ConfigError, HeadwayError
@@ -178,8 +177,8 @@ Engines = Annotated[
 @app.command()
 def up(config: ConfigFile = None, address: Address = None, engines: Engines = None) -> None:
     """Run gateways, controllers and agents on a Ray cluster; restart those whose configuration changed."""
-    from headway.cluster.up.command import scale
-    from headway.cluster.up.command import up as run
+    from headway.cluster.up.cluster import scale
+    from headway.cluster.up.cluster import up as run
     from headway.config import load
 
     setup = load(config)
@@ -193,7 +192,7 @@ def up(config: ConfigFile = None, address: Address = None, engines: Engines = No
 @app.command()
 def down(config: ConfigFile = None, address: Address = None) -> None:
     """Stop everything that `headway up` runs on a Ray cluster, gateways first, after their open requests."""
-    from headway.cluster.up.command import down as run
+    from headway.cluster.up.cluster import down as run
     from headway.config import load
 
     setup = load(config)
@@ -289,10 +288,24 @@ def show(config: ConfigFile = None, resolved: Resolved = False, device: ForDevic
 @queue_app.command("recover")
 def recover_queue(config: ConfigFile = None) -> None:
     """Recover the readable rows of a damaged sqlite queue or file of batches; the old file is kept."""
-    from headway.cli.recover import main
     from headway.config import load
+    from headway.store.batches.sqlite_file import recover_batches
+    from headway.store.queue.sqlite_jobs import recover_jobs
 
-    main(load(config))
+    setup = load(config)
+    done = {
+        "requests": recover_jobs(str(setup.broker.sqlite.file)) if setup.broker.kind == "sqlite" else None,
+        "batches": recover_batches(setup.batches_dir) if setup.batches_dir is not None else None,
+    }
+    if not any(done.values()):
+        raise HeadwayError("Neither the queue nor the batches are damaged.", "There is nothing to recover.")
+    for what, recovered in done.items():
+        if recovered is not None:
+            total, still_open = recovered.counts
+            print(f"{total} {what} recovered, {still_open} of them not ended yet.")
+            lost = f"At least {recovered.unreadable}" if recovered.unreadable else "No"
+            print(f"{lost} rows could not be read; those that an earlier rescue had saved are recovered.")
+            print(f"The damaged file is kept as {recovered.aside}.")
 
 
 GraphDir = Annotated[

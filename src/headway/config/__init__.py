@@ -18,28 +18,26 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from headway.config.copies import expanded
+from headway.config.engines import Around, expanded, overflow_contradictions
 from headway.config.engines import Engine as Engine
 from headway.config.engines import Model as Model
 from headway.config.keys import MASK, OPERATOR_NAME, OTHER, TOKEN_PREFIX
 from headway.config.keys import Budget as Budget
 from headway.config.keys import Key as Key
-from headway.config.oidc import Oidc as Oidc
-from headway.config.oidc import oidc_contradictions
-from headway.config.overflow import Around, overflow_contradictions
 from headway.config.problems import explain, unrelated, valid_part
-from headway.config.server import Server as Server
 from headway.config.tables import Audit as Audit
 from headway.config.tables import Backend as Backend
 from headway.config.tables import Batches as Batches
-from headway.config.tables import Count, Positive
+from headway.config.tables import Count, Positive, oidc_contradictions
 from headway.config.tables import Grammars as Grammars
 from headway.config.tables import Journal as Journal
 from headway.config.tables import Log as Log
+from headway.config.tables import Oidc as Oidc
 from headway.config.tables import Picker as Picker
 from headway.config.tables import Postgres as Postgres
 from headway.config.tables import Price as Price
 from headway.config.tables import Scale as Scale
+from headway.config.tables import Server as Server
 from headway.config.tables import Tls as Tls
 from headway.config.tables import Tracing as Tracing
 from headway.config.tables import Up as Up

@@ -1,16 +1,19 @@
-"""Engines in the configuration: instances of vLLM and their models."""
+"""Engines in the configuration: instances of vLLM and their models, and what is said of those that are no vLLM."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import field
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import field, replace
+from itertools import count, filterfalse
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headway.config.keys import Secret
 from headway.config.tables import Amount, Count, Positive
+from headway.errors import ConfigError
 from headway.types import OverflowTerms
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -159,3 +162,118 @@ class Engine:
 
 def _last_part(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as "0-3,8"; ValueError if malformed."""
+    ranges = [part.strip().partition("-") for part in text.split(",")]
+    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
+
+
+def expanded(engines: Sequence[Engine], beside: Iterable[Engine] = ()) -> tuple[Engine, ...]:
+    """Return one entry per engine (`count` 1), with the first GPUs that no other engine has.
+
+    beside: engines that keep theirs. ConfigError when its cores cannot be divided evenly, or a setting fits only one
+    engine.
+    """
+    taken = {card for i, engine in enumerate([*engines, *beside]) for card in _listed(i, "cards", engine.cards)}
+    free = filterfalse(taken.__contains__, count())
+    return tuple(_with_cards(one, free) for i, engine in enumerate(engines) for one in _copies(i, engine))
+
+
+def _copies(number: int, engine: Engine) -> Iterator[Engine]:
+    if engine.count == 1:
+        yield engine
+        return
+    where, cores = f"engines.{number}", _listed(number, "cores", engine.cores)
+    if engine.cards is not None or engine.url is not None:
+        name = "cards" if engine.url is None else "url"
+        problem = f"{where} has count = {engine.count}, but its {name} can belong to one engine only."
+        fix = "Give the number of GPUs per engine (gpus = 1)." if engine.url is None else "Write a table for each."
+        raise ConfigError(problem, fix, param=f"{where}.count")
+    share = len(cores) // engine.count
+    if engine.cores is not None and share * engine.count != len(cores):
+        problem = f"{where} has {len(cores)} cores for {engine.count} engines."
+        raise ConfigError(problem, "Give a number of cores that is a multiple of count.", param=f"{where}.cores")
+    for k in range(engine.count):
+        own = ",".join(map(str, cores[k * share : (k + 1) * share]))
+        id, port = engine.id and f"{engine.id}-{k}", engine.port and engine.port + k
+        yield replace(engine, count=1, id=id, cores=own or None, port=port)
+
+
+def _with_cards(engine: Engine, free: Iterator[int]) -> Engine:
+    if engine.gpus is None or engine.cards is not None:
+        return engine
+    return replace(engine, cards=",".join(str(next(free)) for _ in range(engine.gpus)))
+
+
+def _listed(number: int, name: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return numbers(text)
+    except ValueError:
+        where, fix = f"engines.{number}.{name}", 'Write numbers and ranges, as in "0-3,8".'
+        raise ConfigError(f"{where} is {text!r}, which is not a list of numbers.", fix, param=where) from None
+
+
+_ATTACHED = ("kind", "remote_model", "overflow")
+_OVERFLOW = ("overflow_classes", "overflow_tenants", "price_prompt", "price_answer", "hourly_budget")
+_PLAIN = Engine()
+
+
+class Around(NamedTuple):
+    """The rest of a configuration: models of engines without overflow, classes with a promise, tenants of keys.
+
+    any_tenant: there may be others.
+    """
+
+    models: frozenset[str]
+    promising: frozenset[str]
+    tenants: frozenset[str]
+    any_tenant: bool = False
+
+
+def overflow_contradictions(name: str, engine: Engine, around: Around, where: str) -> Iterator[ConfigError]:
+    """Find settings of an engine by URL that exclude each other or need a missing one. name: of its table."""
+    for setting in _ATTACHED if engine.url is None else ():
+        if getattr(engine, setting) != getattr(_PLAIN, setting):
+            problem = f"{name} in {where} has {setting}, but no url."
+            yield ConfigError(problem, "Leave it out: Headway starts a vLLM there.", param=f"{name}.{setting}")
+    if engine.url is not None and engine.url.rstrip("/").endswith("/v1"):
+        problem = f"{name}.url in {where} ends with /v1, which Headway adds itself."
+        yield ConfigError(problem, "Leave out /v1.", param=f"{name}.url")
+    if engine.kind != "vllm" and (engine.adapters or engine.runner == "pooling" or engine.device is not None):
+        problem = f'{name} in {where} has kind = "openai" together with adapters, device or runner = "pooling".'
+        yield ConfigError(problem, "Leave those out: they are for a vLLM.", param=f"{name}.kind")
+    if engine.overflow:
+        yield from _terms(name, engine, around, where)
+        return
+    for setting in _OVERFLOW:
+        if getattr(engine, setting) != getattr(_PLAIN, setting):
+            problem = f"{name} in {where} has {setting}, but not overflow = true."
+            yield ConfigError(problem, "Add overflow = true, or leave it out.", param=f"{name}.{setting}")
+
+
+def _terms(name: str, engine: Engine, around: Around, where: str) -> Iterator[ConfigError]:
+    """Find what is wrong with an overflow engine: whose requests may go there, and for how much."""
+    whole = f"{name} in {where} has overflow"
+    if engine.models or engine.adapters or engine.runner == "pooling":
+        yield ConfigError(f"{whole} together with models, adapters or pooling.", "Leave those out.", param=name)
+    if engine.name not in around.models:
+        problem = f"{whole}, but no other engine serves {engine.name}, for all that may not go there."
+        fix = f"Set served_name to one of {', '.join(sorted(around.models))}; its name there is remote_model."
+        yield ConfigError(problem, fix, param=f"{name}.served_name")
+    if not engine.overflow_classes or not around.promising.issuperset(engine.overflow_classes):
+        problem = f"{whole}, but its overflow_classes are not classes with ttft_ms or e2e_ms."
+        fix = f"Name those whose prompts may leave, of {', '.join(sorted(around.promising))}."
+        yield ConfigError(problem, fix, param=f"{name}.overflow_classes")
+    named = frozenset(engine.overflow_tenants or ())
+    if (around.any_tenant or around.tenants) and not (named and (around.any_tenant or around.tenants >= named)):
+        of = f", of {', '.join(sorted(around.tenants))}" if around.tenants else ""
+        fix = f"Name tenants whose prompts may leave{of}."
+        problem = f"{whole}, but its overflow_tenants are not tenants of [[keys]]."
+        yield ConfigError(problem, fix, param=f"{name}.overflow_tenants")
+    if engine.hourly_budget is None and (engine.price_prompt or engine.price_answer):
+        fix = "Set it to the most that it may cost in an hour, in the unit of the prices."
+        yield ConfigError(f"{whole} and prices, but no hourly_budget.", fix, param=f"{name}.hourly_budget")

@@ -1,14 +1,17 @@
-"""The smaller tables of a configuration, from [backends.NAME] to [wire]."""
+"""The tables of a configuration but [[engines]], [[keys]] and [classes], from [backends.NAME] to [wire]."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from headway.addresses import is_secure_url, netloc
 from headway.config.keys import Secret
+from headway.errors import ConfigError
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -247,3 +250,123 @@ class Wire:
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")] = "headway"
     lease_seconds: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False, strict=False)] = 10.0
     host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
+
+
+Share = Annotated[float, Field(gt=0, le=1, strict=False)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Server:
+    """The gateway. Sizes are checked before memory is spent on a request.
+
+    operator_key: key for /headway/control, /v1/headway/engines and /v1/headway/keys; unset, these are off, unless
+        [oidc] has operators. operator_only: only operators see /metrics, the dashboard and the details of /ready, also
+        on controllers and agents; unset, true if there are keys or tokens.
+    stored_keys: accept the API keys that `headway key` makes, which are kept in the queue's store; clients then need a
+        key or a token, even if there is none yet.
+    hosts: without keys, Host names to accept besides addresses and local names; ".a.org" = all subdomains of a.org.
+    cors_origins: origins of web pages whose scripts may use the API ("https://app.example"); "*" = of any, where
+        clients need a key.
+    media_domains: hosts whose images, audio and video engines may fetch by URL, over http and https: "images.example"
+        at ports 80 and 443, "images.example:8080" at that port; others are refused, and data: URLs always accepted.
+    max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
+        until they end; background requests wait on disk.
+    max_attempts: times that a request which loses its engine before its answer begins is sent to an engine; after the
+        last one it fails with status 500, or 503 if the engine lives and only the connection was lost.
+    head_timeout_s: limit for a request's headers, from the connection's opening, and for a TLS handshake before it.
+    body_timeout_s: limit for a body.
+    write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.
+    keepalive_s: interval of the comments that keep proxies from closing a silent stream; 0 = none.
+    max_connections: limit of client connections; unset, from the limit of open files, at most 16,384. Connections
+        without a request in progress are closed to make room for new ones.
+    drain_s: time for requests in progress when the gateway, or an agent with its engines, stops; "streams" = until
+        the last one has ended.
+    reuse_port: share the port (SO_REUSEPORT), so that a new gateway takes over before this one stops.
+    tenant_share: with keys of several tenants: share that one tenant may take of the room that the others leave
+        in the queue (max_queued and max_queued_mib) and among a backend's workers. class_share: share of its
+        tenant's part of the queue that one class may take.
+    Secrets, here and in keys and engines, are written out, or given as "env:NAME" or "file:PATH".
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    max_body_kib: Count = 1024
+    max_header_kib: Count = 32
+    max_queued: Count = 1000
+    max_queued_mib: Count = 256
+    max_answer_mib: Count = 16  # limit of an answer that is not streamed; all large ones together get four times it
+    tenant_share: Share = 0.5
+    class_share: Share = 0.75
+    operator_key: Secret | None = None
+    operator_only: bool | None = None
+    max_attempts: Count = 2
+    max_resumes: Annotated[int, Field(ge=0)] = 3  # times that a stream whose engine is lost goes on; 0 = it ends
+    head_timeout_s: Positive = 10.0
+    body_timeout_s: Positive = 60.0
+    write_timeout_s: Positive = 60.0
+    idle_timeout_s: Count = 30
+    keepalive_s: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 30.0
+    max_connections: Count | None = None
+    drain_s: Annotated[int, Field(ge=0)] | Literal["streams"] = 5
+    reuse_port: bool = False
+    hosts: tuple[str, ...] = ()
+    stored_keys: bool = False
+    tls: Tls = field(default_factory=Tls)
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
+    max_audio_mib: Count = 25  # limit of an uploaded speech form; vLLM itself refuses files above 25 MB
+    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+(:\d{1,5})?$")], ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the gateway, with the address on which it listens."""
+        return f"http{'s' * (self.tls.cert is not None)}://{netloc(self.host, self.port)}"
+
+
+_Name = Annotated[str, Field(min_length=1)]
+# Signatures with a private key only: with a shared secret (HS256) the issuer's public key could sign.
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Oidc:
+    """Signed tokens (JWT) of one OpenID Connect issuer, accepted as `Authorization: Bearer TOKEN` beside keys.
+
+    issuer: URL of the issuer, exactly as in the claim `iss`; unset, no tokens are accepted.
+    audience: accepted values of the claim `aud`, at least one; a token needs one of them.
+    jwks_url: URL of the issuer's public keys; unset, from ISSUER/.well-known/openid-configuration.
+    algorithms: accepted signature algorithms.
+    leeway_s: difference of clocks to allow for in `exp`, `nbf` and `iat`.
+    refresh_s: time between two looks at the issuer's public keys. A token signed with an unknown key causes another
+        look, once in 10 s at most. While the issuer does not answer, the keys that are known stay in use.
+    tenant_claim: claim that names the tenant. In these names a dot leads into an object: "realm_access.roles".
+    classes_claim: claim that lists the classes a token may use, as a list or separated by spaces; unset = all.
+    admin_claim, admin_value: claim with this value, or with a list that has it, which makes its bearer an operator;
+        unset, no token does.
+    """
+
+    issuer: _Name | None = None
+    audience: tuple[_Name, ...] = ()
+    jwks_url: _Name | None = None
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
+    leeway_s: Amount = 30.0
+    refresh_s: Positive = 300.0
+    tenant_claim: _Name = "tenant"
+    classes_claim: _Name | None = None
+    admin_claim: _Name | None = None
+    admin_value: _Name = "headway-admin"
+
+
+def oidc_contradictions(oidc: Oidc, where: str) -> Iterator[ConfigError]:
+    """Find settings of an issuer that would accept tokens of others."""
+    if oidc.issuer is None:
+        return
+    if not oidc.audience:
+        problem = f"oidc.issuer in {where} is set, but not oidc.audience, so tokens for other services would do."
+        fix = "Name the audience that the issuer puts into tokens for this gateway."
+        yield ConfigError(problem, fix, param="oidc.audience")
+    for name in ("issuer", "jwks_url"):
+        url = getattr(oidc, name)
+        if url is not None and not is_secure_url(url):
+            problem = f"oidc.{name} in {where} is {url!r}, whose answers could be forged on the way."
+            yield ConfigError(problem, "Use an https:// URL (http:// only on this machine).", param=f"oidc.{name}")

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from headway import __version__
 from headway.config import Config
 from headway.engines.vllm.process.connection import EngineGone
-from headway.engines.vllm.process.inside import inside_of
+from headway.engines.vllm.process.limits import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.apis.anthropic.endpoints import DOCS as MESSAGES

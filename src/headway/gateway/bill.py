@@ -64,11 +64,6 @@ class Bill:
         units = {"tokens": float(used.prompt + used.answer), "cost": self.cost(used) or 0.0}
         return {one.account: one.units - units[one.unit] for one in self.reserved}
 
-    @property
-    def all_used(self) -> dict[str, float]:
-        """Return the same where nothing is known of what was used: all counts that was reserved."""
-        return dict.fromkeys((one.account for one in self.reserved), 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class _StoredBill:
@@ -91,15 +86,15 @@ def bill_of(job: Job) -> Bill:
 
 
 def unused_by(job: Job) -> Unused:
-    """Return what was reserved for a job that is not run again, and is not paid.
+    """Return what was reserved for a job that another gateway held and that is not run again, and is not paid.
 
-    Nothing of the others' is paid back: what their clients got before their gateway died is not known.
+    For a job with a connection nothing is said: what its client got is not known here. All stays charged, unless its
+    gateway is alive after all (the store was away for longer than its lease) and says what it has used.
     """
     try:
-        bill = bill_of(job)
+        return bill_of(job).unused(Used(0, 0)) if job.background else NO_CHARGES
     except ValueError:  # it is logged where it would be run
         return NO_CHARGES
-    return bill.unused(Used(0, 0)) if job.background else bill.all_used
 
 
 def priced(answer: bytes, cost: float) -> bytes:

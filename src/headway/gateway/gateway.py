@@ -12,32 +12,27 @@ from pathlib import Path
 from headway import clock
 from headway.cluster.backends.port import Backend
 from headway.cluster.backends.registry import opened
-from headway.cluster.wire.port import WireLink
+from headway.cluster.wire.messages import WireLink
 from headway.config import Broker as BrokerSettings
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.budget import ByteBudget
-from headway.gateway.control.adapters import AdapterWarmer
-from headway.gateway.control.autoscale import Autoscaler
+from headway.gateway.control.autoscale import Autoscaler, commands
 from headway.gateway.control.dispatcher import Dispatcher
 from headway.gateway.control.fleet import Fleet, GatewayWork
 from headway.gateway.control.graph_files import keep_graphs
 from headway.gateway.control.lengths.service import LengthService, open_lengths
 from headway.gateway.control.own_fleet import OwnFleet
 from headway.gateway.control.prefixes import PrefixBook, PrefixWarmer
-from headway.gateway.control.prewarm import BackendWarmer
+from headway.gateway.control.prewarm import AdapterWarmer, BackendWarmer
 from headway.gateway.control.remote.control import NoPlanner
-from headway.gateway.control.remote.gateway import RemoteGateway
-from headway.gateway.control.remote.orders import RemoteOrders
-from headway.gateway.control.scale_command import commands
-from headway.gateway.control.setup import be_ready, controller_of, engine_maker
+from headway.gateway.control.remote.fleet import RemoteGateway, RemoteOrders
 from headway.gateway.control.targets import Paces, measures
-from headway.gateway.control.wiring import LocalGateway
+from headway.gateway.control.wiring import LocalGateway, be_ready, controller_of, engine_maker
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.gateway.preflight import preflight
-from headway.gateway.requests.background import BackgroundWork
+from headway.gateway.requests.background import BackgroundWork, Recovery, forget_old_jobs
 from headway.gateway.requests.path import RequestPath
-from headway.gateway.requests.recovery import Recovery, forget_old_jobs
 from headway.gateway.watch.audit import AuditLog
 from headway.gateway.watch.ends import Observers
 from headway.gateway.watch.journal import JournalKeeper

@@ -25,9 +25,9 @@ from headway.errors import EngineError, HeadwayError, RequestError
 from headway.gateway.bill import Bill, Used, bill_of, with_bill
 from headway.gateway.budget import ByteBudget, Held
 from headway.gateway.offload import offload
-from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import with_digest
+from headway.gateway.parsing.media import PATHS as AUDIO
 from headway.gateway.parsing.requests import PATHS, Kept, Kind
 from headway.gateway.transcript import Diverged, Transcript
 from headway.store.queue.port import KEPT_MARK, Job

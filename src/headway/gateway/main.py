@@ -26,12 +26,12 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headway.cluster.wire.port import WireLink
+from headway.cluster.wire.messages import WireLink
 from headway.config import Config
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
-from headway.gateway.apis.batches.runner import BatchRunner
+from headway.gateway.apis.batches.execution import BatchRunner
 from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
 from headway.gateway.gateway import Gateway, serving
@@ -39,7 +39,7 @@ from headway.gateway.http.connections import ConnectionLimits, Connections
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import listening, steer_away
 from headway.gateway.http.protocol import protocol_class
-from headway.gateway.http.tls import Certificate
+from headway.gateway.http.tls import Certificate, TlsServer
 from headway.gateway.preflight import preflight
 from headway.gateway.reload import Reload
 from headway.gateway.requests.streaming import DeferredMiddleware
@@ -218,13 +218,15 @@ class GatewayServer(uvicorn.Server):
             await self._serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as in uvicorn, but with a time limit for TLS handshakes: that of a request's headers."""
-        tls, loop = dict[str, Any](), asyncio.get_running_loop()
-        if self._certificate is not None:
-            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._connections.limits.head_s}
-        protocol = partial(self._protocol, self.config, self.server_state, {})
-        self.servers = [await loop.create_server(protocol, sock=one, backlog=_BACKLOG, **tls) for one in sockets or ()]
-        self.started = True
+        """Listen as in uvicorn, but with limits of TLS handshakes."""
+        loop, protocol = asyncio.get_running_loop(), partial(self._protocol, self.config, self.server_state, {})
+        servers: list[Any] = [
+            await loop.create_server(protocol, sock=one, backlog=_BACKLOG)
+            if self._certificate is None
+            else TlsServer(one, _BACKLOG, self._certificate, self._connections, protocol)
+            for one in sockets or ()
+        ]
+        self.servers, self.started = servers, True
 
     def _picking(self, state: AppState) -> contextlib.AbstractAsyncContextManager[None]:
         """Return what serves proxies, if it is configured; ConfigError if its packages are missing."""

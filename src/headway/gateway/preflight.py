@@ -9,11 +9,10 @@ from functools import partial
 from headway.addresses import is_host, is_url
 from headway.config import Config, Engine, Postgres, check_contradictions
 from headway.config.keys import reveal_key, revealed
-from headway.engines.vllm.process.cards import cards, check_cards
 from headway.engines.vllm.process.launch import check_installed, spec
+from headway.engines.vllm.process.memory import cards, check_cards
 from headway.engines.vllm.process.metadata import is_cpu_build
-from headway.engines.vllm.process.settings import check_cores, check_settings
-from headway.engines.vllm.process.sizes import requested
+from headway.engines.vllm.process.sizes import check_cores, check_settings, requested
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, check_all
 from headway.gateway.control.lengths.embedding import locate

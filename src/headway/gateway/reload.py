@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Config, Engine, load
+from headway.config.keys import reveal
+from headway.engines.vllm.process.api import APIS
+from headway.engines.vllm.process.connection import EngineConnection
+from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.apis.state import AppState
 from headway.gateway.control.own_fleet import OwnFleet
@@ -20,7 +24,8 @@ log = logging.getLogger("headway.gateway")
 class Reload:
     """Takes over what has changed in a file; requests that are open keep what they were promised.
 
-    A file that cannot be read, or would not start, changes nothing.
+    A file that cannot be read, or would not start, changes nothing; nor does one with a new url that does not answer
+    for an engine that works.
     """
 
     def __init__(self, path: Path, state: AppState) -> None:
@@ -118,6 +123,11 @@ class Reload:
             if id in now and _differ(self._engines[id], engine) and _differ(now[id], engine)
         }
         remove = [id for id in self._engines if id not in ids and id in now]
+        for id, engine in roll.items():
+            if engine.url not in (None, now[id].url) and fleet.engines[id].serves and not await _answers(id, engine):
+                problem = f"The engine {id} works, and nothing answers at its new url {engine.url}."
+                fix = "Start that engine, or correct the url, then send SIGHUP again."
+                raise ConfigError(problem, fix, param="engines")
         added = await fleet.change([new[i] for i in add], roll, remove) if add or roll or remove else []
         for i, id in zip(add, added, strict=True):
             ids[i] = id
@@ -154,6 +164,18 @@ def paired(old: Mapping[str, Engine], new: Sequence[Engine]) -> list[str | None]
                 found[i] = id
                 del left[id]
     return found
+
+
+async def _answers(id: str, engine: Engine) -> bool:
+    """Return whether an engine answers at its url."""
+    key = None if engine.api_key is None else reveal(engine.api_key, f"{id}.api_key")
+    url, tls = str(engine.url).rstrip("/"), context_of(id, engine)
+    connection = EngineConnection(id, url, key=key, api=APIS[engine.kind], tls=tls)
+    connection.connect()
+    try:
+        return await connection.lives()
+    finally:
+        await connection.disconnect()
 
 
 def _differ(one: Engine, other: Engine) -> bool:

@@ -24,7 +24,7 @@ from headway.engines.simulated.two_ended import HostPoolEngine
 from headway.policy.forecast.latency.profiles import FixedLatency
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack.kernels import PROMISES
-from headway.policy.pack.promises.sight import in_sight
+from headway.policy.pack.promises.outlook import in_sight
 from headway.simulate.instance import SimulatedInstance
 from headway.simulate.outcome import Outcome
 

@@ -17,7 +17,7 @@ from headway.policy.core.ranks import ARRIVAL, ATTAINABLE, FAR, FAR_S, LATE, ON_
 from headway.policy.core.sorting import before, pop, push
 from headway.policy.forecast.lengths.task import TELLING
 from headway.policy.pack.kernels import PROMISES
-from headway.policy.pack.promises.sight import due_order, is_overdue
+from headway.policy.pack.promises.outlook import due_order, is_overdue
 from headway.simulate.compiled_state import RunState
 from headway.types import Floats, Ints
 

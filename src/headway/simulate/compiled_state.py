@@ -65,7 +65,6 @@ class PlannerParams(NamedTuple):
     counts_late: bool
     window: int
     room: int
-    blocks: int
     block_size: int
 
 
@@ -139,7 +138,7 @@ def initial_state(recipe: Recipe, spec: InstanceSpec, workload: Workload, length
         first=np.full(n, np.nan), end=np.full(n, np.nan), given=given, prior=learned.prior,
         planner=PlannerParams(
             planner.kind, planner.ranked, planner.counts_late, instance.window + (planner.ahead or 0),
-            kv_room(instance, planner.ahead), blocks, size,
+            kv_room(instance, planner.ahead), size,
         ),
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ import numpy as np
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.events import InstanceDown, InstanceUp
-from headway.policy.scale.changes import Member, State, changes
 from headway.policy.scale.rates import STEP_S
+from headway.policy.scale.scaler import Member, State, changes
 from headway.simulate.event_queue import Timer
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.loop import Loop

@@ -38,8 +38,7 @@ from headway.policy.core.controller import Controller
 from headway.prefix import run_number
 from headway.simulate.event_queue import Callback, EventQueue
 from headway.simulate.instance import Preempted, SimulatedInstance, Submission
-from headway.simulate.observer import Observer
-from headway.simulate.outcome import Failure, Outcome
+from headway.simulate.outcome import Failure, Observer, Outcome
 from headway.simulate.planning_time import PlanningTime
 from headway.simulate.workload.traffic import Workload
 from headway.stages import Prewarm

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.types import Floats, Ints
 
 
@@ -77,3 +78,26 @@ class Outcome:
         """Return the outcome of `size` requests before the run."""
         never = np.full(size, np.nan)
         return cls(never, never.copy(), np.full(size, -1), np.zeros(size, np.int64), np.zeros(size))
+
+
+class Observer:
+    """Base class whose methods do nothing; subclasses override those they need.
+
+    Requests are rows of the workload, instances their number in the fleet.
+    """
+
+    def sent(self, request: int, instance: int, now: float, found: int) -> None:
+        """A request was submitted to an instance, which has not admitted it yet. found: as in `Send`."""
+
+    def entered(self, request: int, instance: int, row: int) -> None:
+        """It was admitted between two iterations, and is `row` of the jobs there."""
+
+    def returned(self, request: int, now: float) -> None:
+        """A request was taken out of its instance unfinished."""
+
+    def iteration(self, instance: int, engine: SimulatedEngine, ran: Ran, seconds: float, queued: int) -> None:
+        """An iteration was decided; the jobs are as they were before it computes.
+
+        ran: without rows, and with 0 seconds: the engine idles from now on.
+        queued: requests in no instance.
+        """

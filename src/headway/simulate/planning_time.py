@@ -1,6 +1,6 @@
 """The planner of a simulation, and the virtual seconds that it takes.
 
-One plan at a time, as in the gateway (`gateway/control/planning.py`): what happens while one is
+One plan at a time, as in the gateway (`gateway/control/control.py`): what happens while one is
 made is planned for when it is ready. Of a planner that thinks (`Planner.thinks`),
 `deliberate` takes the time.
 """

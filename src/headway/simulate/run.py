@@ -17,12 +17,11 @@ import numpy as np
 from headway.config.tables import Scale
 from headway.errors import ConfigError
 from headway.policy.core.controller import Controller
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import QUANTILE, Padded
-from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.task import GaussianLengths, TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.policy.scale.rates import DAY_S
-from headway.policy.scale.scaling import Scaling
+from headway.policy.scale.scaler import Scaling
 from headway.ports import Lengths, Planner
 from headway.simulate import compiled_loop, compiled_state
 from headway.simulate.elastic import Decide, ElasticLoop, by_promises, expanded
@@ -30,8 +29,7 @@ from headway.simulate.fleet import check_fleet
 from headway.simulate.forecasts import Oracle
 from headway.simulate.instance import InstanceSpec, Load, SimulatedInstance, check
 from headway.simulate.loop import CHUNK
-from headway.simulate.observer import Observer
-from headway.simulate.outcome import Failure, Outcome
+from headway.simulate.outcome import Failure, Observer, Outcome
 from headway.simulate.workload.traffic import Workload
 from headway.types import Floats
 

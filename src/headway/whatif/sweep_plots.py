@@ -16,7 +16,7 @@ from headway.types import Floats
 from headway.whatif.load.metrics import ALL
 from headway.whatif.output.plots import colours, legend, png, sheet
 from headway.whatif.output.results import SIMULATED
-from headway.whatif.sweep_curves import Curves
+from headway.whatif.sweep import Curves
 
 _LATENCIES = ("ttft.p50", "ttft.p99", "tpot.p99")
 _WIDE, _HIGH = 3.5, 2.5  # inches of a panel

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headway.whatif import sweep as sweeps
 from headway.whatif.load.metrics import ALL
 from headway.whatif.output.results import SIMULATED, About, Grid, Pictures, Report, Row, deliver
-from headway.whatif.sweep import Cell, Sweep
-from headway.whatif.sweep_curves import CurvePoint, Curves, collect
+from headway.whatif.sweep import Cell, CurvePoint, Curves, Sweep, collect
 
 _STOPPED = 130  # exit status of a shell command that Ctrl-C ended
 _SHOWN = (

@@ -7,8 +7,7 @@ import pickle
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from headway.cluster.wire.messages import Item
-from headway.cluster.wire.port import Message
+from headway.cluster.wire.messages import Item, Message
 
 
 @dataclass(eq=False)

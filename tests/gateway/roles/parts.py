@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.cluster.roles.agent import Agent
-from headway.cluster.roles.controllers import ControllerProcess
+from headway.cluster.roles.main import ControllerProcess
 from headway.config import Config
 from headway.gateway import tasks
 from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import engine_maker
+from headway.gateway.control.wiring import engine_maker
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
 from tests.gateway import gateway as base

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from headway.cluster.roles.probes import probes
+from headway.cluster.roles.main import probes
 from headway.config import parse
 from headway.errors import ConfigError
 from headway.gateway.apis.access import Access

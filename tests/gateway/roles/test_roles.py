@@ -12,8 +12,7 @@ import pytest
 
 from headway import clock
 from headway.cluster.roles.leader import Leader
-from headway.cluster.wire.messages import Alive, InFlight, Item, Present, Standing
-from headway.cluster.wire.port import Message
+from headway.cluster.wire.messages import Alive, InFlight, Item, Message, Present, Standing
 from headway.config import Tier
 from headway.events import Arrived, Cached, Finished, Started
 from headway.gateway.control.remote.control import RemoteControl, reported

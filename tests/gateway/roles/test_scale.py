@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from headway.cluster.roles.probes import probes
+from headway.cluster.roles.main import probes
 from headway.config import Scale
 from headway.gateway.apis.access import Access
 from tests.gateway.gateway import DEAD, Fake, configuration, until

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 from headway.cluster.backends.containers import check_docker
 from headway.cluster.backends.model import Model
-from headway.cluster.backends.namespaces import check_namespaces
 from headway.cluster.backends.port import Backend
-from headway.cluster.backends.sandbox import Sandboxes
+from headway.cluster.backends.sandbox import Sandboxes, check_namespaces
 from headway.config import Backend as Settings
 from headway.errors import ConfigError
 from headway.plugins import attribute

@@ -2,7 +2,7 @@
 
 A sandbox is a fresh interpreter without the gateway's environment, with limits on memory, files and time.
 With `isolation = "namespaces"` it also has separate files, users and processes, and no network
-(`namespaces`); with "docker" it is a container (`containers`). With "process" it is an ordinary process of
+(`namespaces_main.py`); with "docker" it is a container (`containers`). With "process" it is an ordinary process of
 the gateway's user in a temporary directory, which can read and change all that this user can.
 """
 
@@ -12,24 +12,80 @@ import asyncio
 import json
 import os
 import shutil
+import site
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headway.cluster.backends import namespaces, sandbox_main
+from headway.cluster.backends import namespaces_main, sandbox_main
 from headway.cluster.backends.containers import PROCESSES, Container, command_env
 from headway.cluster.backends.pool import WorkerPool
 from headway.cluster.backends.port import Backend, HeldWorker, UnitResult
-from headway.cluster.backends.worker import Worker
+from headway.cluster.backends.worker import Worker, failure
 from headway.config import Backend as Settings
 from headway.errors import ConfigError, RequestError
+
+_SYSTEM = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/usr/share/zoneinfo",
+)
+
+
+def namespace_argv(argument: str, disk_mib: int, memory_mib: int) -> list[str]:
+    """Return the command that runs `sandbox_main` in namespaces. argument: for `sandbox_main`."""
+    command = [sys.executable, "-I", "-c", Path(sandbox_main.__file__).read_text(), argument]
+    shown = chain.from_iterable(_visible().items())
+    limits = [str(disk_mib), str(memory_mib)]
+    return [sys.executable, "-I", "-S", namespaces_main.__file__, *limits, *shown, "--", *command]
+
+
+def check_namespaces(name: str) -> None:
+    """Raise ConfigError if sandboxes cannot be confined here. May block for 20 s."""
+    why = failure(*namespace_argv(json.dumps({"limits": {}, "imports": []}), 1, 64))
+    if why is not None:
+        raise ConfigError(
+            f"backends.{name} cannot isolate its sandboxes by namespaces here: {why}.",
+            "Run the gateway on Linux 5.12 or later, as root with CAP_SYS_ADMIN or as another user where "
+            "unprivileged user namespaces are allowed (in a container also by its seccomp and AppArmor "
+            'profiles), or set isolation = "docker"; "process" only if you trust all code that is sent.',
+            param=f"backends.{name}.isolation",
+        )
+
+
+@cache
+def _visible() -> dict[str, str]:
+    """Return the paths that the interpreter needs, {inside: outside}: none nested, links resolved outside."""
+    paths = sysconfig.get_paths()
+    wanted = {
+        *_SYSTEM,
+        *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        f"{sys.base_prefix}/lib",
+        f"{sys.prefix}/pyvenv.cfg",
+        sys.executable,
+        os.path.realpath(sys.executable),
+    }
+    found: dict[str, str] = {}
+    for path in sorted(wanted):
+        if os.path.exists(path) and not any(Path(path).is_relative_to(above) for above in found):
+            found[path] = os.path.realpath(path)
+    return found
+
 
 _MIB = 1 << 20
 _FILES = 256  # open at a time
@@ -110,7 +166,7 @@ class Sandboxes(Backend):
             env = command_env(passed)
             return await self._started(argv, env, None, container.remove, container.remove_unfinished)
         if self._settings.isolation == "namespaces":
-            argv = namespaces.argv(self._argument(), self._settings.disk_mib, self._settings.memory_mib)
+            argv = namespace_argv(self._argument(), self._settings.disk_mib, self._settings.memory_mib)
             return await self._started(argv, {"PATH": os.defpath} | _env("/tmp") | passed, None, _nothing)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="headway-sandbox-"))
         env = {"PATH": os.defpath} | _env(str(folder)) | passed

@@ -18,14 +18,15 @@ from headway.cluster.wire.messages import (
     EngineState,
     Gone,
     Item,
+    Message,
     OrderAnswer,
     Progressed,
     Standing,
+    WireLink,
 )
-from headway.cluster.wire.port import Message, WireLink
 from headway.config import Config, read_engine, write_engine
 from headway.engines.vllm.process.client import VllmEngine
-from headway.engines.vllm.process.inside import inside_of
+from headway.engines.vllm.process.limits import inside_of
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, HeadwayError
 from headway.events import Cached, Event, InstanceDown, InstanceUp, Learned, Swapped, Warmed
@@ -33,7 +34,7 @@ from headway.gateway import tasks
 from headway.gateway.control.agents import Agents
 from headway.gateway.control.fleet import POLL_S
 from headway.gateway.control.own_fleet import OwnFleet
-from headway.gateway.control.setup import Make, drops, engines_of
+from headway.gateway.control.wiring import Make, drops, engines_of
 from headway.gateway.preflight import preflight
 from headway.gateway.watch.metrics import Metrics
 from headway.types import Instance, Progress, Rerank, Swap, Warm

@@ -24,12 +24,13 @@ from headway.cluster.wire.messages import (
     Gone,
     InFlight,
     Item,
+    Message,
     Present,
     Progressed,
     Standing,
     Waiting,
+    WireLink,
 )
-from headway.cluster.wire.port import Message, WireLink
 from headway.config import Engine
 from headway.events import (
     Arrived,
@@ -45,8 +46,7 @@ from headway.events import (
     Swapped,
     Warmed,
 )
-from headway.gateway.control.control import Control, Inquire
-from headway.gateway.control.planning import Execute
+from headway.gateway.control.control import Control, Execute, Inquire
 from headway.gateway.control.remote.fleet import UNKNOWN
 from headway.gateway.tasks import Loop
 from headway.stages import Prewarm

@@ -1,4 +1,4 @@
-"""`headway gateway`, `controller` and `agent`: the commands that run Headway's parts as processes."""
+"""`headway gateway`, `controller` and `agent`: the processes, and their probes over HTTP."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from headway import clock
 from headway.cluster.roles.agent import Agent
-from headway.cluster.roles.controllers import ControllerProcess
-from headway.cluster.roles.probes import probes
+from headway.cluster.roles.leader import Leader
 from headway.cluster.wire.connection import VARIABLE, RabbitAddress
+from headway.cluster.wire.messages import Message, WireLink
 from headway.cluster.wire.rabbitmq import RabbitLink
 from headway.config import Config
 from headway.config.keys import reveal
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
 from headway.gateway.apis.access import Access
-from headway.gateway.control.lengths.service import open_lengths
-from headway.gateway.control.setup import engine_maker
+from headway.gateway.control.autoscale import commands
+from headway.gateway.control.control import Control, Execute, Inquire
+from headway.gateway.control.lengths.service import LengthService, open_lengths
+from headway.gateway.control.wiring import controller_of, drops, engine_maker
+from headway.gateway.errors import error_response
 from headway.gateway.http.garbage import collect, spare_old_objects
 from headway.gateway.http.listening import bind
 from headway.gateway.main import serve
@@ -35,6 +44,90 @@ from headway.gateway.preflight import preflight
 from headway.gateway.watch.logs import configure
 from headway.gateway.watch.metrics import Metrics
 from headway.policy.recipes.registry import find
+
+State = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+def probes(state: State, metrics: Metrics, access: Access) -> Starlette:
+    """Return the application.
+
+    state: returns whether the process is ready, and details. access: decides which requests see these and metrics.
+    """
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        is_ready, details = state()
+        details = details if access.tells_status(request) else {}
+        return JSONResponse({"ready": is_ready, **details}, 200 if is_ready else 503)
+
+    async def page(request: Request) -> Response:
+        access.check_status(request)
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HeadwayError), "registered for these alone"
+        return error_response(error)
+
+    routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", page)]
+    return Starlette(routes=routes, exception_handlers={HeadwayError: refused})
+
+
+class ControllerProcess:
+    """A controller that leads whenever the wire lets it; each term begins with a new, empty `Leader`.
+
+    leader: that of the current or last term, None = it has not led yet. metrics: its own.
+    """
+
+    def __init__(self, config: Config, link: WireLink, lengths: LengthService, metrics: Metrics) -> None:
+        self._config, self._link, self._lengths, self.metrics = config, link, lengths, metrics
+        self.leader: Leader | None = None
+        self._term, self._since = 0, 0.0  # the number of its term, and the instant of its begin
+        metrics.wanted.counts = self._wanted
+
+    def _wanted(self) -> Mapping[str, int]:
+        """Return how many engines models need; nothing while it does not lead, or may not have heard of all agents."""
+        knows = self._link.connected and clock.now() - self._since > self._config.wire.lease_seconds
+        scaling = self.leader.control.controller.scaling if self.leader is not None and knows else None
+        return {} if scaling is None else scaling.current
+
+    def state(self) -> dict[str, int]:
+        """Return the number of requests that it knows, 0 while it does not lead."""
+        known = 0 if self.leader is None else len(self.leader.control.controller.requests)
+        return {"requests": known if self._link.connected else 0}
+
+    async def run(self) -> None:
+        """Handle messages until the link is closed."""
+        async with AsyncExitStack() as stack:
+            async for message in self._link.messages():
+                if self.leader is None or message.epoch != self._term:
+                    await stack.aclose()
+                    self._term, self._since, self.leader = message.epoch, clock.now(), self._new_leader()
+                    log.info("this controller leads, in term %d", self._term)
+                    await self.leader.control.prepare()
+                    loops = [*self.leader.loops(), *commands(self._config.scale, self._wanted)]
+                    await stack.enter_async_context(tasks.running(*loops, failed=self.metrics.loop_failed))
+                self._receive(self.leader, message)
+
+    def _receive(self, leader: Leader, message: Message) -> None:
+        """Handle a message; if that fails, ask the sender for a full report."""
+        try:
+            leader.receive(message)
+        except Exception:
+            log.exception("handling a message from %s failed; asking it for a full report", message.sender)
+            self.metrics.loop_failed("receive")
+            leader.distrust(message.sender)
+
+    def _new_leader(self) -> Leader:
+        return Leader(self._link, self._control, self._config.wire.lease_seconds, self._config.named)
+
+    def _control(self, execute: Execute, inquire: Inquire) -> Control:
+        config = self._config
+        controller = controller_of(config, find(config.recipe).planner(), self._lengths.lengths)
+        swaps = any(engine.models for engine in config.engines)
+        return Control(controller, execute, inquire, drops=drops(config), swaps=lambda: swaps)
+
 
 log = logging.getLogger("headway.gateway")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from headway.config import Config, Scale, write
-from headway.config.copies import expanded
+from headway.config.engines import expanded
 
 CONFIG, PORT = "{config}", "{port}"  # placeholders in `argv`, filled in on the node
 HOST, PYTHON, TEMPLATE = "{host}", "{python}", "{template}"  # placeholders in the configuration

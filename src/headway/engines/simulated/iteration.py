@@ -19,9 +19,21 @@ from headway.policy.forecast.latency.online import OnlineLatency, learn, shape
 from headway.policy.forecast.latency.profiles import SHORTEST, FixedLatency
 from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
-from headway.policy.pack.compiled_packers import pack
-from headway.policy.pack.kernels import CompiledStep
+from headway.policy.pack.kernels import PROMISES, CompiledStep
+from headway.policy.pack.kernels import pack as pack_by_rank
+from headway.policy.pack.promises.packer import pack as pack_promises
 from headway.types import UNLIMITED, Floats, Ints
+
+
+@compiled
+def pack(
+    params: PackerParams, jobs: Rows, rows: Ints, kv_budget: KvBudget, now: float, theta: Floats, slow: float
+) -> CompiledStep:
+    """Return the step of one of the packers; rows: all of the engine's, in any order; theta, slow: `OnlineLatency`."""
+    if params.kind == PROMISES:
+        return pack_promises(params, jobs, rows, kv_budget, now, theta, slow)
+    return pack_by_rank(params, jobs, rows, kv_budget, now, theta)
+
 
 # The iteration in progress: its end (inf = the engine is idle), its place among what ends at one instant, its rows.
 CLOCK = np.dtype([("end", float), ("serial", int), ("rows", int)])

@@ -1,6 +1,6 @@
 """Request fields that crash engines of some vLLM releases: one request takes down all that run with it.
 
-Headway's scheduler inside an engine reports which of them are fatal to it; for stock vLLM `process/fatal.py` finds
+Headway's scheduler inside an engine reports which of them are fatal to it; for stock vLLM `process/limits.py` finds
 them. The gateway refuses requests with them.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.config import Server
 from headway.gateway.apis.api import SCHEDULED, Api, header_docs
-from headway.gateway.parsing.audio import PATHS, AudioForm, AudioKind
+from headway.gateway.parsing.media import PATHS, AudioForm, AudioKind
 from headway.gateway.parsing.requests import ParsedRequest
 
 _FILE = {"type": "string", "format": "binary"}

@@ -23,7 +23,7 @@ from headway import clock
 from headway.addresses import is_secure_url
 from headway.config import Key
 from headway.config.keys import OTHER, TOKEN_PREFIX, is_label
-from headway.config.oidc import Oidc
+from headway.config.tables import Oidc
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.access import TOKEN_ERROR, Sender
 

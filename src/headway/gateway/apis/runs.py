@@ -16,8 +16,8 @@ from headway.gateway.apis.state import AppState, tenant_of
 from headway.gateway.parsing.fields import parse_as
 from headway.gateway.parsing.run_identity import APP, SESSION, Name, app_of, check_name
 from headway.policy.apps.account import MOST_OUTSIDE, EndedRun
+from headway.policy.apps.demand import SHARED
 from headway.policy.apps.graph import LLM
-from headway.policy.apps.knowledge import SHARED
 from headway.policy.apps.run import PLAIN, Key, Run
 from headway.stages import Stage
 

@@ -57,6 +57,7 @@ class AppState(Access):
         self.stored = StoredKeys(gateway.broker, self._fit)
         self.tokens = None if self.config.oidc.issuer is None else Tokens(self.config.oidc, self.digest)
         self._senders: dict[bytes, Sender] = {}  # by digest of their keys
+        self._removed: dict[str, Sender] = {}  # by tenant: the first of its last keys in `[[keys]]`, since it has none
         self._ended: dict[str, Sender] = {}  # by tenant: its key that ended last
         self.classes: Mapping[str, Tier] = {}
         self.configured: dict[bytes, Key] = {}
@@ -87,6 +88,9 @@ class AppState(Access):
 
     def adopt(self, new: Config, configured: dict[bytes, Key]) -> None:
         """Adopt classes, keys (as of `keys_of`) and prices."""
+        now, tenants = clock.now(), {key.tenant for key in configured.values()}
+        gone = [key for key in self.configured.values() if key.tenant not in tenants]
+        self._removed |= {key.tenant: Sender(key, now) for key in reversed(gone)}
         self.configured = configured
         self.classes = new.classes
         self.config = replace(self.config, prices=new.prices)
@@ -108,12 +112,15 @@ class AppState(Access):
         for stored, key in self.stored.usable():
             senders[self._salted(stored.digest)] = Sender(key, math.inf if stored.expires is None else stored.expires)
         self._senders = senders
-        keys = tuple(sender.key for sender in senders.values() if sender.key is not None)
         self.by_tenant = {}
         for sender in senders.values():
             if sender.key is not None:
                 self.by_tenant.setdefault(sender.key.tenant, []).append(sender)
-        self._ended = {tenant: Sender(key, end) for tenant, (end, key) in self.stored.ended().items()}
+        ended = ((tenant, Sender(key, end)) for tenant, (end, key) in self.stored.ended().items())
+        self._ended = dict(sorted([*self._removed.items(), *ended], key=lambda one: one[1].until))  # the latest counts
+        # Tokens keep the limits of their tenant's ended key, so its requests are counted.
+        kept = (one for tenant, one in self._ended.items() if tenant not in self.by_tenant)
+        keys = tuple(one.key for one in (*senders.values(), *kept) if one.key is not None)
         self.config = replace(self.config, keys=keys, classes=self.gateway.paces.fit(self.classes))
         self.parser.config = self.config
         self.gateway.adopt(self.config)

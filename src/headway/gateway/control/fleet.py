@@ -5,7 +5,7 @@ the model takes work; all else ends where it is. Then the engine stops. Of engin
 and only while all others are at work.
 
 `Fleet` has what operators order and what is checked; `OwnFleet` (`own_fleet.py`) carries it out on engines of this
-process, `RemoteFleetOrders` (`remote/orders.py`) has agents carry it out.
+process, `RemoteOrders` (`remote/fleet.py`) has agents carry it out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from headway.config import Config, Engine
-from headway.config.copies import expanded
+from headway.config.engines import expanded
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError, RequestError
 from headway.gateway import tasks

@@ -20,8 +20,8 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.gateway import tasks
 from headway.gateway.files import replacing
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.graph import Graph, from_json
-from headway.policy.apps.knowledge import Knowledge
 
 GraphKey = tuple[str, str]  # tenant, application
 _MOST = 64 << 20  # bytes of a file; several times what a graph of 64 units with 1,000 records each takes

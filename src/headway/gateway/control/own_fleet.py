@@ -12,8 +12,8 @@ from headway.engines.vllm.process.memory import check_memory
 from headway.errors import ConfigError
 from headway.gateway.control.agents import Agents
 from headway.gateway.control.fleet import POLL_S, Fleet, Work
-from headway.gateway.control.setup import Make
 from headway.gateway.control.targets import Paces
+from headway.gateway.control.wiring import Make
 from headway.gateway.parsing.tokens import TokenCounter
 from headway.gateway.watch.metrics import Metrics
 from headway.types import Leaving

@@ -1,14 +1,20 @@
-"""TLS of the gateway's port: its certificate, taken over again whenever its files change."""
+"""TLS of the gateway's port: its certificate, taken over again whenever its files change, and handshakes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import socket
 import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from headway.config import Tls
 from headway.errors import ConfigError
+from headway.gateway import tasks
+from headway.gateway.http.connections import Connections, Limit
 
 _LOOK_S = 1.0
 log = logging.getLogger("headway.gateway")
@@ -40,6 +46,17 @@ class Certificate:
         else:
             log.info("the certificate %s was read again", self._files[0])
 
+    def read(self) -> tuple[bytes, bytes] | None:
+        """Return key and certificate as their files hold them; None, and why in the log, unless they match."""
+        marks = self._marks()
+        try:
+            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            key, cert = (Path(file).read_bytes() for file in reversed(self._files))
+        except (ConfigError, OSError) as error:
+            log.error("the picker's certificate stays as it is: %s", error)
+            return None
+        return (key, cert) if self._marks() == marks else None  # else they are being replaced
+
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         try:
             context.load_cert_chain(*self._files, password="")  # or it would ask for one on the terminal
@@ -61,3 +78,67 @@ def _mark(file: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class TlsServer:
+    """Accepts connections on a socket; unlike in uvloop's server, those in their TLS handshake count, too.
+
+    clients: counts all connections. protocol: makes the protocol that a connection has after its handshake.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        backlog: int,
+        certificate: Certificate,
+        clients: Connections,
+        protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._context, self._clients, self._protocol = certificate.context, clients, protocol
+        self._handshakes = set[asyncio.Task[None]]()
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._accepting = asyncio.create_task(self._accept(sock))
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._accepting.cancel()
+
+    async def wait_closed(self) -> None:
+        """End what is still in its handshake."""
+        await tasks.cancel(self._accepting, *self._handshakes)
+
+    async def _accept(self, sock: socket.socket) -> None:
+        while True:
+            try:
+                new, _ = await asyncio.get_running_loop().sock_accept(sock)
+            except OSError as error:
+                log.error("no connection can be accepted: %s", error)
+                await asyncio.sleep(_LOOK_S)
+                continue
+            task = asyncio.create_task(self._shake_hands(new))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, new: socket.socket) -> None:
+        task, loop, limit = asyncio.current_task(), asyncio.get_running_loop(), self._clients.limits.head_s
+        assert task is not None, "on the event loop"
+        self._clients.add(handshake := _Handshake(task))
+        try:
+            with suppress(OSError):  # it failed, or took too long; ssl.SSLError is an OSError
+                await loop.connect_accepted_socket(self._protocol, new, ssl=self._context, ssl_handshake_timeout=limit)
+        finally:
+            self._clients.discard(handshake)
+
+
+class _Handshake:
+    """A connection in its handshake, whose time limit is the event loop's."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    def exceeded(self, now: float) -> Limit | None:
+        return None
+
+    def end(self, limit: Limit) -> None:
+        self._task.cancel()

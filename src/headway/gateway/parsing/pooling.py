@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from headway.errors import RequestError
-from headway.gateway.parsing.text import texts_in
+from headway.gateway.parsing.fields import texts_in
 
 PoolingKind = Literal["embeddings", "pooling", "classify", "score", "rerank"]
 PATHS: dict[PoolingKind, str] = {

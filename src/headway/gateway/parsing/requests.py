@@ -19,15 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.config import Config, Key, Tier
 from headway.errors import RequestError
 from headway.gateway.parsing import run_identity
-from headway.gateway.parsing.audio import PATHS as AUDIO
-from headway.gateway.parsing.audio import AudioKind
 from headway.gateway.parsing.engine_body import EngineBody
-from headway.gateway.parsing.fields import Ms, milliseconds, parse_as
-from headway.gateway.parsing.openai_fields import needs_vllm
+from headway.gateway.parsing.fields import Ms, milliseconds, needs_vllm, parse_as, refuse_in, text_of
+from headway.gateway.parsing.media import PATHS as AUDIO
+from headway.gateway.parsing.media import AudioKind
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.pooling import PoolingKind, as_completion
-from headway.gateway.parsing.text import text_of
-from headway.gateway.parsing.unsupported import refuse_in
 from headway.store.queue.port import Job
 from headway.types import Request, Slo
 

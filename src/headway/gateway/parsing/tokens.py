@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, RequestError
+from headway.gateway.parsing.fields import texts_in
 from headway.gateway.parsing.media import MediaCounter, media_tokens
 from headway.gateway.parsing.requests import ChatBody, CompletionBody, too_long
-from headway.gateway.parsing.text import texts_in
 from headway.gateway.tasks import in_daemon
 from headway.models.resolve import resolve
 from headway.prefix import prompt_seed, token_keys

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -17,6 +16,7 @@ from headway.config import Config, Tls
 from headway.errors import ConfigError, RequestError
 from headway.gateway import tasks
 from headway.gateway.apis.state import AppState
+from headway.gateway.http.tls import Certificate
 from headway.gateway.picker.addresses import Addresses
 from headway.gateway.picker.exchange import Exchange, Pool
 from headway.gateway.picker.messages import (
@@ -69,15 +69,15 @@ async def picking(
 
 
 def _credentials(tls: Tls) -> Any:
-    """Return credentials that read the certificate for each new connection, because its files may change."""
+    """Return credentials that read the certificate for each new connection, because its files may change.
+
+    While they do not match, as one is replaced after the other, the pair before stays.
+    """
+    certificate = Certificate(tls)
 
     def read() -> Any:
-        try:
-            pair = Path(str(tls.key)).read_bytes(), Path(str(tls.cert)).read_bytes()
-        except OSError as error:
-            log.error("the picker's certificate stays as it is: %s", error)
-            return None
-        return grpc.ssl_server_certificate_configuration([pair])
+        pair = certificate.read()
+        return None if pair is None else grpc.ssl_server_certificate_configuration([pair])
 
     return grpc.dynamic_ssl_server_credentials(read(), read, False)
 

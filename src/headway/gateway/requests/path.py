@@ -41,9 +41,9 @@ from headway.gateway.in_flight import (
     Via,
 )
 from headway.gateway.offload import offload
-from headway.gateway.parsing.audio import PATHS as AUDIO
 from headway.gateway.parsing.engine_body import EngineBody
 from headway.gateway.parsing.idempotency import check_same
+from headway.gateway.parsing.media import PATHS as AUDIO
 from headway.gateway.parsing.pooling import PATHS as POOLING
 from headway.gateway.parsing.requests import PATHS, Kind, ParsedRequest
 from headway.gateway.requests.closing import Closings, Then

@@ -278,8 +278,7 @@ class ResponseStream(DeferredResponse):
         await self._path.turns.take()
         while chunk:
             data = await self._feed(reader, chunk)
-            self._in_flight.prompt_tokens = reader.prompt_tokens
-            self._in_flight.cached_tokens = reader.cached_tokens
+            _take_counts(self._in_flight, reader)
             if data and not self._started:
                 await self._start(response, scope, send)
             if reader.complete:
@@ -467,9 +466,14 @@ class EventReader:
         return b"data: " + priced(data, cost) + _END
 
 
+def _take_counts(in_flight: InFlightRequest, reader: EventReader) -> None:
+    """Note the engine's counts of a prompt, as far as they have come."""
+    in_flight.prompt_tokens, in_flight.cached_tokens = reader.prompt_tokens, reader.cached_tokens
+
+
 def _cost(in_flight: InFlightRequest, reader: EventReader) -> float | None:
     """Return the cost of a stream that ends with what has been read, as it will be billed."""
-    in_flight.prompt_tokens, in_flight.cached_tokens = reader.prompt_tokens, reader.cached_tokens
+    _take_counts(in_flight, reader)
     return in_flight.bill.cost(in_flight.used("finished", reader.tokens))
 
 

@@ -2,16 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.compiled import compiled
-from headway.policy.apps.correlation import CONDITIONS, UNKNOWN, Correlation, correlation_of
-from headway.policy.apps.graph import Graph, Record, Unit, Visit
+from headway.policy.apps.graph import KEPT, Graph, Record, Unit, Visit
 from headway.policy.core.pseudo_random import State, below, seeded
 from headway.types import Bools, Floats, Ints
+
+BUCKETS = 10
+_THRESHOLD = 0.5  # of Pearson's coefficient (Hermes 5.1)
+UNKNOWN = -1  # the bucket of a value that is not known
+# The columns that a record may be asked for: of the visit before it, then of its own.
+BEFORE_PROMPT, BEFORE_OUTPUT, BEFORE_PARALLEL, PROMPT = range(4)
+CONDITIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Correlation:
+    """The correlations of one unit.
+
+    masks: which of the five hold: input on input before, input on output before, output on output before,
+        output on own input, parallelism on parallelism before.
+    edges: per condition, the inner borders of its buckets of equal width, shape (CONDITIONS, BUCKETS - 1).
+    buckets: of the unit's records, shape (records, CONDITIONS); `UNKNOWN` where a record has no visit before.
+    """
+
+    masks: tuple[bool, bool, bool, bool, bool]
+    edges: Floats
+    buckets: Ints
+
+    @property
+    def used(self) -> Bools:
+        """Tell which conditions narrow down the unit's records, shape (CONDITIONS,)."""
+        on_input, on_output, out_on_out, own, parallel = self.masks
+        return np.array([on_input, on_output or out_on_out, parallel, own])
+
+
+def correlation_of(records: Sequence[Record]) -> Correlation:
+    """Return which correlations the records of a unit show, and their buckets."""
+    mine = np.array([(r.visit.prompt, r.visit.output, r.visit.parallel) for r in records], float)
+    before = np.array([_before(record) for record in records], float)
+    masks = (
+        _correlated(before[:, 0], mine[:, 0]),
+        _correlated(before[:, 1], mine[:, 0]),
+        _correlated(before[:, 1], mine[:, 1]),
+        _correlated(mine[:, 0], mine[:, 1]),
+        _correlated(before[:, 2], mine[:, 2]),
+    )
+    columns = np.column_stack([before, mine[:, 0]])
+    edges = np.array([_edges(column) for column in columns.T])
+    buckets = np.column_stack([bucket(column, edge) for column, edge in zip(columns.T, edges, strict=True)])
+    return Correlation(masks, edges, buckets)
+
+
+def bucket(values: Floats, edges: Floats) -> Ints:
+    """Return the bucket of each value; values beyond the records' range fall into the outermost buckets."""
+    return np.where(np.isnan(values), UNKNOWN, np.searchsorted(edges, values, side="right")).astype(np.int64)
+
+
+def _before(record: Record) -> tuple[float, float, float]:
+    visit = record.before
+    if visit is None or not visit.parallel:
+        return (np.nan, np.nan, np.nan)
+    return (visit.prompt, visit.output, visit.parallel)
+
+
+def _correlated(x: Floats, y: Floats) -> bool:
+    """Tell whether Pearson's coefficient is above the threshold, where both are known."""
+    known = ~(np.isnan(x) | np.isnan(y))
+    x, y = x[known], y[known]
+    if x.size < BUCKETS or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return False
+    return bool(np.corrcoef(x, y)[0, 1] > _THRESHOLD)
+
+
+def _edges(column: Floats) -> Floats:
+    known = column[~np.isnan(column)]
+    low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
+    return np.linspace(low, high, BUCKETS + 1)[1:-1]
+
 
 SAMPLES = 128  # walks per estimate
 _ENOUGH = 20  # records of a unit to draw from, of like ordinals where there are not as many of one
@@ -205,3 +279,68 @@ def _walk(
             if unit < 0:
                 break
         draw.total[i], draw.path[i] = total, path
+
+
+SHARED = ""  # the tenant of graphs that were imported: they serve every tenant without runs of its own
+
+
+_KEPT = 1024  # graphs
+
+
+_GROWN = 20  # a compiled graph is used until this share (1/20) of the runs that it knows is new
+
+
+class Knowledge:
+    """Graphs by tenant and application: what one tenant's runs teach is not used for another's.
+
+    learns: runs that end teach their graph.
+    """
+
+    def __init__(self, *, learns: bool = True) -> None:
+        self.learns = learns
+        self._graphs: OrderedDict[tuple[str, str], Graph] = OrderedDict()
+        self._compiled: dict[tuple[str, str], Demand] = {}
+
+    @property
+    def graphs(self) -> dict[tuple[str, str], Graph]:
+        """The graphs by (tenant, application)."""
+        return dict(self._graphs)
+
+    def put(self, tenant: str, graph: Graph) -> None:
+        """Add or replace a graph."""
+        self._graphs[tenant, graph.app] = graph
+        self._compiled.pop((tenant, graph.app), None)
+        self._forget()
+
+    def learn(self, tenant: str, app: str, visits: Sequence[Visit]) -> None:
+        """Learn from a complete run; the first one of a tenant starts from the shared graph, if any."""
+        if not self.learns:
+            return
+        graph = self._graphs.get((tenant, app))
+        if graph is None:
+            shared = self._graphs.get((SHARED, app))
+            graph = Graph(app) if shared is None else shared.copy()
+            self._graphs[tenant, app] = graph
+        graph.learn(visits)
+        self._graphs.move_to_end((tenant, app))
+        self._forget()
+
+    def demand(self, tenant: str, app: str) -> Demand | None:
+        """Return the compiled graph of an application, None = nothing is known of it."""
+        key = (tenant, app) if (tenant, app) in self._graphs else (SHARED, app)
+        graph = self._graphs.get(key)
+        if graph is None or not graph.units:
+            return None
+        self._graphs.move_to_end(key)
+        compiled = self._compiled.get(key)
+        if compiled is None or graph.runs > compiled.runs + min(compiled.runs, KEPT) // _GROWN:
+            compiled = self._compiled[key] = Demand(graph)
+        return compiled
+
+    def _forget(self) -> None:
+        """Forget the least used graph of the tenant that has most: no tenant pushes out another's."""
+        while len(self._graphs) > _KEPT:
+            ((most, _),) = Counter(tenant for tenant, _ in self._graphs).most_common(1)
+            key = next(key for key in self._graphs if key[0] == most)
+            del self._graphs[key]
+            self._compiled.pop(key, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.compiled import compiled
-from headway.policy.apps.correlation import BUCKETS
+from headway.policy.apps.demand import BUCKETS
 from headway.types import Floats, Ints
 
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.events import Event, Failed, Finished, Prewarmed, Returned, RunEnded, Started, UnitBegan, UnitEnded
-from headway.policy.apps.correlation import BUCKETS
-from headway.policy.apps.demand import SAMPLES, Costs, Draw, Known
+from headway.policy.apps.demand import BUCKETS, SAMPLES, Costs, Demand, Draw, Knowledge, Known
 from headway.policy.apps.gittins import gittins, latest_start, mean_remaining
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.graph import LLM, Graph, Visit
 from headway.policy.apps.prewarming import Prewarming, PrewarmOptions
 from headway.policy.apps.run import Key, OpenVisit, Run, place_of
 from headway.types import Floats, Ints, Request
@@ -355,3 +354,14 @@ class Runs:
         self._samples = np.concatenate([self._samples, more])
         self._paths = np.concatenate([self._paths, more])
         self._free.extend(range(size - 1, old - 1, -1))
+
+
+def prepare() -> None:
+    """Compile it; that takes seconds, which the first run's request would wait otherwise."""
+    graph = Graph("")
+    graph.learn([Visit("", LLM, 1.0, 1.0, 1)])
+    Demand(graph).draw("", {}, None, Known(), Costs(1.0, 1.0, 1.0), 0)
+    samples, one, row = np.ones((1, SAMPLES)), np.ones(1), np.zeros(1, np.int64)
+    gittins(samples, one, row)
+    mean_remaining(samples, one, row)
+    latest_start(samples, one, one, 0.0, row)

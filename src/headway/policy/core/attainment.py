@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from headway.policy.core.checks import Checks
+from headway.policy.core.drops import Checks
 from headway.types import Request
 
 WINDOW = 1000  # requests that ended

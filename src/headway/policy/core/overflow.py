@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.events import Arrived, Event, Finished, InstanceDown, InstanceUp, Returned, Started
-from headway.policy.core.checks import Checks
 from headway.policy.core.cluster import Cluster
+from headway.policy.core.drops import Checks
 from headway.policy.placement.cost import Engine
 from headway.types import Instance, Overflowed, OverflowTerms, Recall, Request, Send
 

@@ -14,8 +14,7 @@ import numpy as np
 from headway.policy.core.annealing import sequence
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.core.mapping import Records, Targets, costs_of
-from headway.policy.forecast.latency.laws import SloAware
-from headway.policy.forecast.latency.sampled import sampled
+from headway.policy.forecast.latency.laws import SloAware, sampled
 from headway.policy.memory.budget import KvBudget
 from headway.policy.pack.allocation import allocate, free_to_run
 from headway.ports import Packer

@@ -1,6 +1,6 @@
 """The packers' hot loops: order, slots, blocks and tokens of an iteration. Compiled, one row at a time.
 
-`ranked.py`, `slack.py` and `allocation.py` call these functions, and so does the compiled simulator
+`ranked.py` and `allocation.py` call these functions, and so does the compiled simulator
 (`simulate/compiled_loop.py`). `jobs` is `Jobs.data`, `rows` are indices.
 """
 

@@ -1,6 +1,6 @@
 """The planner of SLO-aware scheduling (4.4, Algorithm 2): requests are assigned, then each queue is annealed.
 
-A request is bound to an instance when it arrives (`assign.py`). Each instance has a queue of its own, which
+A request is bound to an instance when it arrives (`Assignment`). Each instance has a queue of its own, which
 is annealed again when the instance has room and the queue has changed since; the first of it are sent, with
 their place in the order as the rank. What is inside an instance stays there: the paper's scheduler decides
 about waiting requests only. With `pull=False` all are sent at once, and the packer
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,15 +20,46 @@ from headway.events import Arrived, Event, Failed, Finished, Learned, Returned
 from headway.policy.core.annealing import MOST_ANNEALED, sequence
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.mapping import Targets, costs_of
-from headway.policy.forecast.latency.laws import SloAware
+from headway.policy.forecast.latency.laws import PUBLISHED, SloAware, sampled
 from headway.policy.forecast.latency.online import seconds_of
-from headway.policy.forecast.latency.sampled import PUBLISHED, sampled
-from headway.policy.plan.assign import Assignment
-from headway.policy.plan.dispatch import sends
+from headway.policy.plan.dispatch import eligible, sends
 from headway.policy.plan.request_column import RequestColumn
-from headway.policy.plan.virtual_queue import eligible
 from headway.ports import Planner
 from headway.types import Backlog, Batch, Floats, Instance, Ints, Plan
+
+_UTILITY = 0.9  # of the KV, the rest is lost in half-filled blocks (mu of equation 20)
+
+
+class Assignment:
+    """Tokens that each instance still has room for in this round.
+
+    A request goes to the instance with the most. When even that has too few, as many requests as possible
+    have been assigned, and a round begins in which all are empty again.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[str, float] = {}
+        self._left: dict[str, float] = {}
+
+    def follow(self, instances: Iterable[Instance]) -> None:
+        """Bring the instances up to date; new ones are empty."""
+        self._whole = {one.id: _UTILITY * one.blocks_total * one.block_size for one in instances}
+        self._left = {name: min(self._left.get(name, whole), whole) for name, whole in self._whole.items()}
+
+    def take(self, tokens: float, names: Sequence[str]) -> str:
+        """Return which of these instances gets a request of so many tokens, the first of equals."""
+        best = max(names, key=self._left.__getitem__)
+        if self._left[best] < tokens:
+            self._left.update((name, self._whole[name]) for name in names)
+            best = max(names, key=self._left.__getitem__)
+        self._left[best] -= tokens
+        return best
+
+    def give_back(self, tokens: float, name: str) -> None:
+        """Note that a request of so many tokens has left an instance."""
+        if name in self._left:
+            self._left[name] = min(self._left[name] + tokens, self._whole[name])
+
 
 _NOWHERE = -1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headway.events import Event, InstanceUp, Swapped
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming
 from headway.policy.core.cluster import Cluster
 from headway.policy.plan.qlm import Qlm

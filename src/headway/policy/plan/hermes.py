@@ -11,16 +11,14 @@ from dataclasses import replace
 import numpy as np
 
 from headway.events import Arrived, Event
-from headway.policy.apps.knowledge import Knowledge
-from headway.policy.apps.prepare import prepare
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming, PrewarmOptions
 from headway.policy.apps.run import Run
-from headway.policy.apps.runs import Futures, RankOptions, Runs
+from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare
 from headway.policy.core.cluster import Cluster
-from headway.policy.plan.dispatch import sends
+from headway.policy.plan.dispatch import sends, virtual_queue
 from headway.policy.plan.request_column import RequestColumn
 from headway.policy.plan.service_costs import ServiceCosts
-from headway.policy.plan.virtual_queue import virtual_queue
 from headway.ports import Planner
 from headway.types import Floats, Ints, Plan, Rerank, Send
 

@@ -16,8 +16,8 @@ from headway.policy.core.cluster import Cluster
 from headway.policy.forecast.completion import Pace
 from headway.policy.plan.dispatch import cheapest
 from headway.policy.plan.group_placement import GroupPlacement, QlmOptions
+from headway.policy.plan.group_queues import SentRequest
 from headway.policy.plan.groups import Group, Kind, RequestGroups
-from headway.policy.plan.occupancy import SentRequest
 from headway.policy.plan.situation import INTERACTIVE
 from headway.types import Backlog, Instance, Send
 

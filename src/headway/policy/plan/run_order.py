@@ -17,10 +17,9 @@ from dataclasses import replace
 from functools import partial
 
 from headway.events import Arrived, Event, Failed, Finished, RunEnded, Started, UnitBegan, UnitEnded
-from headway.policy.apps.knowledge import Knowledge
-from headway.policy.apps.prepare import prepare
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import Prewarming
-from headway.policy.apps.runs import Futures, RankOptions, Runs
+from headway.policy.apps.runs import Futures, RankOptions, Runs, prepare
 from headway.policy.core.cluster import Cluster
 from headway.policy.core.ranks import BEST_EFFORT, BEYOND, LATE, ON_TIME
 from headway.policy.plan.baselines.vtc import ANSWER_WEIGHT

@@ -13,9 +13,8 @@ import numpy as np
 from headway.policy.core.cluster import Cluster
 from headway.policy.forecast.completion import Pace
 from headway.policy.plan.estimator import Estimator, Serving, fleet_of, holds, limit_of, load_seconds
-from headway.policy.plan.group_queues import GroupQueues, Item
+from headway.policy.plan.group_queues import GroupQueues, Item, Occupancy
 from headway.policy.plan.groups import Group, Kind
-from headway.policy.plan.occupancy import Occupancy
 from headway.policy.plan.queue_order import LEVELS, PlanProblem, QueueOrder, order_of
 from headway.types import OBJECTIVES, Floats, Instance, Ints
 

@@ -11,14 +11,9 @@ from collections.abc import Callable
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.core.ranks import ARRIVAL, DUE
 from headway.policy.pack import ranked as packers
-from headway.policy.pack.baselines.chunked import Chunked
+from headway.policy.pack.baselines.arrival_order import Chunked, MultiRes, Orca, RoundRobin, Tgi, VllmV0
 from headway.policy.pack.baselines.fastserve import FastServe
-from headway.policy.pack.baselines.multires import MultiRes
-from headway.policy.pack.baselines.orca import Orca
-from headway.policy.pack.baselines.round_robin import RoundRobin
 from headway.policy.pack.baselines.srtf import Srtf
-from headway.policy.pack.baselines.tgi import Tgi
-from headway.policy.pack.baselines.vllm_v0 import VllmV0
 from headway.policy.plan.baselines import load_balancing
 from headway.policy.plan.baselines.flow_control import FlowControl
 from headway.policy.plan.baselines.model_swap import ModelSwap

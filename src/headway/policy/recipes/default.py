@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.core import ranks
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.pack.promises.packer import Promises
-from headway.policy.pack.ranked import Fcfs, Rank, Ranked, by_due, by_priority
-from headway.policy.pack.slack import Slack
+from headway.policy.pack.ranked import Fcfs, Rank, Ranked, Slack, by_due, by_priority
 from headway.policy.plan import ordered
 from headway.policy.plan.by_fleet import ByFleet
 from headway.policy.plan.group_placement import QlmOptions

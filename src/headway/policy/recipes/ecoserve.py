@@ -15,7 +15,8 @@ from typing import Literal
 
 from headway.policy.core.engine_spec import EngineSpec
 from headway.policy.core.ranks import ARRIVAL
-from headway.policy.pack.ecoserve.packer import EcoServe, Options
+from headway.policy.pack.ecoserve.packer import EcoServe
+from headway.policy.pack.ecoserve.step_buffer import Options
 from headway.policy.plan.ordered import Ordered
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Packer

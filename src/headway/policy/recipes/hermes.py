@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.apps.prewarming import PrewarmOptions
 from headway.policy.apps.runs import Futures, RankOptions
 from headway.policy.pack.ranked import Fcfs

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headway.policy.core.engine_spec import EngineSpec
-from headway.policy.pack.by_rank import ByRank
+from headway.policy.pack.ranked import ByRank
 from headway.policy.plan.group_placement import QlmOptions
 from headway.policy.plan.qlm import Qlm
 from headway.policy.recipes.recipe import Recipe
@@ -39,11 +39,6 @@ def variant(name: str, about: str, options: QlmOptions, kv_swap: bool = True) ->
     """Return QLM with other options, for studies."""
     planner: Callable[[], Qlm] = partial(Qlm, options)
     return Recipe(name, about, planner, partial(_packer, kv_swap))
-
-
-def with_delta(delta: float) -> Recipe:
-    """Return QLM with groups of at most this many batches (QLM 8.3, figure 18)."""
-    return variant(f"qlm, delta {delta:g}", "QLM with groups of another size", QlmOptions(delta=delta))
 
 
 QLM = {name: variant(name, about, options, kv_swap) for name, (about, options, kv_swap) in _VARIANTS.items()}

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.config.tables import Scale
+from headway.events import Arrived, Event, Finished, Learned
+from headway.policy.core.cluster import Cluster
 from headway.policy.scale.outlook import EngineSize, Traffic, kept
-from headway.policy.scale.rates import Arrivals, Rates
-from headway.policy.scale.search import fewest
-from headway.types import Floats, Request
+from headway.policy.scale.rates import DAY_S, Arrivals, Rates
+from headway.types import Floats, Instance, Request
 
 _KEPT = 512  # requests that are replayed
 _LOCAL = 64  # requests among which gaps are compared
@@ -236,3 +238,126 @@ def _rate(queue: Queue, now: float, start_s: float) -> float:
     order = np.argsort(queue.due)
     order = order[queue.due[order] >= now + start_s]
     return float((np.cumsum(queue.tokens[order]) / (queue.due[order] - now)).max(initial=0.0))
+
+
+def fewest(attained: Callable[[int], float], target: float, first: int, most: int) -> int | None:
+    """Return the fewest engines whose attainment is at least the target; None = not even `most` engines' is.
+
+    attained: of a number of engines; it is asked again about the same number, so it should remember.
+    first: where the search begins, at least 1.
+    """
+    low, high = 0, min(max(first, 1), most)  # `low` engines are too few
+    while attained(high) < target and high < most:
+        low, high = high, min(2 * high, most)
+    best = high if attained(high) >= target else None
+    while best is not None and best - low > 1:
+        middle = (low + best) // 2
+        low, best = (low, middle) if attained(middle) >= target else (middle, best)
+    return best
+
+
+_BUDGET = 2048  # tokens per iteration: engines do not tell, and chunks are as small as answers' pace wants them
+
+
+class Scaling:
+    """How many engines each model needs.
+
+    scalers: by model. current: the newest number wanted of each. day_s: as in `Rates`.
+    """
+
+    def __init__(self, limits: Mapping[str, Scale], day_s: float = DAY_S) -> None:
+        self.scalers = {model: Scaler(one, Rates(day_s)) for model, one in limits.items()}
+        self.current: dict[str, int] = {}
+        self._engines: dict[str, Instance] = {}  # the newest of each model
+        self._thetas: dict[str, Floats] = {}
+
+    def note(self, event: Event, cluster: Cluster, requests: Mapping[str, Request], now: float) -> None:
+        """Take note of an event, before the controller forgets a request that has ended."""
+        match event:
+            case Arrived(request) if request.model in self.scalers:
+                self.scalers[request.model].came(now)
+            case Finished(id, output_tokens) if id in requests and requests[id].model in self.scalers:
+                request = requests[id]
+                self.scalers[request.model].ended(request, cluster.placement.computed(id, request), output_tokens)
+            case Learned(name, theta) if name in cluster.instances:
+                instance = cluster.instances[name]
+                self._engines[instance.model], self._thetas[instance.model] = instance, theta
+
+    def wanted(self, model: str, cluster: Cluster, now: float, have: int) -> int:
+        """Return how many engines of a model should be up or starting.
+
+        have: those that are; 0 = all were lost, or none is reported, so that the number wanted last counts.
+        """
+        return self.conclude(model, self.ask(model, cluster, now, have)(), have, now)
+
+    def ask(self, model: str, cluster: Cluster, now: float, have: int) -> Callable[[], Needs]:
+        """Return the computation that takes long, for another thread; `conclude` takes its result."""
+        backlog = cluster.backlog
+        rows = backlog.rows()
+        rows = rows[backlog.model[rows] == cluster.code(model)]
+        waiting = rows[~backlog.sent[rows]]
+        queue = Queue(backlog.tokens[waiting], backlog.due[waiting], rows.size - waiting.size)
+        return self.scalers[model].ask(now, have or self.current.get(model, 0), self._size(model), queue)
+
+    def conclude(self, model: str, needs: Needs, have: int, now: float) -> int:
+        """Return how many engines follow from what `ask` computed, and keep it in `current`."""
+        have = have or self.current.get(model, 0)
+        self.current[model] = self.scalers[model].conclude(needs, have, now)
+        return self.current[model]
+
+    def _size(self, model: str) -> EngineSize | None:
+        if model not in self._thetas:
+            return None
+        instance = self._engines[model]
+        kv = instance.blocks_total * instance.block_size
+        return EngineSize(self._thetas[model], max(_BUDGET, instance.max_running), instance.max_running, kv)
+
+
+class State(Enum):
+    """Of an engine that may come and go."""
+
+    OFF = "off"
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+
+
+class Member(NamedTuple):
+    """An engine of the model. inside: requests in it. since: instant of its last start."""
+
+    id: str
+    state: State
+    inside: int = 0
+    since: float = 0.0
+
+
+class Changes(NamedTuple):
+    """Ids of engines. undrain: they take work again. start: they are off. stop: drained, or not started at all.
+
+    missing: how many more are wanted than there are.
+    """
+
+    undrain: list[str]
+    start: list[str]
+    stop: list[str]
+    missing: int
+
+
+def changes(engines: Sequence[Member], wanted: int) -> Changes:
+    """Return what leads to the number wanted.
+
+    Draining engines come back first, which costs nothing, those with the most inside first: they would cost longest
+    anyway. What is still starting stops first, the newest of it, then the engines with the least inside.
+    """
+
+    def first_to_stop(one: Member) -> tuple[bool, float]:
+        starting = one.state is State.STARTING
+        return not starting, -one.since if starting else one.inside
+
+    work = sorted((one for one in engines if one.state in (State.UP, State.STARTING)), key=first_to_stop)
+    draining = sorted((one for one in engines if one.state is State.DRAINING), key=lambda one: -one.inside)
+    more = max(wanted - len(work), 0)
+    back = [one.id for one in draining[:more]]
+    start = [one.id for one in engines if one.state is State.OFF][: more - len(back)]
+    stop = [one.id for one in work[: max(len(work) - wanted, 0)]]
+    return Changes(back, start, stop, more - len(back) - len(start))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headway.engines.simulated.engine import Ran, SimulatedEngine
 from headway.errors import ConfigError
-from headway.simulate.observer import Observer
+from headway.simulate.outcome import Observer
 from headway.types import Bools, Floats, Ints
 
 Log = NDArray[Any]  # a structured array, one field per column

@@ -16,11 +16,11 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,13 +28,11 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.prefix import Prefix
-from headway.simulate.workload.hashed_blocks import BLOCK, prefixes_of
-from headway.types import Floats, Ints
+from headway.types import Bools, Floats, Ints
 
 Row = Mapping[str, Any]
 Count = Callable[[str], int]  # a tokenizer: text -> tokens
 
-_PREDICTED = "predicted_output_tokens"
 _CHARS_PER_TOKEN = 4  # the usual rule of thumb for English text
 _MOST_TOKENS = 10**9  # longer than any context: a number of something else
 
@@ -59,13 +57,11 @@ class Trace:
 class Lengths:
     """Columns of equal length, in tokens, in the file's order.
 
-    predicted: a predictor's forecast of the output, None = the file has none.
     about: how many requests of which file, and what was estimated or left out, for reports.
     """
 
     prompt_tokens: Ints
     output_tokens: Ints
-    predicted: Ints | None
     about: str
 
 
@@ -127,20 +123,19 @@ def read(path: str | Path, *, limit: int | None = None) -> Trace:
 def read_lengths(path: str | Path, *, limit: int | None = None, count: Count | None = None) -> Lengths:
     """Read the lengths of the first `limit` requests of a file, or of a bare name's file in $HEADWAY_DATA.
 
-    Takes what `read` takes with or without its times (and the column predicted_output_tokens if there is
-    one), and ShareGPT's .json: a list of {conversations: [{from, value}, ...]}, of which the first two turns
-    are a prompt and its answer; conversations of one turn are left out. count: tokens of a text (default:
-    its characters / 4, and `about` says "estimated"); only JSON needs it. Raises ConfigError as `read`.
+    Takes what `read` takes with or without its times, and ShareGPT's .json: a list of {conversations: [{from,
+    value}, ...]}, of which the first two turns are a prompt and its answer; conversations of one turn are left
+    out. count: tokens of a text (default: its characters / 4, and `about` says "estimated"); only JSON needs it.
+    Raises ConfigError as `read`.
     """
     _check_limit(limit)
     file = locate(path, ("lengths", "arrivals"))
     if Path(file.name.removesuffix(".gz")).suffix == ".json":
         return _conversations(file, limit, count)
     form = _format(file)
-    table = [_sizes(row, form, file, line) for line, row in islice(_rows(file), limit)]
+    table = [_pair(row, form, file, line) for line, row in islice(_rows(file), limit)]
     columns = [column.astype(np.int64) for column in _columns_of(table, file, f"{form.prompt}, {form.output}")]
-    predicted = columns[2] if len(columns) > 2 else None
-    return Lengths(columns[0], columns[1], predicted, f"{len(table):,} requests of {file.name}")
+    return Lengths(columns[0], columns[1], f"{len(table):,} requests of {file.name}")
 
 
 def find(path: str | Path, folders: tuple[str, ...] = ("arrivals",)) -> Path | None:
@@ -175,8 +170,6 @@ def _check_limit(limit: int | None) -> None:
 def _columns_of(table: list[tuple[Any, ...]], file: Path, needs: str) -> list[Floats]:
     if not table:
         raise ConfigError(f"{file} has no rows.", f"It needs one request per row: {needs}.")
-    if len({len(row) for row in table}) > 1:  # JSONL may have a key in some lines only
-        raise ConfigError(f"{file} has {_PREDICTED} in some rows only.", "Give it in all of them or in none.")
     return list(np.array(table, float).T)
 
 
@@ -249,11 +242,6 @@ def _pair(row: Row, form: _Format, file: Path, line: int) -> tuple[float, float]
     return _tokens(row, form.prompt, file, line), _tokens(row, form.output, file, line)
 
 
-def _sizes(row: Row, form: _Format, file: Path, line: int) -> tuple[float, ...]:
-    pair = _pair(row, form, file, line)
-    return (*pair, _tokens(row, _PREDICTED, file, line)) if _PREDICTED in row else pair
-
-
 def _tokens(row: Row, name: str, file: Path, line: int) -> float:
     number = _number(row, name, file, line)
     if number != int(number) or number > _MOST_TOKENS:
@@ -312,7 +300,7 @@ def _conversations(file: Path, limit: int | None, count: Count | None) -> Length
         raise ConfigError(f"{file} has no conversation with an answer.", "Give ShareGPT's JSON itself.")
     counted = count or _estimate
     table = np.array([[counted(text) for text in pair] for pair in pairs], np.int64)
-    return Lengths(table[:, 0], table[:, 1], None, _about(file, len(pairs), len(entries), limit, count))
+    return Lengths(table[:, 0], table[:, 1], _about(file, len(pairs), len(entries), limit, count))
 
 
 def _about(file: Path, used: int, there: int, limit: int | None, count: Count | None) -> str:
@@ -352,3 +340,50 @@ def _turns(entry: Any, file: Path, number: int) -> tuple[str, str] | None:
 
 def _estimate(text: str) -> int:
     return -(-len(text) // _CHARS_PER_TOKEN)
+
+
+BLOCK = 512  # tokens of a block in Mooncake's traces
+
+
+def prefixes_of(hashes: Sequence[Sequence[int]], tokens: Sequence[int], block: int = BLOCK) -> list[Prefix | None]:
+    """Return the prefix of each prompt; None for one without hashes.
+
+    hashes: of each prompt's blocks; one stands for its block and all blocks before it. The last block may be
+        shorter. tokens: of each prompt. block: tokens of a block.
+    Raises ConfigError for hashes of single blocks.
+    """
+    numbers: dict[int, int] = {}
+    blocks = np.array([numbers.setdefault(hash, len(numbers)) for one in hashes for hash in one], np.int64)
+    ends = np.cumsum([len(one) for one in hashes])
+    begins = np.split(_chain_begins(blocks, ends), ends[:-1])
+    prompts = zip(np.split(blocks, ends[:-1]), begins, tokens, strict=True)
+    known: dict[tuple[int, int], Prefix] = {}
+    return [_prefix(mine, np.flatnonzero(first), size, block, known) for mine, first, size in prompts]
+
+
+def _chain_begins(blocks: Ints, ends: Ints) -> Bools:
+    """Tell which blocks begin a chain: those at the beginning of a prompt, and those behind a fork."""
+    before = np.concatenate([[-1], blocks])[:-1]
+    before[ends[ends < blocks.size]] = -1
+    links = np.unique(np.stack([before, blocks], axis=1), axis=0)
+    if len(links) > np.unique(blocks).size:
+        raise ConfigError(
+            "One of the hash_ids follows different blocks.",
+            "Give hashes that stand for a block and all blocks before it.",
+        )
+    parents, children = np.unique(links[:, 0], return_counts=True)
+    return np.asarray((before < 0) | np.isin(before, parents[children > 1]))
+
+
+def _prefix(blocks: Ints, begins: Ints, tokens: int, block: int, known: dict[tuple[int, int], Prefix]) -> Prefix | None:
+    """Return a prompt's prefix: chains that are named by their first blocks, each up to the next fork.
+
+    known: pieces of all prompts by first block and length. A deep prefix shares most of its pieces.
+    """
+    found: Prefix | None = None
+    for begin, end in pairwise([*begins.tolist(), blocks.size]):
+        first, length = int(blocks[begin]), min(end * block, tokens)
+        if (first, length) not in known:
+            known[first, length] = Prefix(f"block {first}", length, parent=found)
+        found = known[first, length]
+    return found

@@ -22,10 +22,37 @@ from headway.errors import ConfigError
 from headway.prefix import Prefix
 from headway.simulate.workload import lengths as sizes
 from headway.simulate.workload.arrivals import burst, diurnal, gamma, poisson, positive, recorded, rescale, spread
-from headway.simulate.workload.columns import column, refuse, refuse_times
 from headway.simulate.workload.traces import Lengths, Trace
 from headway.stages import Stage
 from headway.types import Bools, Floats, Ints, Request, Slo
+
+
+def column(name: str, values: Any, n: int, real: bool) -> NDArray[Any]:
+    """Return values as a read-only column; ConfigError for another shape or broken numbers.
+
+    real: of real numbers, otherwise of whole ones.
+    """
+    found = np.asarray(values)
+    if found.shape != (n,):
+        raise ConfigError(f"Column {name} has shape {found.shape}.", f"All columns need one value for each of {n}.")
+    if not real and found.dtype.kind not in "iu" and n:
+        raise ConfigError(f"Column {name} holds {found.dtype}.", "Give whole numbers.")
+    found = found.astype(float if real else np.int64, copy=False).view()
+    found.flags.writeable = False
+    return found
+
+
+def refuse_times(times: Floats) -> None:
+    """Refuse arrivals that are no instants of a simulation."""
+    refuse(~(np.isfinite(times) & (times >= 0)), "arrival", times, "0 s or later")
+
+
+def refuse(bad: Bools, name: str, column: NDArray[Any], needed: str) -> None:
+    """Raise ConfigError for the first bad value of a column; needed: what each must be."""
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ConfigError(f"Request {row} has {name} {column[row]}.", f"It must be {needed}.")
+
 
 __all__ = [
     "Trace",

@@ -50,7 +50,9 @@ _FORGET_BATCHES = f"""DELETE FROM batches WHERE seq IN (SELECT seq FROM batches 
 
 
 class DirectoryStore(SqliteFile):
-    """A `BatchStore` in a directory; max_log_bytes as in `SqliteFile`. Raises ConfigError when it cannot be used.
+    """A `BatchStore`, which documents the methods, in a directory.
+
+    max_log_bytes: as in `SqliteFile`. Raises ConfigError when the directory cannot be used.
 
     Of the gateways that share the directory, the one with a lock on the file `runner.lock` runs batches. The
     kernel drops the lock when the process dies, so calls of that gateway need no check.
@@ -71,7 +73,6 @@ class DirectoryStore(SqliteFile):
         self._runner: int | None = None  # the handle of the lock, while it is held
 
     async def close(self) -> None:
-        """Finish pending calls and let another gateway run batches."""
         await asyncio.to_thread(self.close_file)
         self._unlock()
 
@@ -96,7 +97,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def file(self, tenant: str, id: str) -> StoredFile | None:
-        """Return a file of a tenant."""
         rows = self.rows(f"SELECT {_FILE} FROM files WHERE id = ? AND tenant = ?", id, tenant)
         return StoredFile(*rows[0]) if rows else None
 
@@ -111,10 +111,6 @@ class DirectoryStore(SqliteFile):
         purpose: str | None = None,
         now: float = 0.0,
     ) -> list[StoredFile]:
-        """Return up to `limit` files of a tenant that come after the file `after`, in order of creation.
-
-        newest: the newest first. now: those that expired before are left out.
-        """
         order, past = ("DESC", "<") if newest else ("ASC", ">")
         sql = f"""SELECT {_FILE} FROM files WHERE tenant = ?1 AND purpose = COALESCE(?4, purpose)
             AND (expires IS NULL OR expires >= ?5)
@@ -125,14 +121,12 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def expired(self, now: float, limit: int) -> list[StoredFile]:
-        """Return up to `limit` files that expired before `now`, but for those that a batch reads."""
         sql = f"""SELECT {_FILE} FROM files WHERE expires < ? AND id NOT IN
             (SELECT input_file FROM batches WHERE ended IS NULL) LIMIT ?"""
         return [StoredFile(*row) for row in self.rows(sql, now, limit)]
 
     @in_thread
     def delete_file(self, tenant: str, id: str) -> bool:
-        """Delete a file; False when there is none. RequestError (409) while a batch reads it."""
         with self.transaction() as db:
             reader = db.execute(
                 "SELECT id FROM batches WHERE ended IS NULL AND tenant = ? AND input_file = ?", [tenant, id]
@@ -145,7 +139,6 @@ class DirectoryStore(SqliteFile):
         return bool(gone)
 
     def path(self, id: str) -> Path:
-        """Return the path of a file's content."""
         return self.folder / "files" / id
 
     @in_thread
@@ -168,7 +161,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def read(self, id: str, start: int, size: int) -> bytes:
-        """Return a part of a file. RequestError (404) when its content is gone."""
         try:
             with self.path(id).open("rb") as file:
                 file.seek(start)
@@ -202,13 +194,11 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def batch(self, tenant: str, id: str) -> Batch | None:
-        """Return a batch of a tenant."""
         rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
         return Batch(*rows[0]) if rows else None
 
     @in_thread
     def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
-        """Return up to `limit` batches of a tenant created before the batch `after`, the newest first."""
         sql = f"""SELECT {_BATCH} FROM batches WHERE tenant = ?1
             AND (?3 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?3 AND tenant = ?1))
             ORDER BY seq DESC LIMIT ?2"""
@@ -216,14 +206,12 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def open_batches(self) -> list[Batch]:
-        """Return the batches that have not ended, the most urgent first."""
         rows = self.rows(f"SELECT {_BATCH} FROM batches WHERE ended IS NULL ORDER BY due, seq")
         self.unended = [Batch(*row) for row in rows]
         return self.unended
 
     @in_thread
     def cancel(self, tenant: str, id: str, now: float) -> bool:
-        """Request the cancellation of a batch; False when it is ending or has ended."""
         sql = """UPDATE batches SET state = 'cancelling', cancelling = ? WHERE tenant = ? AND id = ?
             AND state IN ('validating', 'in_progress')"""
         with self.transaction() as db:
@@ -268,13 +256,11 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def clear_lines(self, id: str) -> None:
-        """Delete the lines of a batch whose check was interrupted."""
         with self.transaction() as db:
             _forget_lines(db, id)
 
     @in_thread
     def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
-        """End a batch with invalid lines; it is cancelled if that was requested meanwhile."""
         with self.transaction() as db:
             sql = """UPDATE batches SET
                 state = CASE state WHEN 'validating' THEN 'failed' ELSE 'cancelled' END,
@@ -284,7 +270,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def add_lines(self, id: str, lines: Sequence[Line]) -> None:
-        """Add valid lines."""
         rows = [(id, *astuple(line)) for line in lines]
         sql = "INSERT INTO lines (batch, number, start, size, custom_id, checksum) VALUES (?, ?, ?, ?, ?, ?)"
         with self.transaction(durable=False) as db:
@@ -292,7 +277,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def begin(self, id: str, now: float) -> int:
-        """Begin to run a batch whose lines are complete; return their number."""
         sql = """UPDATE batches SET began = ?1, total = (SELECT COUNT(*) FROM lines WHERE batch = ?2),
             state = CASE state WHEN 'validating' THEN 'in_progress' ELSE state END WHERE id = ?2
             RETURNING total"""
@@ -302,17 +286,12 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
-        """Return up to `limit` open lines after the number `after`, in order."""
         sql = """SELECT number, start, size, custom_id, checksum FROM lines
             WHERE batch = ? AND number > ? AND ended = 0 ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self.rows(sql, id, after, limit)]
 
     @in_thread
     def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
-        """End a line with its line of the output (`good`) or error file; False when it has ended already.
-
-        After a power loss it may be open again; the broker then has the answer.
-        """
         end, column = (GOOD, "completed") if good else (BAD, "failed")
         with self.transaction(durable=False) as db:
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND number = ? AND ended = 0"
@@ -325,7 +304,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def close_lines(self, id: str, end: int) -> int:
-        """End all open lines without an answer; return how many."""
         with self.transaction() as db:
             sql = "UPDATE lines SET ended = ? WHERE batch = ? AND ended = 0"
             closed = db.execute(sql, [end, id]).rowcount
@@ -334,7 +312,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
-        """Return up to `limit` ended lines after the number `after`, in order, within `PIECE`."""
         sql = """SELECT number, custom_id, ended, (SELECT content FROM answers
                 WHERE answers.batch = ?1 AND answers.number = some.number), (SELECT checksum FROM answers
                 WHERE answers.batch = ?1 AND answers.number = some.number) FROM (
@@ -355,7 +332,6 @@ class DirectoryStore(SqliteFile):
 
     @in_thread
     def finalize(self, id: str, now: float) -> str:
-        """Note that a batch's files are being written; return the state in which it will end."""
         with self.transaction() as db:
             db.execute(
                 """UPDATE batches SET finalizing = COALESCE(finalizing, ?),
@@ -372,7 +348,6 @@ class DirectoryStore(SqliteFile):
     def end(
         self, id: str, state: str, now: float, *, output: StoredFile | None = None, error: StoredFile | None = None
     ) -> None:
-        """End a batch: list its files, whose content is complete, and delete its lines."""
         for file in (output, error):
             if file is not None:
                 _flush(self.path(file.id))

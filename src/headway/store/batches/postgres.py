@@ -106,9 +106,10 @@ _END = """UPDATE {s}.batches SET state = $2, ended = $3, output_file = $4, error
 
 
 class PostgresStore(PostgresFiles):
-    """A `BatchStore` in one schema of a PostgreSQL database. Raises ConfigError when it cannot be used.
+    """A `BatchStore`, which documents the methods, in one schema of a PostgreSQL database.
 
-    lease_s: seconds of silence after which the gateway that runs batches counts as gone.
+    lease_s: seconds of silence after which the gateway that runs batches counts as gone. Raises ConfigError when the
+        database cannot be used.
     """
 
     def __init__(self, address: Address, lease_s: float) -> None:
@@ -122,7 +123,6 @@ class PostgresStore(PostgresFiles):
         return None
 
     async def close(self) -> None:
-        """Finish pending calls and let another gateway run batches."""
         with suppress(HeadwayError):
             await self.release()
         await super().close()
@@ -149,20 +149,16 @@ class PostgresStore(PostgresFiles):
         return True
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
-        """Return a batch of a tenant."""
         found = await self.records(Batch, _GET, stored(id), stored(tenant))
         return found[0] if found else None
 
     async def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
-        """Return up to `limit` batches of a tenant created before the batch `after`, the newest first."""
         return await self.records(Batch, _SOME, stored(tenant), limit, stored(after))
 
     async def open_batches(self) -> list[Batch]:
-        """Return the batches that have not ended, the most urgent first."""
         return await self.records(Batch, _OPEN)
 
     async def cancel(self, tenant: str, id: str, now: float) -> bool:
-        """Request the cancellation of a batch; False when it is ending or has ended."""
         return bool(await self.value(_CANCEL, stored(tenant), stored(id), now))
 
     # ---- the gateway that runs batches
@@ -177,7 +173,6 @@ class PostgresStore(PostgresFiles):
         return self._term is not None
 
     async def release(self) -> None:
-        """Let another gateway run batches."""
         term, self._term = self._term, None
         if term is not None:
             await self.rows(_RELEASE, term)
@@ -213,26 +208,21 @@ class PostgresStore(PostgresFiles):
     # ---- lines
 
     async def clear_lines(self, id: str) -> None:
-        """Delete the lines of a batch whose check was interrupted."""
         await self._in_parts(_FORGET, id)
 
     async def add_lines(self, id: str, lines: Sequence[Line]) -> None:
-        """Add valid lines."""
         rows = [(line.number, line.start, line.size, stored(line.custom_id)) for line in lines]
         if rows:
             await self._add_rows(id, rows)
 
     async def refuse(self, id: str, problems: Sequence[Mapping[str, Any]], now: float) -> None:
-        """End a batch with invalid lines; it is cancelled if that was requested meanwhile."""
         await self._value_as_holder(_REFUSE, id, now, json.dumps(problems))
         await self._clear(id)
 
     async def begin(self, id: str, now: float) -> int:
-        """Begin to run a batch whose lines are complete; return their number."""
         return int(await self._value_as_holder(_BEGIN, id, now))
 
     async def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
-        """Return up to `limit` open lines after the number `after`, in order."""
         return await self.records(Line, _OPEN_LINES, id, after, limit)
 
     async def record(self, id: str, number: int, good: bool, content: bytes) -> bool:
@@ -276,13 +266,11 @@ class PostgresStore(PostgresFiles):
             await self._add_rows(id, rows[len(rows) // 2 :])
 
     async def ended_lines(self, id: str, after: int, limit: int) -> list[EndedLine]:
-        """Return up to `limit` ended lines after the number `after`, in order, within `PIECE`."""
         return await self.records(EndedLine, _ENDED_LINES, id, after, limit, PIECE)
 
     # ---- ends of batches
 
     async def finalize(self, id: str, now: float) -> str:
-        """Note that a batch's files are being written; return the state in which it will end."""
 
         async def work(connection: Connection) -> str:
             if await connection.fetchval(self.sql(_FINALIZE), id, now) == "cancelling":

@@ -65,7 +65,6 @@ class PostgresFiles(BatchSession):
         super().__init__(address)
 
     async def used(self, tenant: str) -> int:
-        """Return the bytes of a tenant's files, and of uploads to other gateways."""
         return int(await self.value(_USED, stored(tenant), self._me))
 
     async def begin_file(self, file: StoredFile) -> None:
@@ -107,7 +106,6 @@ class PostgresFiles(BatchSession):
             raise self.down("the upload is not complete")
 
     async def file(self, tenant: str, id: str) -> StoredFile | None:
-        """Return a file of a tenant."""
         found = await self.records(StoredFile, _GET, stored(id), stored(tenant))
         return found[0] if found else None
 
@@ -126,7 +124,6 @@ class PostgresFiles(BatchSession):
         return await self.records(StoredFile, sql, stored(tenant), limit, stored(after), stored(purpose), now)
 
     async def expired(self, now: float, limit: int) -> list[StoredFile]:
-        """Return up to `limit` files that expired before `now`, but for those that a batch reads."""
         return await self.records(StoredFile, _EXPIRED, now, limit)
 
     def path(self, id: str) -> Path | None:
@@ -134,14 +131,12 @@ class PostgresFiles(BatchSession):
         return None
 
     async def read(self, id: str, start: int, size: int) -> bytes:
-        """Return a part of a file. RequestError (404) when its content is gone."""
         rows = await self.rows(_READ, stored(id), start, size)
         if not rows:
             raise input_gone()
         return b"".join(row[0] for row in rows)
 
     async def delete_file(self, tenant: str, id: str) -> bool:
-        """Delete a file; False when there is none. RequestError (409) while a batch reads it."""
         gone: bool = await self.change(partial(self._delete, stored(tenant), stored(id)))
         if gone:
             await self._purge(id)

@@ -19,8 +19,7 @@ from headway import private
 from headway.store.batches.port import out
 from headway.store.batches.records import Batch, StoredFile
 from headway.store.queue.port import RETRY_S
-from headway.store.sqlite.connection import connect, leave_open, upgrade
-from headway.store.sqlite.health import Watch, damage, limit_log
+from headway.store.sqlite.health import Watch, connect, damage, leave_open, limit_log, upgrade
 from headway.store.sqlite.rescue import RECOVER, Recovered, check_sound, merge_rows, recover, rescue
 from headway.store.versions import Versions
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headway import private
 from headway.store.journal.rows import APPLICATION, VERSIONS, EngineRow, Row, insert, values
-from headway.store.sqlite.connection import connect, upgrade
+from headway.store.sqlite.health import connect, upgrade
 
 PATTERN = "journal-*.sqlite"
 MIB = 2**20

@@ -48,7 +48,7 @@ class MemoryStore:
 
 
 class MemoryBroker:
-    """A `Broker` in dicts; its guarantees hold while the process lives.
+    """A `Broker`, which documents the methods, in dicts; its guarantees hold while the process lives.
 
     Jobs are copied in and out, so that a caller's change to one does not change what is stored.
     """
@@ -65,7 +65,6 @@ class MemoryBroker:
         return None
 
     async def renew(self, until: float) -> bool:
-        """Extend the lease; False when it begins with this call."""
         lease = self._store.leases.get(self.owner)
         self._store.leases[self.owner] = _Lease(until)
         return lease is not None and not lease.ended
@@ -83,7 +82,6 @@ class MemoryBroker:
         self._jobs[job.id] = replace(job, owner=self.owner)
 
     async def take(self, now: float, limit: int) -> list[Job]:
-        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
         self._check_lease()
         for owner, lease in self._store.leases.items():
             lease.ended |= lease.until <= now and owner != self.owner
@@ -93,22 +91,18 @@ class MemoryBroker:
         return [replace(job) for job in free[:limit]]
 
     async def give_back(self, id: str) -> bool:
-        """Let others take an open job. False when this gateway does not hold it."""
         if (job := self._held(id)) is None:
             return False
         job.owner = None
         return True
 
     async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
         return self._end(id, unused, state="done", result=result, finished=now)
 
     async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return self._end(id, unused, state="failed", reason=reason, finished=now)
 
     async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """End an open job as cancelled, whichever gateway holds it."""
         job = self._jobs.get(id)
         if job is None or job.state != "open":
             return False
@@ -119,12 +113,10 @@ class MemoryBroker:
         return True
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         known = {id: self._jobs[id] for id in ids if id in self._jobs}
         return {id: job.state != "open" for id, job in known.items() if self._held(id) is None}
 
     async def attempt(self, id: str) -> int:
-        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
         if (job := self._jobs.get(id)) is None:
             raise unknown_id(id)
         job.attempts += 1
@@ -147,7 +139,6 @@ class MemoryBroker:
         return len(old)
 
     async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
-        """Replace the result of a job that is done, if it has this number of attempts."""
         job = self._jobs.get(id)
         if job is None or job.state != "done" or job.attempts != attempts:
             return False
@@ -168,14 +159,12 @@ class MemoryBroker:
         return len(gone)
 
     async def delete(self, id: str) -> bool:
-        """Delete a job that has ended."""
         if id not in self._jobs or self._jobs[id].state == "open":
             return False
         del self._jobs[id]
         return True
 
     async def spend(self, id: str, charge: Charge) -> bool:
-        """Count a charge of a request if its account has room; tell whether it was counted."""
         try:
             self._check_room(charge)
         except AccountSpent:
@@ -184,12 +173,10 @@ class MemoryBroker:
         return True
 
     async def refund(self, account: str, id: str, units: float) -> None:
-        """Count this much less for a request."""
         if (found := self._store.spent.get(account, {}).get(id)) is not None:
             self._store.spent[account][id] = found[0], found[1] - units
 
     async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
-        """Return what is counted in the accounts of charges."""
         rows = ((one, self._store.spent.get(one.account, {}).values()) for one in charges)
         found = {one.account: [units for at, units in of if at > one.old] for one, of in rows}
         return {account: sum(units) for account, units in found.items() if units}
@@ -208,21 +195,22 @@ class MemoryBroker:
         account[id] = max([charge.at, *(at for at, _ in account.values())]), before + charge.units
 
     def _settle(self, id: str, unused: Unused) -> None:
-        """Add what an ended job used of its charges to the sums of their accounts."""
+        """Add what a job used of its charges to the sums of their accounts, unless it may run again."""
+        job = self._jobs.get(id)
+        if job is not None and job.state == "open" and job.background:
+            return
         for name, units in unused.items():
             account = self._store.spent.get(name, {})
-            if id in account and (id not in self._jobs or self._jobs[id].state != "open"):
+            if id in account:
                 at, charged = account.pop(id)
                 latest, before = account.get(TOTAL, (at, 0.0))
                 account[TOTAL] = max(at, latest), before + charged - units
 
     async def keys(self, after: int) -> list[StoredKey]:
-        """Return the keys whose latest change came after that one; 0 = all keys."""
         found = (key for key in self._store.keys.values() if key.changed > after)
         return sorted(found, key=lambda key: key.changed)
 
     async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
-        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
         store = self._store
         for key in keys:
             if store.keys.get(key.id, key).digest != key.digest:

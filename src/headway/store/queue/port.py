@@ -136,8 +136,9 @@ class Broker(KeyStore, Protocol):
     async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
         """Acknowledge a job as done. False when it has ended, or when this gateway does not hold it.
 
-        unused: of its charges; unless the job is open after this call, what it used of them is added to the sum of its
-        account, once. What it used stays counted as long as the account counts what it was charged.
+        unused: of its charges; what it used of them is added to the sum of its account, once, and stays counted as long
+        as the account counts what it was charged. Not for a background job that is open after this call: another
+        gateway runs it.
         """
 
     async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:

@@ -37,8 +37,19 @@ from headway.store.queue.port import (
     no_lease,
     unknown_id,
 )
-from headway.store.queue.postgres_accounts import COUNTED, REFUND, UNDO_PUTS, count_charges, lock, settle, without_room
-from headway.store.queue.postgres_calls import QueueCall, check, together, unfit
+from headway.store.queue.postgres_calls import (
+    COUNTED,
+    REFUND,
+    UNDO_PUTS,
+    QueueCall,
+    check,
+    count_charges,
+    lock,
+    settle,
+    together,
+    unfit,
+    without_room,
+)
 from headway.store.queue.postgres_schema import JOBS, TOO_MUCH
 
 GROUP = 256  # limit of calls that share one commit, so that none waits for a long transaction
@@ -69,7 +80,7 @@ ALONE = ("take", "forget")  # calls that look at other gateways' leases
 
 
 class PostgresBroker(Session):
-    """A `Broker` in one schema of a PostgreSQL database, for any number of gateways on any machines.
+    """A `Broker`, which documents the methods, in one schema of a PostgreSQL database, for gateways on any machines.
 
     Raises ConfigError when the server or the schema cannot be used, or when the clocks of the server and this
     machine are more than `most_apart_s` apart. The schema is created if missing.
@@ -86,13 +97,12 @@ class PostgresBroker(Session):
     def __init__(self, address: Address, owner: str, *, most_apart_s: float = math.inf) -> None:
         self.owner, self._lock = owner, lock_of(address.schema)
         self._numbers = count(secrets.randbits(62))  # differ from those of other connections under this name
-        self._unknown: dict[str, list[tuple[int, list[str]]]] = {"put": [], "take": []}
+        self._unknown: dict[str, list[QueueCall]] = {"put": [], "take": []}
         self._most_apart_s = most_apart_s
         self._renewal_unknown = False  # the outcome of the last renewal is unknown
         super().__init__(address, "The broker", "send the request again")
 
     async def renew(self, until: float) -> bool:
-        """Extend the lease; False when it begins with this call."""
         return bool(await self._write("renew", instant=until))
 
     async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
@@ -108,47 +118,38 @@ class PostgresBroker(Session):
             raise no_lease(self.owner) if outcome < 0 else known_id(job.id)
 
     async def take(self, now: float, limit: int) -> list[Job]:
-        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
         jobs: list[Job] | None = await self._write("take", instant=now, count=limit)
         if jobs is None:
             raise no_lease(self.owner)
         return jobs
 
     async def give_back(self, id: str) -> bool:
-        """Let others take an open job. False when this gateway does not hold it."""
         return bool(await self._write("give_back", id=id))
 
     async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
         return bool(await self._write("done", id=id, instant=now, body=result, unused=unused))
 
     async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         return bool(await self._write("failed", id=id, instant=now, text=reason, unused=unused))
 
     async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """End an open job as cancelled, whichever gateway holds it."""
         return bool(await self._write("cancel", id=id, instant=now, unused=unused))
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         found: dict[str, bool] = await self._ask(self._reads, "gone", ids=ids)
         return found
 
     async def attempt(self, id: str) -> int:
-        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
         total: int | None = await self._write("attempt", id=id)
         if total is None:
             raise unknown_id(id)
         return total
 
     async def get(self, id: str) -> Job | None:
-        """Return a job; an ended one has an empty body. None when unknown or forgotten."""
         job: Job | None = await self._ask(self._reads, "get", id=id)
         return job
 
     async def forget(self, before: float) -> int:
-        """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
         total, deleted = 0, SWEEP
         while deleted == SWEEP:
             deleted = await self._write("forget", instant=before, count=SWEEP)
@@ -156,22 +157,18 @@ class PostgresBroker(Session):
         return total
 
     async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
-        """Replace the result of a job that is done, if it has this number of attempts."""
         return bool(await self._write("amend", id=id, instant=now, count=attempts, body=result))
 
     async def trim(self, most: int) -> int:
-        """Delete the oldest kept jobs of each tenant beyond `most` bytes, in several commits; return how many."""
         total = 0
         while ids := await self._ask(self._reads, "trim", count=most):
             total += sum(await asyncio.gather(*map(self.delete, ids)))
         return total
 
     async def delete(self, id: str) -> bool:
-        """Delete a job that has ended."""
         return bool(await self._write("delete", id=id))
 
     async def spend(self, id: str, charge: Charge) -> bool:
-        """Count a charge of a request if its account has room; tell whether it was counted."""
         try:
             await self._write("spend", id=id, charges=[charge])
         except AccountSpent:
@@ -179,21 +176,17 @@ class PostgresBroker(Session):
         return True
 
     async def refund(self, account: str, id: str, units: float) -> None:
-        """Count this much less for a request."""
         await self._write("refund", text=account, id=id, units=units)
 
     async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
-        """Return what is counted in the accounts of charges."""
         found: dict[str, float] = await self._ask(self._reads, "counted", charges=charges)
         return found
 
     async def keys(self, after: int) -> list[StoredKey]:
-        """Return the keys whose latest change came after that one; 0 = all keys."""
         found: list[StoredKey] = await self._ask(self._reads, "keys", count=after)
         return found
 
     async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
-        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
         await self._write("put_keys", keys=keys, instant=forget)
 
     def problem(self) -> str | None:
@@ -325,16 +318,17 @@ class PostgresBroker(Session):
     def _note_unknown(self, group: Sequence[QueueCall]) -> None:
         for call in group:
             if call.verb in self._unknown:
-                self._unknown[call.verb].append((call.number, call.accounts))
+                self._unknown[call.verb].append(call)
             self._renewal_unknown |= call.verb == "renew"
 
     async def _undo(self, connection: Connection) -> None:
         if puts := self._unknown["put"]:
-            accounts = [stored(account) for _, names in puts for account in names]
-            await connection.execute(self.sql(UNDO_PUTS), self.owner, [number for number, _ in puts], accounts)
+            numbers, ids = [call.number for call in puts], [stored(call.id) for call in puts]
+            accounts = [stored(account) for call in puts for account in call.accounts]
+            await connection.execute(self.sql(UNDO_PUTS), self.owner, numbers, accounts, ids)
             puts.clear()
         if takes := self._unknown["take"]:
-            await connection.execute(self.sql(UNDO_TAKES), self.owner, [number for number, _ in takes])
+            await connection.execute(self.sql(UNDO_TAKES), self.owner, [call.number for call in takes])
             takes.clear()
 
 

@@ -34,8 +34,18 @@ from headway.store.queue.port import (
     queue_unavailable,
     unknown_id,
 )
-from headway.store.queue.sqlite_accounts import charge_all, check_room, counted, refund, settle, spend
-from headway.store.queue.sqlite_ends import FEW, Done, end, end_together
+from headway.store.queue.sqlite_ends import (
+    FEW,
+    Done,
+    charge_all,
+    check_room,
+    counted,
+    end,
+    end_together,
+    refund,
+    settle,
+    spend,
+)
 from headway.store.queue.sqlite_file import (
     COLUMNS,
     KEEP,
@@ -49,8 +59,7 @@ from headway.store.queue.sqlite_file import (
 )
 from headway.store.queue.sqlite_jobs import Kept, rescue_jobs
 from headway.store.settling import deliver
-from headway.store.sqlite.connection import leave_open
-from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, checksum, damage
+from headway.store.sqlite.health import MAX_LOG_BYTES, Watch, checksum, damage, leave_open
 from headway.store.sqlite.rescue import RECOVER
 
 T = TypeVar("T")
@@ -117,7 +126,7 @@ class _QueueCall:
 
 
 class SqliteBroker:
-    """A `Broker` in one SQLite file (WAL), for any number of gateways on one machine.
+    """A `Broker`, which documents the methods, in one SQLite file (WAL), for any number of gateways on one machine.
 
     synchronous: "full" survives loss of power; "normal" survives the death of the process, but the last
     moments before a loss of power may be missing. Raises ConfigError when the file cannot be used.
@@ -157,7 +166,6 @@ class SqliteBroker:
         self._watch = Watch(self.path, self._found_damaged, max_log_bytes)
 
     async def renew(self, until: float) -> bool:
-        """Extend the lease; False when it begins with this call."""
         return await self._write(partial(_renew, self.owner, until))
 
     async def put(self, job: Job, charges: Sequence[Charge] = ()) -> None:
@@ -175,7 +183,6 @@ class SqliteBroker:
         self._kept.add(job)
 
     async def take(self, now: float, limit: int) -> list[Job]:
-        """Take open jobs that no lease protects, by arrival, then in the order of their puts."""
         if self._damage is not None:
             return []
         jobs = await self._write(partial(_take, self.owner, now, limit))
@@ -184,47 +191,39 @@ class SqliteBroker:
         return jobs
 
     async def give_back(self, id: str) -> bool:
-        """Let others take an open job. False when this gateway does not hold it."""
         self._kept.drop(id)
         return await self._write(partial(_changes, GIVE_BACK, [id, self.owner])) == 1
 
     async def done(self, id: str, result: bytes | None, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as done. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
         if result is None:
             return await self._write(Done(self.owner, id, now, unused))
         return await self._write(partial(end, self.owner, id, now, result=result, unused=unused))
 
     async def fail(self, id: str, reason: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """Acknowledge a job as failed. False when it has ended, or is not held by this gateway."""
         self._kept.drop(id)
         return await self._write(partial(end, self.owner, id, now, reason=reason, unused=unused))
 
     async def cancel(self, id: str, now: float, unused: Unused = NO_CHARGES) -> bool:
-        """End an open job as cancelled, whichever gateway holds it."""
         self._kept.drop(id)
         return await self._write(partial(_cancel, id, now, unused))
 
     async def gone(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Return those of these jobs that this gateway does not hold: whether they have ended, by id."""
         rows = await self._read(partial(_rows, GONE, [json.dumps(ids), self.owner]))
         for id, _ in rows:
             self._kept.drop(id)
         return {id: bool(ended) for id, ended in rows}
 
     async def attempt(self, id: str) -> int:
-        """Count one more attempt and return the total. Raises HeadwayError (404) on an unknown id."""
         rows = await self._write(partial(_rows, ATTEMPT, [id]))
         if not rows:
             raise unknown_id(id)
         return int(rows[0][0])
 
     async def get(self, id: str) -> Job | None:
-        """Return a job; an ended one has an empty body. None when unknown or forgotten."""
         return await self._read(partial(_get, id))
 
     async def forget(self, before: float) -> int:
-        """Delete jobs and leases that ended before that instant, in several commits; return how many jobs."""
         total, deleted = 0, SWEEP
         while deleted == SWEEP:
             deleted = await self._write(partial(_forget, before))
@@ -232,38 +231,30 @@ class SqliteBroker:
         return total
 
     async def amend(self, id: str, result: bytes, now: float, attempts: int) -> bool:
-        """Replace the result of a job that is done, if it has this number of attempts."""
         return await self._write(partial(_changes, AMEND, [result, checksum(result, id), now, id, attempts])) == 1
 
     async def trim(self, most: int) -> int:
-        """Delete the oldest kept jobs of each tenant beyond `most` bytes, in several commits; return how many."""
         total = 0
         while rows := await self._read(partial(_rows, TOO_MUCH, [most, SWEEP])):
             total += sum(await asyncio.gather(*(self.delete(id) for (id,) in rows)))
         return total
 
     async def delete(self, id: str) -> bool:
-        """Delete a job that has ended."""
         return await self._write(partial(_changes, DELETE, [id])) == 1
 
     async def spend(self, id: str, charge: Charge) -> bool:
-        """Count a charge of a request if its account has room; tell whether it was counted."""
         return await self._write(partial(spend, id, charge))
 
     async def refund(self, account: str, id: str, units: float) -> None:
-        """Count this much less for a request."""
         await self._write(partial(refund, account, id, units))
 
     async def counted(self, charges: Sequence[Charge]) -> dict[str, float]:
-        """Return what is counted in the accounts of charges."""
         return await self._read(partial(counted, charges))
 
     async def keys(self, after: int) -> list[StoredKey]:
-        """Return the keys whose latest change came after that one; 0 = all keys."""
         return await self._read(partial(_keys, after))
 
     async def put_keys(self, keys: Sequence[StoredKey], forget: float) -> None:
-        """Store new keys, and take over `expires` and `revoked` of known ones; a revocation stays."""
         if self._damage is not None:  # what is stored in the file beside it reaches no other gateway
             raise queue_unavailable(self._damage)
         await self._write(partial(_put_keys, keys, forget))

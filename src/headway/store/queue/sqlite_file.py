@@ -17,8 +17,7 @@ from typing import Any
 from headway import clock, private
 from headway.errors import ConfigError
 from headway.store.queue.port import Job
-from headway.store.sqlite.connection import connect, upgrade, version_of
-from headway.store.sqlite.health import Altered, checksum, limit_log
+from headway.store.sqlite.health import Altered, checksum, connect, limit_log, upgrade, version_of
 from headway.store.sqlite.rescue import check_sound
 from headway.store.versions import Versions
 

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from headway.errors import ConfigError
 from headway.policy.recipes.registry import find
-from headway.policy.scale.search import fewest
+from headway.policy.scale.scaler import fewest
 from headway.simulate.instance import InstanceSpec
 from headway.simulate.run import Simulation
 from headway.simulate.workload.traffic import Workload

@@ -22,6 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from headway.addresses import certificate_hint
+from headway.errors import ConfigError
 from headway.whatif.load.records import Call, Counters, Record
 
 Endpoint = Literal["chat", "completions"]
@@ -81,13 +83,15 @@ async def scrape(url: str) -> dict[str, float]:
     """Return the sums of counters over all engines, from /metrics of `url`.
 
     These are preemptions, and a gateway's `headway_engine_NAME_total` as NAME. If /metrics cannot be read within 5
-    seconds, the result is empty; nothing is raised.
+    seconds, the result is empty. ConfigError for a certificate that is not trusted, as every call would fail.
     """
     try:
         limit = aiohttp.ClientTimeout(total=5.0)
         async with aiohttp.ClientSession(timeout=limit) as session, session.get(_base(url) + "/metrics") as page:
             text = await page.read() if page.status == 200 else b""
         return _totals(text)
+    except aiohttp.ClientSSLError as error:
+        raise ConfigError(f"The certificate at {url} is not accepted: {error}.", certificate_hint()) from error
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
         return {}
 

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway import clock
+from headway.addresses import certificate_hint
 from headway.config import Engine
-from headway.engines.vllm.process.cards import cards
 from headway.engines.vllm.process.launch import Child, check_installed, command, environment, free_port
+from headway.engines.vllm.process.memory import cards
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.errors import ConfigError, EngineError
 from headway.models.resolve import resolve
@@ -182,9 +183,10 @@ async def attached(url: str, model: str | None) -> ProfileTarget:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as answer:
             served = (await answer.json())["data"][0]
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        hint = "Check that it is running, or start a vLLM with --model NAME."
+        tls = isinstance(error, aiohttp.ClientSSLError)
         raise ConfigError(
-            f"No vLLM answers at {url} ({type(error).__name__}).",
-            "Check that it is running, or start a vLLM with --model NAME.",
+            f"No vLLM answers at {url} ({type(error).__name__}).", certificate_hint() if tls else hint
         ) from error
     return ProfileTarget(url, url, str(served["id"]), model or str(served.get("root") or served["id"]))
 

@@ -9,23 +9,48 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.markup import escape
 
 from headway.config import BATCH, Broker, Config, Engine, Journal, Key, Server, Sqlite, Tier, write
 from headway.engines.vllm.process.launch import Child, command, environment, free_port
-from headway.errors import ConfigError
+from headway.errors import ConfigError, EngineError
 from headway.gateway.control.graph_files import GraphFiles
+from headway.policy.apps.demand import SHARED
 from headway.policy.apps.graph import Graph
-from headway.policy.apps.knowledge import SHARED
 from headway.policy.recipes.registry import find
 from headway.whatif.load import generator
-from headway.whatif.measured.starting import START_S, attempts
+
+START_S = 900.0  # enough with all cores busy; the end of the child is noticed at once
+_SILENT_S = 60.0
+_console = Console(stderr=True)
+
+
+def attempts(
+    name: str, child: Child, seconds: float = START_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Yield for each check whether a server is ready; the caller sleeps in between.
+
+    Prints a line every minute. EngineError when the child has ended or after `seconds`.
+    """
+    began = said = clock()
+    while (now := clock()) < began + seconds:
+        if not child.alive:
+            raise child.died(name)
+        if now > said + _SILENT_S:
+            said = now
+            _console.print(f"[dim]{name} is not ready after {now - began:.0f} s; its log: {escape(str(child.log))}[/]")
+        yield
+    raise EngineError(f"{name} was not ready after {seconds:g} s.\n{child.tail()}\n", f"See {child.log}.")
+
 
 STOCK = {"vllm-fcfs": "fcfs", "vllm-priority": "priority"}
 STANDARD = ("vllm-fcfs", "vllm-priority", "edf", "slack", "headway")

@@ -20,15 +20,19 @@ from typing import Any, NoReturn, TypeVar
 from headway.config import Engine
 from headway.config.keys import reveal
 from headway.engines.vllm.process.children import Children
-from headway.engines.vllm.process.connection import EngineGone
+from headway.engines.vllm.process.connection import EngineConnection, EngineGone
 from headway.engines.vllm.process.exits import BadArguments
-from headway.engines.vllm.process.fatal import read_fatal
 from headway.engines.vllm.process.launch import Child, check_installed
-from headway.engines.vllm.process.limits import describe, instance_of, limit_warnings, read_limits, read_state
-from headway.engines.vllm.process.load_times import Way
-from headway.engines.vllm.process.models import EngineModels, SwapReport
+from headway.engines.vllm.process.limits import (
+    describe,
+    instance_of,
+    limit_warnings,
+    read_fatal,
+    read_limits,
+    read_state,
+)
+from headway.engines.vllm.process.models import EngineModels, SwapReport, Way
 from headway.engines.vllm.process.pace import MeasuredPace, measure
-from headway.engines.vllm.process.pulse import until_lost
 from headway.engines.vllm.process.view import EngineView
 from headway.errors import EngineError
 from headway.events import Event, InstanceDown, InstanceUp, Swapped, Warmed
@@ -439,3 +443,52 @@ async def _run_to_end(work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+_PAUSE, _PAUSE_AFTER_MISS = 1.0, 0.25  # seconds between two questions
+_MISSES = 3  # refusals in a row; one alone may be a connection that was just being closed
+
+
+async def until_lost(engine: EngineConnection, health_s: float, core_s: float | None) -> str:
+    """Ask an instance until it gives no sign of life any more; return what it failed to do.
+
+    vLLM's /health fails once the engine core is dead, but not while it hangs. Questions to Headway's scheduler are
+    answered by the core itself, between two iterations; so a long prefill is silent no longer than one iteration.
+
+    health_s: the longest silence of its API server.
+    core_s: the longest silence of its core, None = it runs without Headway's scheduler.
+    """
+    checks = [asyncio.create_task(_server(engine, health_s))]
+    if core_s is not None:
+        checks.append(asyncio.create_task(_core(engine, core_s)))
+    try:
+        ended, _ = await asyncio.wait(checks, return_when=asyncio.FIRST_COMPLETED)
+        return ended.pop().result()
+    finally:
+        for task in checks:
+            task.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
+
+
+async def _server(engine: EngineConnection, silence: float) -> str:
+    misses = 0
+    while misses < _MISSES:
+        healthy = await engine.health(silence)
+        if healthy is None:
+            return f"did not answer {engine.api.health} within {silence:g} s"
+        misses = 0 if healthy else misses + 1
+        await asyncio.sleep(engine.api.pause_s if healthy else _PAUSE_AFTER_MISS)
+    return "does not answer any more"
+
+
+async def _core(engine: EngineConnection, silence: float) -> str:
+    while True:
+        await asyncio.sleep(_PAUSE)
+        try:
+            await engine.control({"op": "state", "jobs": False}, silence)
+        except EngineGone as error:
+            if error.silent:
+                return f"has hung: its core ended no iteration within {silence:g} s"
+            # Its API server is gone, or it closed this connection: /health shows which.
+        except EngineError:
+            continue  # it has answered

@@ -30,8 +30,8 @@ from headway.engines.vllm import parsers
 from headway.engines.vllm.fatal_fields import WORKER_EXTENSION
 from headway.engines.vllm.kv_transfer import host_pool, two_ended_pool
 from headway.engines.vllm.process import metadata
-from headway.engines.vllm.process.cards import VISIBLE, parallel, visible_to
 from headway.engines.vllm.process.exits import exit_error
+from headway.engines.vllm.process.memory import VISIBLE, parallel, visible_to
 from headway.engines.vllm.process.metadata import is_cpu_build
 from headway.engines.vllm.process.sizes import expected, requested
 from headway.errors import ConfigError, EngineError
@@ -195,7 +195,7 @@ def environment(engine: Engine, secret: str | None = None, recipe: str | None = 
     recipe: the scheduling recipe of the child, None = stock vLLM or a program that is not an engine.
     """
     env = dict(os.environ) | {"VLLM_PLUGINS": "headway", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/orphan.py`
+    env["HEADWAY_PARENT"] = str(os.getpid())  # `plugin/guard.py`
     if secret is not None:
         env |= {"VLLM_API_KEY": secret, "HEADWAY_ENGINE_SECRET": secret}
     if Path(resolve(engine.model)).is_dir():

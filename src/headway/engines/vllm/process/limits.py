@@ -7,13 +7,16 @@ cache on /metrics, and nowhere its --max-num-seqs.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from headway.config import Engine
+from headway.engines.vllm.fatal_fields import fatal_fields, known_fields
 from headway.engines.vllm.process.answers import read_strictly
 from headway.engines.vllm.process.connection import EngineConnection, EngineGone
 from headway.engines.vllm.process.sizes import expected
@@ -23,6 +26,8 @@ from headway.types import Instance
 log = logging.getLogger("headway.engine")
 _MOST_LINES, _LONGEST_LINE = 100, 2**14
 _MOST = 2**31
+# Feature -> metric that an engine with it has in /metrics from its start (of adapters only the header).
+_FEATURE_METRICS = {"drafts": "vllm:spec_decode_num_drafts", "adapters": "vllm:lora_requests_info"}
 _OPTIONS = {"max_running": "--max-num-seqs", "max_model_len": "--max-model-len"}  # field -> vLLM's option
 
 
@@ -119,3 +124,66 @@ async def _cache(engine: EngineConnection, seconds: float) -> dict[str, int]:
     size, blocks = (labels.get(name, "") for name in ("block_size", "num_gpu_blocks"))
     reported = {"block_size": int(size)} if size.isdecimal() else {}
     return reported | ({"blocks_total": int(blocks) - 1} if blocks.isdecimal() else {})
+
+
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Counts of requests of all clients, each choice (`n`) by itself. paused: with their KV."""
+
+    computing: int
+    paused: int
+    waiting: int
+
+
+def inside_of(state: Mapping[str, Any], page: str) -> Inside | None:
+    """Return what is inside an instance; None when neither reports it.
+
+    state: of its scheduler, empty when that is not Headway's. page: its /metrics; stock vLLM pauses nothing.
+    """
+    running, paused, waiting = state.get("running"), state.get("paused", 0), state.get("waiting")
+    if running is None:
+        sums = dict[str, float]()
+        for sample in samples(page, _RUNNING, _WAITING):  # one of each for every engine core
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        running, waiting = sums.get(_RUNNING), sums.get(_WAITING)
+    if not (_is_count(running) and _is_count(paused) and _is_count(waiting)):
+        return None
+    return Inside(max(int(running) - int(paused), 0), int(paused), int(waiting))
+
+
+def _is_count(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+async def read_fatal(
+    engine: EngineConnection, config: Engine, state: Mapping[str, Any] | None, seconds: float
+) -> tuple[str, ...]:
+    """Return the request fields that crash an instance.
+
+    state: of Headway's scheduler, which reports them; None = stock vLLM, which reports its release but not its
+        device: unless one is configured, nothing is refused.
+    seconds: time limit of each answer.
+    """
+    if state is not None:
+        return known_fields(state.get("fatal", ()))
+    if config.device is None:
+        return ()
+    version = await _version(engine, seconds)
+    if version is None:
+        problem = "engine %s does not report its version, so fields that would crash it on a %s are not refused."
+        log.warning(problem, engine.id, config.device)
+        return ()
+    page = await engine.metrics(seconds)
+    features = ["bare workers", *(name for name, sign in _FEATURE_METRICS.items() if sign in page)]
+    return tuple(fatal_fields(version, config.device, features))
+
+
+async def _version(engine: EngineConnection, seconds: float) -> str | None:
+    try:
+        version = read_strictly(await engine.get("/version", seconds))["version"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) else None

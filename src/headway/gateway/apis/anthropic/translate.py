@@ -11,8 +11,7 @@ from typing import Any
 
 from headway.errors import RequestError
 from headway.gateway.apis.chat_stream import cost_of, thought_of
-from headway.gateway.parsing.fields import list_in, object_in
-from headway.gateway.parsing.unsupported import MESSAGES, refuse
+from headway.gateway.parsing.fields import MESSAGES, list_in, object_in, refuse
 
 # finish_reason of a chat -> stop_reason of a message
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}

@@ -17,8 +17,7 @@ from headway.gateway.apis.api import SCHEDULED, Api, api_docs, error_docs
 from headway.gateway.apis.responses.conversations import page_of
 from headway.gateway.apis.responses.events import IGNORED, ResponseEvents
 from headway.gateway.apis.responses.kept import earlier, echo_of, kept_of, names_in, recalled
-from headway.gateway.apis.responses.tools import ignored_in
-from headway.gateway.apis.responses.translate import base_of, chat_of, response_of
+from headway.gateway.apis.responses.translate import base_of, chat_of, ignored_in, response_of
 from headway.gateway.apis.state import AppState
 from headway.gateway.http.connections import TENANT
 from headway.gateway.in_flight import is_kept, kept_in

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.gateway.apis.chat_stream import ChatStream, complete, thought_of
-from headway.gateway.apis.responses.tools import calls_of, input_of
 from headway.gateway.apis.responses.translate import (
     call_item,
+    calls_of,
     end_of,
+    input_of,
     logprobs_of,
     message_item,
     reasoning_item,

@@ -9,9 +9,8 @@ from typing import Any
 from headway.errors import HeadwayError, RequestError
 from headway.gateway.apis.responses.translate import base_of, response_of
 from headway.gateway.in_flight import is_kept, kept_in
-from headway.gateway.parsing.fields import list_in
+from headway.gateway.parsing.fields import list_in, refusal
 from headway.gateway.parsing.requests import Kept
-from headway.gateway.parsing.unsupported import refusal
 from headway.store.queue.port import Broker, Job
 
 CONVERSATIONS = "/v1/conversations"

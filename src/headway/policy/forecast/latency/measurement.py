@@ -143,7 +143,7 @@ class Samples:
 
     @classmethod
     def of(cls, rows: Sequence[Row], column: str = "interval") -> Samples:
-        """Return the samples of an engine's rows (`engines/vllm/plugin/iteration_log.py`), by `seconds` or by
+        """Return the samples of an engine's rows (`engines/vllm/plugin/recording.py`), by `seconds` or by
         `interval`.
 
         Answers alone are pooled: neighbours of the same batch size differ by a token each, and their mean is

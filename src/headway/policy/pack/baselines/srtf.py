@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.policy.forecast.latency.online import OnlineLatency
 from headway.policy.memory.budget import KvBudget
-from headway.policy.pack.allocation import allocate, missing
+from headway.policy.pack.allocation import allocate, free_to_run, missing
 from headway.ports import Packer
 from headway.types import Batch, Floats, Ints, Jobs, Step
 
@@ -35,8 +35,7 @@ class Srtf(Packer):
 
     def pack(self, jobs: Jobs, kv_budget: KvBudget, now: float) -> Step:
         """Return the step that gives slots, blocks and tokens to the shortest."""
-        rows = jobs.rows()
-        rows = rows[~jobs.held[rows]]
+        rows = free_to_run(jobs)
         seconds = self.remaining(jobs, rows)
         waits = ~jobs.running[rows] if not self.preempts else np.zeros(rows.size, np.bool_)
         order = rows[np.lexsort((jobs.serial[rows], seconds, jobs.urgency[rows], waits))]

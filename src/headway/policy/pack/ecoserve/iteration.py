@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.policy.memory.budget import KvBudget
-from headway.policy.memory.reservations import allocatable, blocks_of, capacity_of
-from headway.policy.pack.ecoserve.in_progress import go_on, put_active
+from headway.policy.memory.preemption_cost import PAUSE, cheapest, preemption_costs
+from headway.policy.memory.reservations import allocatable, blocks_of, capacity_of, first_borrower
 from headway.policy.pack.ecoserve.pipelining import AHEAD, lend_tails
 from headway.policy.pack.ecoserve.queues import (
     ACTIVE,
@@ -27,13 +27,14 @@ from headway.policy.pack.ecoserve.queues import (
     by_urgency,
     class_of,
     in_turn,
+    left_of,
     look,
     need_of,
     same_range,
 )
-from headway.policy.pack.ecoserve.step_buffer import COUNTS, EcoServeParams, StepBuffer, leave, put
+from headway.policy.pack.ecoserve.step_buffer import COUNTS, EcoServeParams, StepBuffer, Turn, leave, put
 from headway.policy.pack.kernels import missing_of
-from headway.types import Floats, Ints
+from headway.types import Bools, Floats, Ints
 
 Rows = NDArray[np.void]
 
@@ -56,16 +57,17 @@ def decide(
     seen = look(jobs, status, by_arrival(jobs, rows), params.longest, progress[0]["groups"])
     buffer = _begin_buffer(jobs, status, seen, rows.size, kv_budget)
     n = buffer.counts[0]
-    goes = go_on(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
+    turn = Turn(params, jobs, status, progress, seen, kv_budget.size, now, theta, buffer)
+    goes = _go_on(turn)
     if _is_due(params, progress, seen, buffer):
         progress[0]["full"] += 1
-        _schedule(params, jobs, status, progress, seen, kv_budget.size, now, buffer)
+        _schedule(turn)
     else:
         progress[0]["kept"] += 1
-    put_active(params, status, seen.active, goes, buffer)
-    _prompts(params, jobs, status, progress, seen, kv_budget.size, now, buffer)
+    _put_active(turn, goes)
+    _prompts(turn)
     if n["order"] == 0 and seen.queued.size + seen.prompts.size + seen.waiting.size + seen.active.size:
-        _rescue(params, jobs, status, progress, seen, kv_budget.size, theta, buffer)
+        _rescue(turn)
     return buffer
 
 
@@ -94,38 +96,112 @@ def _is_due(params: EcoServeParams, progress: Rows, seen: RowView, buffer: StepB
     worth its time too.
     """
     n = buffer.counts[0]
-    if not params.synced or seen.ended or seen.news or progress[0]["again"]:
+    if not params.options.synced or seen.ended or seen.news or progress[0]["again"]:
         return True
-    if params.lends and params.lends_to_prompts and seen.came and seen.waiting.size <= AHEAD:
+    if params.options.lends and params.options.lends_to_prompts and seen.came and seen.waiting.size <= AHEAD:
         return True  # it may fit into another row's tail
     return bool(seen.queued.size and allocatable(n["free"], params.reserve, n["pool"]) >= params.idle)
+
+
+# ---- generations in progress: they go on, outgrow their prediction, or meet a loan that is due (3.2)
+
+
+@compiled
+def _go_on(turn: Turn) -> Bools:
+    """Handle rows that reach the end of their KV, or of the part that they have not lent.
+
+    Returns which of the active rows generate now.
+    """
+    jobs, status, seen, size = turn.jobs, turn.status, turn.seen, turn.size
+    goes = np.ones(seen.active.size, np.bool_)
+    for i in range(seen.active.size):
+        row = seen.active[i]
+        end = blocks_of(jobs["computed"][row] + 1, size)
+        if status["state"][row] == ACTIVE and jobs["first_lent_block"][row] and end > jobs["first_lent_block"][row]:
+            goes[i] = _reach(turn, first_borrower(jobs, row))
+        if goes[i] and status["state"][row] == ACTIVE and end > capacity_of(jobs, row):
+            _outgrow(turn, row)
+    return goes
+
+
+@compiled
+def _reach(turn: Turn, borrower: int) -> bool:
+    """Resolve a loan that is due: the lender pauses or the borrower leaves, whichever is cheaper.
+
+    Without `by_cost` the borrower leaves, as in the paper.
+    True when the lender goes on.
+    """
+    params, jobs, status, n = turn.params, turn.jobs, turn.status, turn.buffer.counts[0]
+    if status["state"][borrower] == GONE:
+        return True  # it has just outgrown its loan
+    turn.progress[0]["late"] += 1
+    costs = preemption_costs(
+        turn.theta, jobs["computed"][borrower], left_of(jobs, status, borrower), n["generating"], params.copy_seconds
+    )
+    if jobs["held"][borrower] or (params.options.by_cost and cheapest(costs) == PAUSE):
+        return False
+    leave(turn, borrower)
+    return True
+
+
+@compiled
+def _outgrow(turn: Turn, row: int) -> None:
+    """Extend an answer that is longer than predicted: from the pool, else it pauses and keeps its KV.
+
+    A borrower leaves instead.
+    """
+    params, jobs, status, progress, size = turn.params, turn.jobs, turn.status, turn.progress, turn.size
+    n = turn.buffer.counts[0]
+    output_tokens = jobs["prompt"][row] + jobs["output_tokens"][row]
+    if jobs["loan_blocks"][row]:
+        progress[0]["late"] += 1
+        status["goal"][row] = min(output_tokens + params.options.extra, params.longest)
+        leave(turn, row)
+        return
+    more = min(blocks_of(params.options.extra, size), blocks_of(params.longest, size) - jobs["blocks"][row], n["free"])
+    status["goal"][row] = min(output_tokens + params.options.extra, params.longest)
+    if more > 0:
+        progress[0]["extended"] += 1
+        status["goal"][row] = min((jobs["blocks"][row] + more) * size, params.longest)
+        n["free"] -= more
+    else:
+        progress[0]["stalled"] += 1
+        status["state"][row] = QUEUED
+        n["pool"] += jobs["blocks"][row]
+        n["generating"] -= 1
+
+
+@compiled
+def _put_active(turn: Turn, goes: Bools) -> None:
+    """Schedule one token for each generation that was active before and goes on.
+
+    They can be more than `max_running`: rows that control had held come back after others began.
+    """
+    status, active, buffer = turn.status, turn.seen.active, turn.buffer
+    n = buffer.counts[0]
+    for i in range(active.size):
+        if n["order"] >= turn.params.max_running:
+            break
+        if goes[i] and status["state"][active[i]] == ACTIVE:
+            put(buffer, active[i], 1, status["goal"][active[i]])
 
 
 # ---- generations that begin
 
 
 @compiled
-def _schedule(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    now: float,
-    buffer: StepBuffer,
-) -> None:
+def _schedule(turn: Turn) -> None:
     """Fill the KV with queued generations, borrowers first (or last), and number the groups anew."""
-    n = buffer.counts[0]
+    params, progress, n = turn.params, turn.progress, turn.buffer.counts[0]
     before = n["generating"]
-    if params.lends and not params.hosts_first:
-        lend_tails(params, jobs, status, progress, seen, size, now, buffer)
-    _own(params, jobs, status, seen.queued, size, now, buffer)
-    if params.lends and params.hosts_first:
-        lend_tails(params, jobs, status, progress, seen, size, now, buffer)
+    if params.options.lends and not params.options.hosts_first:
+        lend_tails(turn)
+    _own(turn)
+    if params.options.lends and params.options.hosts_first:
+        lend_tails(turn)
     # A new reservation can be lent from the next iteration on: look again then.
-    progress[0]["again"] = params.lends and n["generating"] > before
-    progress[0]["groups"] = _number(params, jobs, status, seen)
+    progress[0]["again"] = params.options.lends and n["generating"] > before
+    progress[0]["groups"] = _number(params, turn.jobs, turn.status, turn.seen)
 
 
 @compiled
@@ -134,16 +210,16 @@ def _number(params: EcoServeParams, jobs: Rows, status: Rows, seen: RowView) -> 
 
     Rows with an equal rest end together, whenever they began.
     """
-    if not params.synced:
+    if not params.options.synced:
         return 0
     most, rows = 0, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting))
     for row in rows:
         if status["state"][row] == ACTIVE:
-            most = max(most, class_of(jobs, status, row, params.grain))
+            most = max(most, class_of(jobs, status, row, params.options.grain))
     number, groups = np.zeros(most + 1, np.int64), 0
     for row in rows:
         if status["state"][row] == ACTIVE:
-            kind = class_of(jobs, status, row, params.grain)
+            kind = class_of(jobs, status, row, params.options.grain)
             if number[kind] == 0:
                 groups += 1
                 number[kind] = groups
@@ -152,22 +228,20 @@ def _number(params: EcoServeParams, jobs: Rows, status: Rows, seen: RowView) -> 
 
 
 @compiled
-def _own(
-    params: EcoServeParams, jobs: Rows, status: Rows, queued: Ints, size: int, now: float, buffer: StepBuffer
-) -> None:
+def _own(turn: Turn) -> None:
     """Give queued generations exact allocations of their own, in order, as long as they fit."""
-    n = buffer.counts[0]
-    rows = _still(status, queued)
+    params, jobs, status, size, buffer = turn.params, turn.jobs, turn.status, turn.size, turn.buffer
+    n, rows = buffer.counts[0], _still(status, turn.seen.queued)
     if rows.size == 0:
         return
-    if not params.ordered:
-        rows = by_group(jobs, status, rows, params.grain) if params.synced else by_urgency(jobs, rows)
+    if not params.options.ordered:
+        rows = by_group(jobs, status, rows, params.options.grain) if params.options.synced else by_urgency(jobs, rows)
         for row in rows:  # a group that does not fit is split: those that fit begin
             if not _begin(params, jobs, status, row, need_of(jobs, status, row, size), buffer):
                 break
         return
     needs = _needs(jobs, status, rows, size)
-    order, keys = by_range(jobs, rows, needs, size, now, params.fixed_ranges)
+    order, keys = by_range(jobs, rows, needs, size, turn.now, params.options.fixed_ranges)
     rows, needs, i = rows[order], needs[order], 0
     while i < rows.size:
         stop = same_range(keys, i)
@@ -215,20 +289,12 @@ def _begin(params: EcoServeParams, jobs: Rows, status: Rows, row: int, need: int
 
 
 @compiled
-def _prompts(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    now: float,
-    buffer: StepBuffer,
-) -> None:
+def _prompts(turn: Turn) -> None:
     """Fill the forward size with prompts: those in progress, then waiting ones that find KV."""
+    params, jobs, status, buffer = turn.params, turn.jobs, turn.status, turn.buffer
     n = buffer.counts[0]
     n["prompt_tokens"] = params.tfs - buffer.tokens[: n["order"]].sum()
-    for row in by_urgency(jobs, seen.prompts):
+    for row in by_urgency(jobs, turn.seen.prompts):
         if status["state"][row] == GONE:
             continue
         tokens = min(missing_of(jobs, row), max(n["prompt_tokens"], 0), params.row_chunk)
@@ -236,43 +302,36 @@ def _prompts(
             hold = status["goal"][row] if status["state"][row] == ACTIVE else 0
             put(buffer, row, tokens, hold)
             n["prompt_tokens"] -= tokens
-    _new_prompts(params, jobs, status, progress, seen, size, now, buffer)
+    _new_prompts(turn)
 
 
 @compiled
-def _new_prompts(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    now: float,
-    buffer: StepBuffer,
-) -> None:
+def _new_prompts(turn: Turn) -> None:
     """Admit waiting prompts that find KV, while forward size and slots are left."""
-    n = buffer.counts[0]
+    params, jobs, status, progress, buffer = turn.params, turn.jobs, turn.status, turn.progress, turn.buffer
+    n, waiting = buffer.counts[0], turn.seen.waiting
     room = max(allocatable(n["free"], params.reserve, n["pool"]), params.reserve - n["pool"])
-    room = room if params.whole else n["free"]
-    if seen.waiting.size == 0 or n["prompt_tokens"] <= 0 or room <= 0 or n["free_slots"] <= 0:
+    room = room if params.options.whole else n["free"]
+    if waiting.size == 0 or n["prompt_tokens"] <= 0 or room <= 0 or n["free_slots"] <= 0:
         return
     before = n["generating"]
-    for row in in_turn(params.ordered, params.fixed_ranges, jobs, seen.waiting, size, now):
+    for row in in_turn(params.options.ordered, params.options.fixed_ranges, jobs, waiting, turn.size, turn.now):
         if status["state"][row] != WAITING:
             continue
         if n["prompt_tokens"] <= 0 or n["free_slots"] <= 0 or n["order"] >= params.max_running:
             break
         if (
-            params.ordered
+            params.options.ordered
             and min(missing_of(jobs, row), params.row_chunk) > n["prompt_tokens"]
             and n["prompt_tokens"] < params.tfs // 2
         ):
             continue  # the longest that fits whole goes first
-        if not _admit(params, jobs, status, row, progress[0]["groups"], size, buffer) and not params.ordered:
+        admitted = _admit(params, jobs, status, row, progress[0]["groups"], turn.size, buffer)
+        if not admitted and not params.options.ordered:
             break
-    if n["generating"] > before and params.synced:
+    if n["generating"] > before and params.options.synced:
         progress[0]["groups"] += 1  # a group until all are numbered anew
-        progress[0]["again"] = params.lends
+        progress[0]["again"] = params.options.lends
 
 
 @compiled
@@ -286,8 +345,8 @@ def _admit(
     n, whole = buffer.counts[0], jobs["prompt"][row] + jobs["output_tokens"][row]
     status["goal"][row] = max(status["goal"][row], whole + 1)
     need, prompt = blocks_of(status["goal"][row], size), blocks_of(whole, size)
-    fits = need <= allocatable(n["free"], params.reserve, n["pool"]) and params.whole
-    room = min(n["free"], params.reserve - n["pool"]) if params.whole else n["free"]
+    fits = need <= allocatable(n["free"], params.reserve, n["pool"]) and params.options.whole
+    room = min(n["free"], params.reserve - n["pool"]) if params.options.whole else n["free"]
     if fits and n["generating"] < params.max_running:
         status["state"][row], status["group"][row] = ACTIVE, group
         n["generating"] += 1
@@ -309,19 +368,10 @@ def _admit(
 
 
 @compiled
-def _rescue(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    theta: Floats,
-    buffer: StepBuffer,
-) -> None:
+def _rescue(turn: Turn) -> None:
     """Let the first row run, whatever the pool says; the last ones make room for it, the cheaper way."""
-    n = buffer.counts[0]
-    progress[0]["rescued"] += 1
+    jobs, status, seen, size, n = turn.jobs, turn.status, turn.seen, turn.size, turn.buffer.counts[0]
+    turn.progress[0]["rescued"] += 1
     rows = by_urgency(jobs, np.concatenate((seen.active, seen.queued, seen.prompts, seen.waiting)))
     rows = rows[status["state"][rows] != GONE]
     if rows.size == 0:
@@ -333,18 +383,18 @@ def _rescue(
         if n["free"] >= least and (jobs["running"][first] or n["free_slots"] > 0):
             break
         if jobs["running"][rows[i]]:
-            leave(params, jobs, status, rows[i], theta, buffer)
+            leave(turn, rows[i])
     if n["free"] < min(least, blocks_of(whole, size) - capacity_of(jobs, first)):
         # Held rows have the rest. Control's go on when it says so; sessions between two turns need blocks.
         if jobs["running"][first] and seen.between_turns:
-            leave(params, jobs, status, first, theta, buffer)
+            leave(turn, first)
         return
     if (
         jobs["first_lent_block"][first]
         and blocks_of(jobs["computed"][first] + 1, size) > jobs["first_lent_block"][first]
     ):
         return  # its borrower too is held by control
-    _run_first(params, jobs, status, first, whole, size, buffer)
+    _run_first(turn.params, jobs, status, first, whole, size, turn.buffer)
 
 
 @compiled

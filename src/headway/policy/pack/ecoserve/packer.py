@@ -14,7 +14,7 @@ ecoserve` measures them (docs/papers.md).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,72 +24,9 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.reservations import pool_blocks
 from headway.policy.pack.ecoserve.iteration import decide
 from headway.policy.pack.ecoserve.queues import ROW_STATUS
-from headway.policy.pack.ecoserve.step_buffer import PROGRESS, EcoServeParams
+from headway.policy.pack.ecoserve.step_buffer import DONE, PROGRESS, EcoServeParams, Options
 from headway.ports import Packer
 from headway.types import Jobs, Loans, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Which parts of the method are on, and its numbers.
-
-    synced: time-synced groups (else every iteration is scheduled).
-    ordered: 3.3's order (else by arrival).
-    lends: KVC pipelining.
-    tfs: target forward size, tokens of an iteration.
-    reserve: share of the KV that is the pool.
-    buffer: tokens that a borrower must be predicted to end before its lender comes,
-    buffer_share: and this share of the tokens that it is predicted to make.
-    extra: tokens an answer gets when it outgrows its prediction.
-    idle: share of the KV that lies free before groups are refilled although none has ended.
-    grain: tokens by which predicted lengths are equal, 0 = a block.
-    loose: of borrowers of equal length the one with the latest deadline, else the first in the queue.
-    fixed_ranges: deadlines in 3.3's ranges, of which the last begins at 2 s; else ranges that double.
-    hosts_first: generations get allocations of their own before others may borrow, else after.
-    lends_to_prompts: a borrower may be a prompt that waits.
-    whole: a prompt is admitted with the KV of its answer where that is free, else with its own alone.
-    by_cost: a row that must give way is copied, computed again or waited for, whichever is cheapest; else a
-        borrower always gives way, and its KV is copied where the engine can.
-    """
-
-    synced: bool = True
-    ordered: bool = True
-    lends: bool = True
-    tfs: int = 512
-    reserve: float = 0.03
-    buffer: int = 8
-    extra: int = 32
-    idle: float = 0.02
-    buffer_share: float = 0.0
-    grain: int = 0
-    loose: bool = False
-    fixed_ranges: bool = False
-    hosts_first: bool = False
-    lends_to_prompts: bool = True
-    whole: bool = True
-    by_cost: bool = True
-
-
-@dataclass(slots=True)
-class Counts:
-    """What a packer has done so far.
-
-    full: iterations in which generations were scheduled.
-    kept: iterations in which the last decision was kept.
-    extended: answers that went on from the pool.
-    stalled: answers that had to pause for KV.
-    lent: loans.
-    late: times when a lender met a borrower that had not gone.
-    rescued: times when only taking a row's KV let any row run.
-    """
-
-    full: int = 0
-    kept: int = 0
-    extended: int = 0
-    stalled: int = 0
-    lent: int = 0
-    late: int = 0
-    rescued: int = 0
 
 
 @dataclass(slots=True)
@@ -134,36 +71,18 @@ class EcoServe(Packer):
     def limits(self, kv_budget: KvBudget) -> EcoServeParams:
         """Return the options as compiled loops take them."""
         o, spec = self.options, self.spec
-        idle = max(int(o.idle * kv_budget.total), 1)
         return EcoServeParams(
+            o._replace(grain=o.grain or kv_budget.size),
             min(o.tfs, spec.token_budget),
             min(spec.max_running, spec.token_budget),
             pool_blocks(kv_budget.total, o.reserve),
-            o.buffer,
-            o.buffer_share,
-            o.grain or kv_budget.size,
-            o.extra,
-            idle,
-            o.synced,
-            o.ordered,
-            o.lends,
-            o.loose,
-            o.fixed_ranges,
-            o.hosts_first,
-            o.lends_to_prompts,
-            o.whole,
-            o.by_cost,
+            max(int(o.idle * kv_budget.total), 1),
             spec.copy_seconds,
             min(spec.max_model_len, kv_budget.total * kv_budget.size),
             kv_budget.row_chunk,
         )
 
     @property
-    def counts(self) -> Counts:
-        """Return what it has done so far."""
-        return Counts(**{entry.name: int(self.progress[entry.name][0]) for entry in fields(Counts)})
-
-    @property
     def counters(self) -> dict[str, int]:
-        """Return `counts` by name."""
-        return asdict(self.counts)
+        """Return what it has done so far, by the names of `DONE`."""
+        return {name: int(self.progress[name][0]) for name in DONE}

@@ -11,17 +11,8 @@ from numpy.typing import NDArray
 from headway.compiled import compiled
 from headway.policy.core.sorting import ordered
 from headway.policy.memory.reservations import Tail, allocatable, filled_tokens, lendable_end, lendable_start, tail_of
-from headway.policy.pack.ecoserve.queues import (
-    ACTIVE,
-    RowView,
-    best_fit,
-    by_urgency,
-    class_of,
-    in_turn,
-    left_of,
-    need_of,
-)
-from headway.policy.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, put
+from headway.policy.pack.ecoserve.queues import ACTIVE, best_fit, by_urgency, class_of, in_turn, left_of, need_of
+from headway.policy.pack.ecoserve.step_buffer import EcoServeParams, StepBuffer, Turn, put
 from headway.policy.pack.kernels import due_of, missing_of
 from headway.types import Bools, Ints
 
@@ -30,22 +21,13 @@ AHEAD = 256  # waiting prompts that are tried as borrowers
 
 
 @compiled
-def lend_tails(
-    params: EcoServeParams,
-    jobs: Rows,
-    status: Rows,
-    progress: Rows,
-    seen: RowView,
-    size: int,
-    now: float,
-    buffer: StepBuffer,
-) -> None:
+def lend_tails(turn: Turn) -> None:
     """Find for each tail the longest answer that is gone in time; what is left of it is halved again."""
-    n = buffer.counts[0]
-    rows = by_urgency(jobs, seen.queued)
-    if params.lends_to_prompts:
-        turn = in_turn(params.ordered, params.fixed_ranges, jobs, seen.waiting, size, now)
-        rows = np.concatenate((rows, turn[:AHEAD]))
+    params, jobs, status, seen, size, buffer = turn.params, turn.jobs, turn.status, turn.seen, turn.size, turn.buffer
+    n, rows = buffer.counts[0], by_urgency(jobs, seen.queued)
+    if params.options.lends_to_prompts:
+        ready = in_turn(params.options.ordered, params.options.fixed_ranges, jobs, seen.waiting, size, turn.now)
+        rows = np.concatenate((rows, ready[:AHEAD]))
     if not _is_short(params, jobs, status, rows, size, buffer):
         return
     rows, lefts = _longest_first(params, jobs, status, rows)
@@ -66,7 +48,7 @@ def lend_tails(
             tokens = min(missing_of(jobs, rows[i]), max(spent, 1), params.row_chunk)
             _lend(jobs, status, rows[i], lender, stop, span, tokens, size, buffer)
             taken[i] = True
-            progress[0]["lent"] += 1
+            turn.progress[0]["lent"] += 1
             spent -= 0 if jobs["running"][rows[i]] else tokens
 
 
@@ -79,8 +61,8 @@ def _longest_first(params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints)
     lefts, keys = np.empty(rows.size, np.int64), np.zeros((2, rows.size))
     for i in range(rows.size):
         lefts[i] = left_of(jobs, status, rows[i])
-        if params.loose:
-            lefts[i] = class_of(jobs, status, rows[i], params.grain) * params.grain
+        if params.options.loose:
+            lefts[i] = class_of(jobs, status, rows[i], params.options.grain) * params.options.grain
             keys[1, i] = -due_of(jobs, rows[i])
         keys[0, i] = -lefts[i]
     order = ordered(keys, np.arange(rows.size))
@@ -90,7 +72,7 @@ def _longest_first(params: EcoServeParams, jobs: Rows, status: Rows, rows: Ints)
 @compiled
 def _time_of(params: EcoServeParams, slot: Tail) -> int:
     """Return the tokens that a borrower may be predicted to make in a slot."""
-    return int((slot.iterations - params.buffer) / (1.0 + params.buffer_share))
+    return int((slot.iterations - params.options.buffer) / (1.0 + params.options.buffer_share))
 
 
 @compiled

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headway.compiled import compiled
 from headway.policy.memory.preemption_cost import SWAP, cheapest, preemption_costs
-from headway.policy.pack.ecoserve.queues import ACTIVE, GONE
+from headway.policy.pack.ecoserve.queues import ACTIVE, GONE, RowView
 from headway.types import Floats, Ints
 
 Rows = NDArray[np.void]
@@ -21,47 +21,69 @@ COUNTS = np.dtype(
         for name in ("order", "loans", "saves", "evicts", "free", "pool", "prompt_tokens", "free_slots", "generating")
     ]
 )
-# What a packer keeps from one iteration to the next: time-synced groups, whether to schedule again at once,
-# and what it has done so far (`packer.Counts`).
-PROGRESS = np.dtype(
-    [(name, int) for name in ("groups", "again", "full", "kept", "extended", "stalled", "lent", "late", "rescued")]
-)
+# What a packer has done so far: iterations in which generations were scheduled (full), and in which the last decision
+# was kept; answers that went on from the pool (extended), and that had to pause for KV (stalled); loans; times when a
+# lender met a borrower that had not gone (late), and when only taking a row's KV let any row run (rescued).
+DONE = ("full", "kept", "extended", "stalled", "lent", "late", "rescued")
+# What it keeps from one iteration to the next: that, time-synced groups, and whether to schedule again at once.
+PROGRESS = np.dtype([(name, int) for name in ("groups", "again", *DONE)])
+
+
+class Options(NamedTuple):
+    """Which parts of the method are on, and its numbers.
+
+    synced: time-synced groups (else every iteration is scheduled).
+    ordered: 3.3's order (else by arrival).
+    lends: KVC pipelining.
+    tfs: target forward size, tokens of an iteration.
+    reserve: share of the KV that is the pool.
+    buffer: tokens that a borrower must be predicted to end before its lender comes,
+    buffer_share: and this share of the tokens that it is predicted to make.
+    extra: tokens an answer gets when it outgrows its prediction.
+    idle: share of the KV that lies free before groups are refilled although none has ended.
+    grain: tokens by which predicted lengths are equal, 0 = a block.
+    loose: of borrowers of equal length the one with the latest deadline, else the first in the queue.
+    fixed_ranges: deadlines in 3.3's ranges, of which the last begins at 2 s; else ranges that double.
+    hosts_first: generations get allocations of their own before others may borrow, else after.
+    lends_to_prompts: a borrower may be a prompt that waits.
+    whole: a prompt is admitted with the KV of its answer where that is free, else with its own alone.
+    by_cost: a row that must give way is copied, computed again or waited for, whichever is cheapest; else a
+        borrower always gives way, and its KV is copied where the engine can.
+    """
+
+    synced: bool = True
+    ordered: bool = True
+    lends: bool = True
+    tfs: int = 512
+    reserve: float = 0.03
+    buffer: int = 8
+    extra: int = 32
+    idle: float = 0.02
+    buffer_share: float = 0.0
+    grain: int = 0
+    loose: bool = False
+    fixed_ranges: bool = False
+    hosts_first: bool = False
+    lends_to_prompts: bool = True
+    whole: bool = True
+    by_cost: bool = True
 
 
 class EcoServeParams(NamedTuple):
     """An `EcoServe` packer as compiled loops take it.
 
-    tfs: target forward size, tokens of an iteration.
-    max_running: rows that compute in an iteration.
-    reserve: blocks of the pool.
-    buffer: tokens that a borrower must be predicted to end before its lender comes,
-    buffer_share: and this share of what it is predicted to make.
-    grain: tokens by which predicted lengths are compared.
-    extra: tokens that an answer gets when it outgrows its prediction.
+    options: with `grain` in tokens, 0 no more. tfs: target forward size, tokens of an iteration.
+    max_running: rows that compute in an iteration. reserve: blocks of the pool.
     idle: free blocks that are worth a decision.
-    synced, ordered, lends, loose, fixed_ranges, hosts_first, lends_to_prompts, whole, by_cost: as in
-        `packer.Options`.
     copy_seconds: to move one token's KV between device and host; inf = not possible.
     longest: tokens that one request may have. row_chunk: as in `KvBudget`.
     """
 
+    options: Options
     tfs: int
     max_running: int
     reserve: int
-    buffer: int
-    buffer_share: float
-    grain: int
-    extra: int
     idle: int
-    synced: bool
-    ordered: bool
-    lends: bool
-    loose: bool
-    fixed_ranges: bool
-    hosts_first: bool
-    lends_to_prompts: bool
-    whole: bool
-    by_cost: bool
     copy_seconds: float
     longest: int
     row_chunk: int
@@ -88,6 +110,24 @@ class StepBuffer(NamedTuple):
     counts: Rows
 
 
+class Turn(NamedTuple):
+    """All that one decision takes.
+
+    status, progress: the packer's own, which are brought up to date. size: tokens of a block. theta: as in
+    `OnlineLatency`.
+    """
+
+    params: EcoServeParams
+    jobs: Rows
+    status: Rows
+    progress: Rows
+    seen: RowView
+    size: int
+    now: float
+    theta: Floats
+    buffer: StepBuffer
+
+
 @compiled
 def put(buffer: StepBuffer, row: int, tokens: int, hold: int) -> None:
     """Schedule tokens of a row, with `hold` tokens reserved for it."""
@@ -98,14 +138,15 @@ def put(buffer: StepBuffer, row: int, tokens: int, hold: int) -> None:
 
 
 @compiled
-def leave(params: EcoServeParams, jobs: Rows, status: Rows, row: int, theta: Floats, buffer: StepBuffer) -> None:
+def leave(turn: Turn, row: int) -> None:
     """Take a row's KV, to the host or for good, whichever is cheaper; it waits again.
 
     Without `by_cost` to the host wherever the engine can copy.
     """
+    params, jobs, status, buffer = turn.params, turn.jobs, turn.status, turn.buffer
     n = buffer.counts[0]
-    costs = preemption_costs(theta, jobs["computed"][row], np.inf, n["generating"], params.copy_seconds)
-    if cheapest(costs) == SWAP or (not params.by_cost and params.copy_seconds < np.inf):
+    costs = preemption_costs(turn.theta, jobs["computed"][row], np.inf, n["generating"], params.copy_seconds)
+    if cheapest(costs) == SWAP or (not params.options.by_cost and params.copy_seconds < np.inf):
         buffer.save[n["saves"]], n["saves"] = row, n["saves"] + 1
     else:
         buffer.evict[n["evicts"]], n["evicts"] = row, n["evicts"] + 1

@@ -9,11 +9,11 @@ No paper has this policy; it takes from several. In each iteration:
    Hodgson 1968) over time, KV and slots; a kept prompt is admitted when it and the answers in progress have
    KV, also to grow the more requests are lost. For one that finds none, answers far ahead of their tpot
    pause, with their KV in the host pool; where it finds no slot they take turns.
-3. Iteration (`limits.py`, `iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
+3. Iteration (`iteration.py`): kept answers, kept prompts in chunks as far as those are ahead of their tpot
    (slack, BROS 4.2), the shortest first where the others have the time; then, within a tighter bound, best
    effort and lost requests, the one that is due first before the others, and far deadlines last.
 
-Lost requests are served late, not refused: with best effort, earliest due first (`queue.py`), so that nothing
+Lost requests are served late, not refused: with best effort, earliest due first (`selection.py`), so that nothing
 waits for ever. Streams that have begun go on (docs/policy.md). KV is never lent; that of what gives way is
 copied to the host where there is a pool and that costs less than to compute it again (QLM 5), else evicted
 (docs/decisions.md).
@@ -35,8 +35,7 @@ from headway.policy.memory.budget import KvBudget
 from headway.policy.memory.preemption_cost import are_swapped
 from headway.policy.pack import kernels
 from headway.policy.pack.kernels import CompiledStep, Rows
-from headway.policy.pack.promises.iteration import compose, defer, make_way, take_turns
-from headway.policy.pack.promises.limits import seconds_allowed, usual_seconds
+from headway.policy.pack.promises.iteration import compose, defer, make_way, seconds_allowed, take_turns, usual_seconds
 from headway.policy.pack.promises.outlook import (
     ANSWER,
     FAR,
@@ -50,6 +49,7 @@ from headway.policy.pack.promises.outlook import (
     growth_of,
     in_pace,
     in_progress,
+    in_sight,
     is_over,
     is_silent,
     outlook_of,
@@ -58,9 +58,7 @@ from headway.policy.pack.promises.outlook import (
     size_of,
     under_pressure,
 )
-from headway.policy.pack.promises.queue import queue_of
-from headway.policy.pack.promises.selection import select
-from headway.policy.pack.promises.sight import in_sight
+from headway.policy.pack.promises.selection import queue_of, select
 from headway.ports import Packer
 from headway.types import Floats, Ints, Jobs, Step
 

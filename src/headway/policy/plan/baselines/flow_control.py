@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.policy.core.cluster import Cluster
-from headway.policy.plan.dispatch import sends
-from headway.policy.plan.virtual_queue import inside, virtual_queue
+from headway.policy.plan.dispatch import inside, sends, virtual_queue
 from headway.ports import Planner
 from headway.types import OBJECTIVES, Bools, Ints, Plan
 

@@ -13,9 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from headway.policy.core.cluster import Cluster
-from headway.policy.plan.dispatch import sends
+from headway.policy.plan.dispatch import eligible, inside, sends
 from headway.policy.plan.request_column import RequestColumn
-from headway.policy.plan.virtual_queue import eligible, inside
 from headway.ports import Planner
 from headway.types import Floats, Ints, Plan
 

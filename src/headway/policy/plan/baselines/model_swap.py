@@ -22,8 +22,8 @@ import numpy as np
 
 from headway.events import Arrived, Event, Failed, Finished, InstanceDown, InstanceUp, Returned, Swapped
 from headway.policy.core.cluster import Cluster
+from headway.policy.plan.dispatch import max_context
 from headway.policy.plan.estimator import limit_of
-from headway.policy.plan.virtual_queue import max_context
 from headway.policy.plan.waiting import Entry, WaitingQueue, entry_of
 from headway.ports import Planner
 from headway.types import Instance, Plan, Send

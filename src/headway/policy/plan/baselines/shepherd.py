@@ -24,8 +24,7 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.events import Arrived, Event
 from headway.policy.core.cluster import Cluster
-from headway.policy.plan.dispatch import sends
-from headway.policy.plan.virtual_queue import inside, virtual_queue
+from headway.policy.plan.dispatch import inside, sends, virtual_queue
 from headway.ports import Planner
 from headway.types import Batch, Instance, Ints, Plan
 

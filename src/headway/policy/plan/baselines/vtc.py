@@ -15,8 +15,7 @@ import numpy as np
 
 from headway.events import Arrived, Event, Failed, Finished
 from headway.policy.core.cluster import Cluster
-from headway.policy.plan.dispatch import sends
-from headway.policy.plan.virtual_queue import virtual_queue
+from headway.policy.plan.dispatch import sends, virtual_queue
 from headway.ports import Planner
 from headway.types import Backlog, Floats, Ints, Plan
 
