@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Arrived, Failed, InstanceDown, InstanceUp, Returned, RunEnded
-from headway.policy.apps.knowledge import Knowledge
+from headway.policy.apps.demand import Knowledge
 from headway.policy.core.ranks import ATTAINABLE
 from headway.policy.plan.run_admission import RunAdmission
 from headway.policy.plan.run_order import RunOrder
