@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.simulated import default
+from benchmarks.simulated import default, default_plots
 from benchmarks.simulated.default import ABLATIONS, OTHERS, compute, rows_of
 from benchmarks.simulated.default_figures import BOUND, DEFAULT, HINDSIGHT, STOCK, TRUE, Cell, Figures
 from benchmarks.simulated.grounds import GROUNDS, LOADS, Ground, capacity
@@ -205,4 +205,4 @@ def test_report_and_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     }
     made = {"matrix.png", "measures.png", "spread.png", "errors.png", "report.html"}
     assert made <= {path.name for path in tmp_path.iterdir()}
-    assert default.errors([]) is None
+    assert default_plots.errors([]) is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulated import default
+from benchmarks.simulated import default_plots
 from benchmarks.simulated.default_figures import (
     BOUND,
     DEFAULT,
@@ -208,7 +208,7 @@ def test_held_grounds_are_summed_up_apart_even_where_nothing_is_promised() -> No
     assert {place.group for place in places_of(own | held)} == {ALL, HELD}
     table = grid(rows, ())
     assert {len(line) for line in table.cells()} == {len(table.header)}
-    for make in (default.matrix, default.measures, default.spread):
+    for make in (default_plots.matrix, default_plots.measures, default_plots.spread):
         assert (make(rows) or b"").startswith(b"\x89PNG")
-    assert default.measures([]) is None
-    assert default.spread([]) is None
+    assert default_plots.measures([]) is None
+    assert default_plots.spread([]) is None
