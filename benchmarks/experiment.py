@@ -94,7 +94,8 @@ def bars_of(rows: Sequence[Row], goals: Mapping[str, float | None]) -> bytes:
         if goal is not None:
             axes.axvline(goal, color="#D55E00", linewidth=1)
         axes.invert_yaxis()
-        axes.set_title(f"{id}, {shown[0].unit}{' (line: goal)' if goal else ''}" if shown else id, fontsize=8)
+        line = "" if goal is None else " (line: goal)"
+        axes.set_title(f"{id}, {shown[0].unit}{line}" if shown else id, fontsize=8)
         axes.tick_params(labelsize=7)
     return png(figure)
 

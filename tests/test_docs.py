@@ -118,6 +118,17 @@ def test_every_path_of_the_project_exists(page: Path) -> None:
     assert not missing
 
 
+def test_every_module_named_in_a_code_span_exists() -> None:
+    """On all pages and in the source, by its path or the end of it."""
+    tops = ("src", "benchmarks", "testing", "tests", "tools", "examples")
+    files = [path.parts for top in tops for path in (ROOT / top).rglob("*.py")]
+    ends = {"/".join(parts[i:]) for parts in files for i in range(len(ROOT.parts), len(parts))}
+    texts = {path: path.read_text() for path in (*(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.py"))}
+    del texts[ROOT / "docs" / "extending.md"]  # names files to be made
+    named = {span for text in texts.values() for span in re.findall(r"`([\w/]+/\w+\.py)`", FENCED.sub("", text))}
+    assert named - ends == {"v1/core/block_pool.py"}  # vLLM's
+
+
 @pytest.mark.parametrize("name", ["glossary.md", "life-of-a-request.md"])
 def test_names_in_a_table_are_in_the_file_beside_them(name: str) -> None:
     missing = list[tuple[str, str]]()

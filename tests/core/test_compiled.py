@@ -33,7 +33,7 @@ def test_all_that_the_largest_compiled_loop_loads_is_part_of_its_version() -> No
     known = {str(path) for path in _sources()}
     empty = {str(path) for path in ROOT.rglob("__init__.py")}
     assert set(loaded.stdout.split()) - empty <= known
-    assert str(ROOT / "serve" / "app.py") not in known
+    assert str(ROOT / "gateway" / "app.py") not in known
 
 
 def test_llvmlite_has_no_fake_dict() -> None:

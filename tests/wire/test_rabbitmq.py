@@ -1,4 +1,4 @@
-"""What `port.Link` promises, on a real RabbitMQ."""
+"""What `messages.WireLink` promises, on a real RabbitMQ."""
 
 from __future__ import annotations
 

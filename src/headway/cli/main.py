@@ -23,6 +23,7 @@ from headway.gateway.watch import json_log
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}  # inherited by all commands
 
+_EXTRAS = "pip install 'headway[serve]'; for headway up 'headway[ray]', for plots 'headway[bench]'."
 app = typer.Typer(help=__doc__, no_args_is_help=True, context_settings=_SETTINGS, pretty_exceptions_enable=False)
 model_app = typer.Typer(help="Prepare models.", no_args_is_help=True)
 config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
@@ -39,6 +40,8 @@ app.add_typer(key_app, name="key")
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a HeadwayError is printed with its hint and exits with status 2.
 
+    So does a package that is missing because the extra that needs it was not installed.
+
     args: the words after the program's name, None = those of this process.
     """
     app.add_typer(bench_commands(), name="bench")
@@ -47,6 +50,11 @@ def main(args: Sequence[str] | None = None) -> None:
     except HeadwayError as error:
         for one in error.parts if isinstance(error, ConfigError) else (error,):
             _print_error(one)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "headway":
+            raise
+        _print_error(HeadwayError(f"{error.name} is not installed here.", _EXTRAS))
         sys.exit(2)
 
 

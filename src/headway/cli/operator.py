@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -45,6 +44,8 @@ class OperatorClient:
 
     def call(self, method: str, path: str = "", **more: Any) -> list[dict[str, Any]]:
         """Return the list of an answer; HeadwayError for an error or no answer."""
+        import httpx  # 60 ms and 6 MiB, which most commands do not need
+
         try:
             answer = httpx.request(
                 method, f"{self._url}{self._path}{path}", headers=self._headers, timeout=_ANSWER_S, **more

@@ -70,7 +70,7 @@ def _begin(run: RunState, now: float) -> None:
 
 @compiled
 def _in_sight(run: RunState, now: float) -> Ints:
-    """Return the rows that the packer looks at, as `sight.in_sight` finds them; what is overdue stays sorted."""
+    """Return the rows that the packer looks at, as `outlook.in_sight` finds them; what is overdue stays sorted."""
     progress, rows = run.progress[0], run.rows
     if run.engine.packer.kind != PROMISES:
         return rows[: progress["rows"]]

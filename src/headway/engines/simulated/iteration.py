@@ -86,7 +86,7 @@ class EngineState(NamedTuple):
 
 @compiled
 def begin(engine: EngineState, rows: Ints, now: float, totals: Rows) -> Ran:
-    """Start the next iteration with these rows, as `sight.in_sight` returns them, if one of them can compute."""
+    """Start the next iteration with these rows, as `outlook.in_sight` returns them, if one of them can compute."""
     step = decide(engine, rows, engine.account[0]["free_blocks"], now)
     ran, copied, paused = account(engine, step)
     start(engine, ran, copied, paused, now, totals)

@@ -119,7 +119,7 @@ class PromisesConfig(NamedTuple):
         first; the second for kept streams and those whose deadline is far.
     near_s: requests that have begun and are due within this go before those that have not.
     overdue_seen: overdue requests that an iteration considers: this many from the front of their order, and
-        this many from its end (`promises/sight.py`).
+        this many from its end (`promises/outlook.py`).
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone
         without what the prefix cache held of it.
     alone_share: a prompt that would be late beside the answers, and takes more than this share of its ttft
@@ -128,7 +128,7 @@ class PromisesConfig(NamedTuple):
         while a kept prompt waits or an answer is less than two tokens ahead.
     burst_share: the same, while an answer is less than `burst_lead_s` ahead of its tpot.
     ttft_share: share of the tightest ttft among kept prompts that an iteration with them may take; at least a
-        usual iteration (`limits.usual_seconds`), at most two.
+        usual iteration (`iteration.usual_seconds`), at most two.
     urgent_share: share of the time left until the next promised first token is due that the iteration which
         makes that token may take; inf = any.
     pause_lead_tokens: an answer this many tokens ahead of its tpot may move its KV to the host pool for a

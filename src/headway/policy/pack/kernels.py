@@ -342,7 +342,7 @@ def keys_of(kind: int, jobs: Rows, rows: Ints) -> Floats:
 def _slack(
     params: PackerParams, jobs: Rows, rows: Ints, others: int, kv_budget: KvBudget, now: float, theta: Floats
 ) -> CompiledStep:
-    """Return the step of `slack.Slack`."""
+    """Return the step of `ranked.Slack`."""
     token = seconds_of(theta, params.max_running, params.max_running * 512.0, 0.0, 0.0)
     keys, one = np.zeros((_KEYS, rows.size)), prefill_of(theta, 1.0)
     for i in range(rows.size):

@@ -1,4 +1,4 @@
-"""Pinned prefixes: cached blocks that are held although no request runs with them.
+"""Which cached blocks stay longer than vLLM keeps them (pinned prefixes), and which go first (of runs that ended).
 
 What vLLM's prefix cache does not hold for a request is given up least recently used first. A pin keeps the
 blocks of a chain of tokens (a system prompt that is needed soon) until it is taken back;

@@ -121,7 +121,7 @@ class Promises(Packer):
 def pack(
     params: PackerParams, jobs: Rows, rows: Ints, kv: KvBudget, now: float, theta: Floats, slow: float
 ) -> CompiledStep:
-    """Return the step; rows: of the engine, as `sight.in_sight` returns them, in any order; slow: `OnlineLatency`'s."""
+    """Return the step; rows: of the engine, as `in_sight` returns them, in any order; slow: `OnlineLatency`'s."""
     rows, others = kernels.without_held(jobs, rows)
     all_promised = not any_plain(jobs, rows)
     calm = under_pressure(params, 0.0, all_promised, slow)
