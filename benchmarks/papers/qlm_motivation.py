@@ -64,7 +64,10 @@ def motivation(settings: Sequence[QlmSetting], seed: int) -> Iterator[Row]:
 
 
 def blocking(setting: QlmSetting, systems: tuple[str, ...], seed: int) -> Iterator[Row]:
-    """Yield how long latency-sensitive requests wait for their first token, and how full the KV is (figures 1, 21)."""
+    """Yield how long latency-sensitive requests wait for their first token, and how full the KV is (figures 1, 21).
+
+    A request that has not ended counts until the run's end.
+    """
     work, at = setting.workload(seed), setting.describe()
     urgent = np.array(work.tiers)[work.tier] == "interactive"
     for system in systems:
@@ -128,12 +131,12 @@ def _scale_up(setting: QlmSetting, seed: int) -> Iterator[Row]:
 
 
 def rising(setting: QlmSetting, seed: int) -> tuple[Workload, str]:
-    """Return W_B's requests with the arrivals of the Azure 2023 trace, or of a day without it, and their name."""
+    """Return W_B's requests with arrivals of the Azure 2023 trace, or a generated rise without it, and their name."""
     rng = np.random.default_rng(seed)
     if stored(_TRACE):
         at, name = recorded(_TRACE, rng=rng).at - _FROM_S, "Azure 2023"
     else:
-        at, name = diurnal(6.0, 1.5, _SECONDS, _SECONDS, rng), "a day"
+        at, name = diurnal(6.0, 1.5, 2 * _SECONDS, _SECONDS, rng), "from night to noon"
     at = at[(at >= 0) & (at < _SECONDS)]
     work = make(setting.classes(setting.models[0].name, 1.0), at, rng)
     return work.take(np.flatnonzero(work.prompt + work.output <= LONGEST)), name
