@@ -2,7 +2,7 @@
 
 Several models on fewer A100s (W_A), one model (W_B), mega prompts (W_C), A10s beside A100s, standing queues,
 the group size delta and SLO scales, over QLM, its ablations and the paper's baselines; the estimator's
-accuracy and the planning time. Workloads: `qlm_workloads.py`.
+accuracy and the planning time; the motivation's figures. Workloads: `qlm_workloads.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.progress import track
 from benchmarks.experiment import Result, experiment
 from benchmarks.papers.parts import PaperPart, part, run_each
 from benchmarks.papers.qlm_estimates import ESTIMATED, estimates, planning
+from benchmarks.papers.qlm_motivation import motivation
 from benchmarks.papers.qlm_orders import plan_orders
 from benchmarks.papers.qlm_plots import plots
 from benchmarks.papers.qlm_tables import COLD, QLM, QlmResults, QlmTrial, claims, rows, trial
@@ -33,7 +34,13 @@ ABLATION = (QLM, "qlm-no-evict", "qlm-no-kv-swap", COLD, "qlm-random", "qlm-by-d
 PLACED = (QLM, "qlm-round-robin", "qlm-random")
 # On a fleet where every model has its instances, so that nothing needs to be swapped.
 ROUTED = (*MULTI, "round-robin", "random", "least-loaded", "llm-d-like")
-_MEASURED = {"delta": "deltas", "estimator": "estimated", "planning": "queues", "orders": "ordered"}
+_MEASURED = {
+    "delta": "deltas",
+    "estimator": "estimated",
+    "planning": "queues",
+    "orders": "ordered",
+    "motivation": "motivated",
+}
 _PLANNED = 8  # A100s of the fleet for which queues are planned
 
 
@@ -46,6 +53,7 @@ class QlmPlan:
     ordered: small plans whose order is compared with the best of all; 0 = none.
     deltas: group sizes, in batches.
     delta_setting: the workload on which group sizes are compared.
+    motivated: several models and one, for the figures of the motivation (`qlm_motivation.py`); () = none.
     """
 
     experiments: tuple[PaperPart[QlmSetting], ...]
@@ -54,6 +62,7 @@ class QlmPlan:
     ordered: int
     deltas: tuple[int, ...]
     delta_setting: QlmSetting
+    motivated: tuple[QlmSetting, ...] = ()
 
 
 def _multi(seconds: float) -> QlmSetting:
@@ -126,6 +135,7 @@ def full() -> QlmPlan:
         20,
         (1, 2, 4, 8, 16),
         multi,
+        (multi, single),
     )
 
 
@@ -185,4 +195,5 @@ def run(plan: QlmPlan, seed: int, *, bar: bool) -> QlmResults:
     forecasts = [*chain.from_iterable(estimated)]
     planned = [planning(find(QLM), queued, _PLANNED, seed) for queued in shown(plan.queues, "planning")]
     orders = [*shown(plan_orders(find(QLM), plan.ordered, seed), "small plans", plan.ordered)]
-    return QlmResults(trials, deltas, forecasts, planned, orders)
+    motivated = [*motivation(plan.motivated, seed)]
+    return QlmResults(trials, deltas, forecasts, planned, orders, motivated)

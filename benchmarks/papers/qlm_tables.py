@@ -49,6 +49,7 @@ class QlmResults:
     trials: by experiment.
     deltas: by group size.
     orders: of small plans, beside the best of all.
+    motivated: rows of the motivation's figures.
     """
 
     trials: Mapping[str, Sequence[QlmTrial]]
@@ -56,6 +57,7 @@ class QlmResults:
     estimates: Sequence[Estimate]
     planning: Sequence[PlanningTimes]
     orders: Sequence[PlanOrders] = ()
+    motivated: Sequence[Row] = ()
 
 
 def trial(system: str, recipe: Recipe, setting: QlmSetting, seed: int) -> QlmTrial:
@@ -108,7 +110,7 @@ def rows(results: QlmResults) -> list[Row]:
         setting = f"{one.setting.describe()}, delta {delta}"
         for name, value in one.figures.items():
             found[name, QLM, setting] = Row(name, QLM, setting, value, _UNITS[name])
-    return [*found.values(), *_estimates(results)]
+    return [*found.values(), *_estimates(results), *results.motivated]
 
 
 def _paper(name: str, one: QlmTrial) -> float | None:

@@ -172,16 +172,17 @@ class QlmSetting:
         rng = np.random.default_rng(seed)
         shares = {model.name: model.share * (self.tail if model.tail else 1.0) for model in self.models}
         rate = self.rate() * sum(shares.values()) / sum(model.share for model in self.models)
-        classes = [made for name, share in shares.items() for made in self._classes(name, share)]
+        classes = [made for name, share in shares.items() for made in self.classes(name, share)]
         work = make(classes, bursty(rate, CV**-2, self.seconds, rng), rng)
         work = work.take(np.flatnonzero(work.prompt + work.output <= LONGEST))
         if self.mega:
             work = concat(work, self._mega(len(work), rng)).sorted()
         if self.queued:
-            work = concat(self._standing(rng), work)
+            work = concat(self.standing(rng), work)
         return replace(work, e2e=work.e2e * self.slo_scale)
 
-    def _classes(self, model: str, share: float) -> list[TrafficClass]:
+    def classes(self, model: str, share: float) -> list[TrafficClass]:
+        """Return the latency-sensitive and the batch requests for a model, which are `share` of all."""
         found = []
         if self.interactive > 0:
             mine = share * self.interactive
@@ -201,7 +202,8 @@ class QlmSetting:
             parts.append(single(at, prompt, output, slo=BATCH, tier="mega", model=model, max_tokens=limit))
         return concat(*parts)
 
-    def _standing(self, rng: np.random.Generator) -> Workload:
+    def standing(self, rng: np.random.Generator) -> Workload:
+        """Return the requests that wait at the start."""
         classes = [TrafficClass("standing", m.share, STANDING, model=m.name) for m in self.models]
         work = make(classes, np.zeros(self.queued), rng)
         return work.take(np.flatnonzero(work.prompt + work.output <= LONGEST))

@@ -13,12 +13,14 @@ from benchmarks.papers import qlm, qlm_tables
 from benchmarks.papers.parts import PaperPart
 from benchmarks.papers.qlm import QlmPlan
 from benchmarks.papers.qlm_estimates import Estimate, PlanningTimes, estimates
+from benchmarks.papers.qlm_motivation import Memory, blocking, drain, rising
 from benchmarks.papers.qlm_orders import best_cost, plan_orders
 from benchmarks.papers.qlm_tables import QlmResults, QlmTrial, claims, judge, rows
 from benchmarks.papers.qlm_workloads import FIVE, ONE, QlmSetting, capacity
 from headway.policy.recipes.qlm import QLM
 from headway.policy.recipes.registry import find, names
 from headway.simulate import fleet
+from headway.simulate.instance import SimulatedInstance
 from headway.simulate.outcome import Outcome
 from headway.simulate.workload.traffic import concat, single
 from headway.types import Slo
@@ -191,6 +193,28 @@ def test_the_estimator_knows_when_a_queued_request_is_served() -> None:
     for one in estimates("m", "llama-2-7b-a100", 600, 3):
         assert one.r2 > 0.9
         assert one.forecast.shape == one.simulated.shape
+
+
+def test_kv_is_counted_until_the_last_arrival() -> None:
+    memory = Memory(10.0)
+    engine = SimulatedInstance(fleet.spec("opt-13b-a100").instances()[0], find("vllm")).engine
+    engine.usage["free_blocks"], engine.usage["on_host"] = engine.blocks // 4, 7
+    for start in (0.0, 9.0, 20.0):
+        memory.iteration(0, engine, engine.schedule(start), 2.0, 0)
+    assert memory.held == pytest.approx(3 * (1 - engine.blocks // 4 / engine.blocks))
+    assert memory.host == 7
+
+
+def test_blocking_drain_times_and_a_rising_load() -> None:
+    one = QlmSetting("W_B", (("a100", 1),), ONE, 1.5, 15.0)
+    found = {(row.id, row.system): row.ours or 0.0 for row in blocking(one, ("qlm", "vllm"), 0)}
+    assert 0 <= found["wait.latency_sensitive_s", "qlm"] <= found["wait.latency_sensitive_s", "vllm"] < one.until
+    assert 0 < found["kv.used_pct", "vllm"] < 100
+    drained = {(row.id, row.system): row.ours or 0.0 for row in drain(replace(MULTI, queued=60), 0)}
+    assert drained["drain_s", "edf-model-swap"] > 2 * drained["drain_s", "oracle"]
+    assert drained["swaps", "edf-model-swap"] > drained["swaps", "oracle"] >= len(FIVE) - 3
+    work, _ = rising(one, 0)
+    assert np.histogram(work.arrival, 2, (0, 900))[0].tolist() == sorted(np.histogram(work.arrival, 2, (0, 900))[0])
 
 
 def tiny() -> QlmPlan:
