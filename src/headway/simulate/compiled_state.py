@@ -77,7 +77,7 @@ class RunState(NamedTuple):
     heaps: waiting requests, one heap per row; heap_sizes: their lengths.
     inside: requests that were sent and have not ended for the planner; place: a request's index in it.
     rows: the requests that the engine has, without those in `late`.
-    late: the overdue ones (`promises/sight.py`) by `due`, shape (1, requests), nan for all others.
+    late: the overdue ones (`promises/outlook.py`) by `due`, shape (1, requests), nan for all others.
     lengths: the last output lengths by task; learned: how many there have been.
     first, end: as in `Outcome`.
     given: forecast output tokens and their spread by request, shape (2, requests); (2, 0) = learned by task.

@@ -119,7 +119,7 @@ class PromisesConfig(NamedTuple):
         first; the second for kept streams and those whose deadline is far.
     near_s: requests that have begun and are due within this go before those that have not.
     overdue_seen: overdue requests that an iteration considers: this many from the front of their order, and
-        this many from its end (`promises/sight.py`).
+        this many from its end (`promises/outlook.py`).
     soft_target_factor: the soft target of a request without one, in seconds that its prompt takes alone
         without what the prefix cache held of it.
     alone_share: a prompt that would be late beside the answers, and takes more than this share of its ttft
