@@ -284,7 +284,7 @@ def _errors(plan: AnnealPlan, seed: int) -> Iterator[Row]:
 def _coefficients(plan: AnnealPlan, seed: int) -> Iterator[Row]:
     """Figure 10: the change of G if the search has one coefficient of the law wrong, for prompts and answers.
 
-    Also attainment: what looks slower than it is may be given up.
+    Also attainment: requests that look slower than they are may be given up.
     """
     cases, setting = [AnnealCase.drawn(10, seed + i) for i in range(plan.seeds)], _setting(10, 4)
     costs = [case.costs() for case in cases]

@@ -1,6 +1,6 @@
 """The set-up of EcoServe's evaluation: data sets (Table 2, 2.2, 2.3, 4), engine (2.1), systems and settings.
 
-Also bounds on the requests per second and the mean JCT of any schedule on that engine.
+It also bounds the requests per second and the mean JCT of any schedule on that engine.
 """
 
 from __future__ import annotations
@@ -292,9 +292,9 @@ def bound(load: Workload, *, exact: bool) -> float:
 def jct_bound(load: Workload, spec: InstanceSpec) -> float:
     """Return a lower bound on the mean JCT of any schedule of this workload.
 
-    By the argument of `bound`, an engine is no faster than one that gives a request's seconds to it alone, with its
-    iterations' share of the KV (or of the batch) for their cost. The least mean JCT of that is shortest remaining time
-    first; nor is any request faster than alone.
+    By the argument of `bound`, no schedule is faster than a server that works on one request at a time, where each
+    takes its own seconds and its share, by KV or by batch, of the iterations' fixed cost. There, shortest remaining
+    time first has the least mean JCT. Nor is any request faster than alone on the engine.
     """
     own, held = _work(load, spec, exact=False)
     least = float(alone(load, spec)[0].mean())
@@ -322,7 +322,7 @@ def _shortest_first(arrival: Floats, seconds: Floats) -> float:
 
 
 def _work(load: Workload, spec: InstanceSpec, *, exact: bool) -> tuple[Floats, Floats]:
-    """Return each request's own seconds, and those of its shares of iterations by KV and by batch (2 x n)."""
+    """Return each request's own seconds, and its share of the iterations' fixed cost by KV and by batch (2 x n)."""
     one, two = spec.latency.seconds(Batch(1, 0, 0)), spec.latency.seconds(Batch(2, 0, 0))
     token, base = two - one, 2 * one - two
     context = (spec.latency.seconds(Batch(1, 1000, 0)) - one) / 1000

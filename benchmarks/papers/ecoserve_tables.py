@@ -269,8 +269,8 @@ def _change(mine: Sequence[PaperTrial], id: str, ours: str, theirs: str, seed: i
 def floors(trials: Trials, seed: int) -> Iterator[Row]:
     """Yield JCT and time between tokens of a request alone on the engine, and their change against vLLM's.
 
-    No schedule can be faster. jct.mean.bound: nor can its mean JCT be less (`jct_bound`). vLLM's are means over all
-    rates and seeds, as in `averages`.
+    No schedule can be faster. jct.mean.bound is the least mean JCT of any schedule (`jct_bound`). vLLM's are means over
+    all rates and seeds, as in `averages`.
     """
     for case, mine in trials.items():
         changes: dict[tuple[str, str], list[float]] = {}

@@ -209,7 +209,7 @@ def claims(results: QlmResults) -> list[Row]:
 
 
 def _warm(trials: Sequence[QlmTrial]) -> list[Row]:
-    """Return how many times more is served with warm starts than without; bound: if as much is as arrives, or fits."""
+    """Return throughput with warm starts over that without; bound: if all that arrives is served, or the capacity."""
     found, id = [], "throughput.req_per_s"
     served = {(one.system, one.setting): one.figures[id] or 0.0 for one in trials}
     for (system, setting), warm in served.items():

@@ -27,7 +27,7 @@ class PaperTrial:
     seed: the workload's seed
     copies: factor of the copy times
     jct: mean job completion time, seconds per request
-    jct_bound: the least that any schedule has, seconds
+    jct_bound: least mean JCT of any schedule, seconds
     normalized: mean JCT per output token
     tbt: mean time between tokens, by request
     ssr: SLO satisfaction ratio

@@ -356,7 +356,7 @@ def boosted(texts: Sequence[str], features: Features, output_tokens: Floats, cut
     """Fit a candidate to the first `cut` rows; return the median and the served (`QUANTILE`) lengths of the rest.
 
     Quantile gradient boosting on the plain features of a prompt, those of its instruction and its input, the leading
-    components of the embedding, and the forecast of the ridge (cross-fitted). Nothing is served with it.
+    components of the embedding, and the forecast of the ridge (cross-fitted). Serving does not use it.
     """
     target = np.log(output_tokens[:cut])
     ridge = np.empty(len(output_tokens))
@@ -421,7 +421,7 @@ def read_samples(folder: Path) -> Floats:
             rows = [[float(row[name] or 0) for name in _COLUMNS] for row in csv.DictReader(file)]
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read_samples: {error!r}.",
+            f"{path} cannot be read: {error!r}.",
             f"Put a CSV file with lengths of answers there, with the columns {', '.join(_COLUMNS)}.",
         ) from error
     lengths = np.array(rows).reshape(-1, len(_COLUMNS))

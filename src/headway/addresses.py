@@ -1,4 +1,4 @@
-"""Addresses of servers: how they are written, and which ones cannot be right, or are not trusted."""
+"""Server addresses: notation and checks, and the hint for a certificate that is not trusted."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _unreached(url: str, error: Exception) -> HeadwayError:
 
 
 def _why(error: Exception) -> str:
-    """Return an error in words, with what to do about a certificate that is not trusted."""
+    """Return an error's text, with a hint if a certificate is not trusted."""
     tls = isinstance(error, OSError) or "SSL" in str(error)
     return f"{type(error).__name__} {error}{f'. {certificate_hint()}' * tls}"
 

@@ -250,7 +250,7 @@ def test_only_the_policy_of_hermes_is_timed() -> None:
     assert {row["id"].partition(".")[0] for row in json.loads(result.stdout)["rows"]} == {"policy"}
 
 
-def test_an_unknown_kind_of_cache_is_told_which_there_are() -> None:
+def test_an_error_for_an_unknown_kind_of_cache_lists_the_kinds() -> None:
     result = CliRunner().invoke(bench_app, ["papers", "hermes-caches", "--only", "table1"])
     assert isinstance(result.exception, ConfigError)
     assert "kv, lora" in result.exception.hint

@@ -30,13 +30,13 @@ OPEN_WEBUI = {
         "title",
         "tags",
         "follow-ups",
-        "a class for these",
+        "a class for its tasks",
         "tokens and cost",
         "second turn with an image",
         "stop",
         "one of its tools",
         "responses",
-        "a connection of the user's own",
+        "a user's connection",
         "a wrong key",
         "transcription",
         "embeddings",
@@ -198,7 +198,7 @@ def test_responses(visitor: Page) -> None:
     expect(visitor.get_by_text("It is Rome.", exact=True)).to_be_visible()
 
 
-def test_a_connection_of_the_user_s_own(visitor: Page, webui: str, gateway: Gateway) -> None:
+def test_a_connection_that_a_user_adds(visitor: Page, webui: str, gateway: Gateway) -> None:
     """The browser asks the gateway itself."""
     own = {"OPENAI_API_BASE_URLS": [f"{gateway.url}/v1"], "OPENAI_API_KEYS": [KEY]}
     own |= {"OPENAI_API_CONFIGS": {"0": {"enable": True, "prefix_id": "own"}}}

@@ -191,7 +191,7 @@ def terminator(port: int, context: ssl.SSLContext) -> Iterator[int]:
     loop.close()
 
 
-def test_clients_that_do_not_know_the_authority_are_told_how_to(
+def test_errors_for_a_certificate_that_is_not_trusted_name_ssl_cert_file(
     authority: Authority, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""Best-effort runs: no more are in than the KV holds, and none waits for ever."""
+"""Best-effort runs: no more are admitted than the KV holds, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_run_waits_until_one_that_fills_the_kv_has_ended() -> None:
     waits = place.turn("b", 0.0, 800)
     assert waits in place.queued
     goes_on = place.turn("a", 0.0, 1300)
-    assert goes_on in place.inside, "it is in"
+    assert goes_on in place.inside, "it is admitted"
     place.end(goes_on, 0.0)
     assert waits in place.queued
     place.stop("a", 0.0)
@@ -146,7 +146,7 @@ def test_the_newest_run_waits_when_all_have_grown_too_large() -> None:
 
 
 def test_runs_that_never_end_take_turns() -> None:
-    """When none has gone in for a turn, the one that has waited longest is the oldest from then on."""
+    """If no run has been admitted for a turn, the one that has waited longest is, and counts as the oldest."""
     place = Agents(kv=1600)
     last, began = {"a": "", "b": ""}, dict[str, list[float]](a=[], b=[])
     now, step = 0.0, place.turn_s / 20
@@ -164,7 +164,7 @@ def test_runs_that_never_end_take_turns() -> None:
         assert np.diff([0.0, *times]).max() < 1.3 * place.turn_s
 
 
-# ---- of what was once wrong
+# ---- regressions
 
 
 def test_without_keys_nothing_is_kept_and_none_waits() -> None:
@@ -190,7 +190,7 @@ def test_only_models_for_which_a_run_waits_wake_the_host() -> None:
     assert place.core.next_check == math.inf
 
 
-def test_a_run_larger_than_all_kv_goes_in_when_it_is_alone() -> None:
+def test_a_run_larger_than_all_kv_is_admitted_when_it_is_alone() -> None:
     place = Agents(kv=1600)
     assert place.turn("a", 0.0, 3000) in place.inside
     assert place.turn("b", 0.0, 100) in place.queued
@@ -269,7 +269,7 @@ def test_requests_that_cannot_come_back_never_wait() -> None:
     assert place.turn("c", 0.0, 800, engines=("e0",)) in place.inside
 
 
-def test_what_another_controller_has_sent_is_in() -> None:
+def test_a_run_that_another_controller_has_sent_is_admitted() -> None:
     place = Agents(kv=1600)
     request = place.requests["m1"] = ask("m1", prompt=800, answer=ANSWER, stage=Stage("app", "m", "u"))
     place.core.note(Arrived(request, np.arange(50, dtype=np.int64).tobytes()), 0.0)
@@ -282,7 +282,7 @@ def test_what_another_controller_has_sent_is_in() -> None:
     assert place.order == ["b1"]
 
 
-# ---- what always holds
+# ---- properties
 
 steps = st.lists(
     st.tuples(
@@ -315,7 +315,7 @@ def _check(place: Agents, now: float) -> None:
 
 
 @given(steps=steps, tenants=st.booleans())
-def test_what_is_counted_is_right_and_nothing_is_left(steps: list[tuple[str, int, int]], tenants: bool) -> None:
+def test_counts_match_the_requests_and_nothing_is_left(steps: list[tuple[str, int, int]], tenants: bool) -> None:
     place = Agents(1600, 2)
     place.notify(InstanceUp(instance("big", 64, blocks=200)), 0.0)
     place.notify(InstanceUp(instance("n0", 64, model="n", blocks=50)), 0.0)

@@ -1,4 +1,4 @@
-"""Engines in the configuration: instances of vLLM and their models, and what is said of those that are no vLLM."""
+"""Engines in the configuration: instances of vLLM and their models, and servers other than vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a configuration but [[engines]], [[keys]] and [classes], from [backends.NAME] to [wire]."""
+"""The tables of a configuration other than [[engines]], [[keys]] and [classes], from [backends.NAME] to [wire]."""
 
 from __future__ import annotations
 
@@ -272,8 +272,8 @@ class Server:
         at ports 80 and 443, "images.example:8080" at that port; others are refused, and data: URLs always accepted.
     max_queued_mib: limit of bodies being uploaded or waiting for an engine, and of streams' bodies of up to 32 KiB
         until they end; background requests wait on disk.
-    max_attempts: times that a request which loses its engine before its answer begins is sent to an engine; after the
-        last one it fails with status 500, or 503 if the engine lives and only the connection was lost.
+    max_attempts: times that a request is sent to an engine, if it loses the engine before its answer begins; after the
+        last it fails with status 500, or with 503 if only the connection was lost.
     head_timeout_s: limit for a request's headers, from the connection's opening, and for a TLS handshake before it.
     body_timeout_s: limit for a body.
     write_timeout_s: limit for a client that stops reading its answer. idle_timeout_s: limit between two requests.

@@ -86,10 +86,10 @@ def bill_of(job: Job) -> Bill:
 
 
 def unused_by(job: Job) -> Unused:
-    """Return what was reserved for a job that another gateway held and that is not run again, and is not paid.
+    """Return the charges to release of a job that another gateway held and that is not run again.
 
-    For a job with a connection nothing is said: what its client got is not known here. All stays charged, unless its
-    gateway is alive after all (the store was away for longer than its lease) and says what it has used.
+    A background job releases all. A job with a connection releases nothing, because it is not known here what its
+    client got, until its gateway reports that, if it is alive after all (the store was away for longer than its lease).
     """
     try:
         return bill_of(job).unused(Used(0, 0)) if job.background else NO_CHARGES

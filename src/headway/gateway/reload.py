@@ -24,8 +24,8 @@ log = logging.getLogger("headway.gateway")
 class Reload:
     """Takes over what has changed in a file; requests that are open keep what they were promised.
 
-    A file that cannot be read, or would not start, changes nothing; nor does one with a new url that does not answer
-    for an engine that works.
+    Nothing changes if the file cannot be read, if Headway would not start with it, or if it gives a working engine a
+    new url that does not answer.
     """
 
     def __init__(self, path: Path, state: AppState) -> None:

@@ -155,7 +155,7 @@ def test_a_controller_s_state_needs_the_operator_s_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["gateway", "controller", "agent"])
-def test_without_a_url_the_mend_is_named(
+def test_without_a_url_the_error_names_its_environment_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str
 ) -> None:
     monkeypatch.delenv("HEADWAY_RABBITMQ_URL", raising=False)

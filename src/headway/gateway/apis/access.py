@@ -137,8 +137,8 @@ _FORMS = ("text/plain", "application/x-www-form-urlencoded")  # which a page may
 def refuse_foreign_pages(request: Request, hosts: Collection[str], origins: Collection[str] = ()) -> None:
     """Raise RequestError for a Host that is not this server's, for another Origin, and for the content of forms.
 
-    A page may send a form or text to any server that its user's browser can reach, and a page whose name was made
-    to lead here (DNS rebinding) may also read the answer: then its own name is the request's Host.
+    A page may send a form or text to any server that its user's browser can reach, and a page whose host name
+    leads here (DNS rebinding) may also read the answer; the request's Host is then that name.
 
     hosts: names by which the server is called, besides addresses and local names; one that begins with a dot stands
         for all that end so. origins: of pages that may use this server.

@@ -30,7 +30,7 @@ log = logging.getLogger("headway.gateway")
 
 
 class Autoscaler:
-    """Starts and stops the engines of some models by what `scaling` wants."""
+    """Starts and stops the engines of some models as `scaling` decides."""
 
     def __init__(self, fleet: Fleet, scaling: Scaling, models: Collection[str]) -> None:
         self._fleet, self._scaling, self._models = fleet, scaling, models

@@ -35,8 +35,8 @@ log = logging.getLogger("headway.gateway")
 class RunEnds:
     """Remembers which engines had requests of each live run, and reports its end to them.
 
-    They then evict KV first that only these runs have used. A run that is silent for too long has ended, too, but
-    may go on: its KV keeps its place in the engines' order.
+    The engines then evict first the KV that only these runs have used. The end of a run that was silent for too long is
+    not reported, as it may go on: its KV keeps its place in the engines' order.
     """
 
     def __init__(self, engines: Mapping[str, EngineView]) -> None:

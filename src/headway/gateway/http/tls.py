@@ -1,4 +1,4 @@
-"""TLS of the gateway's port: its certificate, taken over again whenever its files change, and handshakes."""
+"""TLS of the gateway's port: its certificate, reloaded whenever its files change, and handshakes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TlsServer:
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """End what is still in its handshake."""
+        """Close connections that are still in their handshake."""
         await tasks.cancel(self._accepting, *self._handshakes)
 
     async def _accept(self, sock: socket.socket) -> None:

@@ -186,7 +186,7 @@ class AudioForm:
 
     @classmethod
     def read(cls, data: bytes, content_type: str) -> AudioForm:
-        """Parse a body; RequestError for what is no form with one file."""
+        """Parse a body; RequestError if it is not a form with one file."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not (boundary := options.get(b"boundary")):
             raise _not_a_form(f"its content type is {content_type[:64]!r}")

@@ -230,7 +230,7 @@ def _parse(text: str) -> Any:
 def expanded_length(regex: str) -> int:
     """Return the characters of a regular expression, a class as one, with its repetitions written out.
 
-    Dialects differ, so this is no parser: what it does not understand counts as characters.
+    Dialects differ, so this is not a parser: what it does not understand counts as characters.
     """
     sizes, last = [0], 0  # of the groups that are open, and of what a repetition would repeat
     for part in _PARTS.finditer(regex):

@@ -71,7 +71,7 @@ async def picking(
 def _credentials(tls: Tls) -> Any:
     """Return credentials that read the certificate for each new connection, because its files may change.
 
-    While they do not match, as one is replaced after the other, the pair before stays.
+    While certificate and key do not match, as one is replaced after the other, the previous pair stays in use.
     """
     certificate = Certificate(tls)
 

@@ -159,8 +159,8 @@ class Recovery:
     """Renews the gateway's lease on its jobs, three times within its length, and recovers jobs that no gateway holds.
 
     Every second it takes the jobs that another gateway gave back, or left behind when it died: background jobs run
-    again here, foreground ones fail, because their connections ended with that gateway. One that is being stopped
-    takes none.
+    again here, foreground ones fail, because their connections ended with that gateway. A gateway
+    that is stopping takes none.
 
     in_flight: ids of the requests here; a job of one is kept, not recovered, when it was free for a moment.
     models: those that are served here; a background job for another one fails.

@@ -54,7 +54,7 @@ class Runs:
     most: live runs, beside those with requests in progress; the most silent one ends when another begins.
 
     Attributes:
-        closed: is told of each run that has ended, None = nothing is.
+        closed: called with each run that has ended, None = nothing is.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from headway.types import Floats, Forecast, Request, Shortfall
 
 @dataclass(slots=True)
 class Checks:
-    """Requests by the instant at which they are to be looked at; O(log n) for each."""
+    """Requests by the instant of their next check; O(log n) for each."""
 
     _heap: list[tuple[float, str]] = field(default_factory=list, init=False)  # with entries that no longer hold
     _checks: dict[str, float] = field(default_factory=dict, init=False)  # request -> the entry that holds
@@ -30,7 +30,7 @@ class Checks:
 
     @property
     def next_check(self) -> float:
-        """The first instant at which a request is to be looked at, inf = none."""
+        """The first instant at which a request is to be checked, inf = none."""
         heap = self._heap
         while heap and self._checks.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)

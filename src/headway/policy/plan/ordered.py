@@ -66,7 +66,7 @@ class Ordered(Planner):
         ahead: requests that wait inside an engine whose packer chooses among them, whatever KV they need;
             None = none but those that have a slot and KV there.
         key: the planner's own first number of a request's rank within its level; it must not change.
-        held: requests that are in no queue for now, by id.
+        held: ids of requests that are kept out of all queues for now.
     """
 
     pull = True

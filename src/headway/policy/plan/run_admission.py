@@ -1,16 +1,16 @@
-"""Which best-effort runs are in: no more than the KV holds, so that they do not evict each other between requests.
+"""Admits no more best-effort runs than the KV holds, so that they do not evict each other between requests.
 
-An agent whose prompts continue each other comes back for its KV after each tool call. While the runs that are in fill
-the KV that requests with a promise leave, the next one waits. It goes in, in the order of best effort, when there is
-room: runs that are in have ended, or have been silent for as long as computing all the KV of an engine takes, from
-when on keeping their KV has cost more than computing it again. When those that are in have grown too large together,
-the next requests of the newest wait (ThunderAgent, arXiv 2602.13692, pauses programs likewise).
+An agent whose prompts continue each other reuses its KV after each tool call. While the admitted runs fill the KV that
+requests with a promise leave, the next run waits. Runs are admitted in the order of best effort, when there is room:
+when an admitted run ends, or has been silent for as long as computing all the KV of an engine takes, because from then
+on keeping its KV costs more than computing it again. When the admitted runs have outgrown the KV, the newest wait from
+their next request on (ThunderAgent, arXiv 2602.13692, pauses programs likewise).
 
-None waits for ever: when none has gone in for a turn, the one that has waited longest does, and is the oldest from then
-on. A turn is `stretch` times what computing all the KV of an engine takes.
+No run waits for ever: if none has been admitted for a turn, the one that has waited longest is, and counts as the
+oldest. A turn is `stretch` times what computing all the KV of an engine takes.
 
-Requests with a promise never wait here, nor those that cannot come back for their KV: outside runs, of runs whose
-prompts do not continue each other, without keys (one engine), or restricted to some engines.
+Requests with a promise never wait here, nor do those that reuse no KV: outside runs, of runs whose prompts do not
+continue each other, without keys (one engine), or restricted to some engines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BEST_EFFORT = OBJECTIVES.index("best_effort")
 class _Member:
     """The best-effort requests of a live run to one model.
 
-    prompt: bytes of the newest prompt's keys, and the last one. tokens: of that prompt and its answer.
-    reuses: a prompt continued the one before; None = only one has come.
+    prompt: number of bytes of the newest prompt's keys, and the last key. tokens: of that prompt and its answer.
+    reuses: whether a prompt continued the one before; None = only one has come.
     asks: tokens of the requests in progress, by id. held: those that wait. counted: its part of `_Group.taken`.
     """
 
@@ -54,9 +54,9 @@ class _Group:
     """The runs that use one model.
 
     engines: those that serve it. kv: tokens of all of them.
-    runs: those that are in, the oldest first. taken: tokens of KV that they need together.
-    silent: those that are in without requests in progress, by the instant at which they go out.
-    waiting: those that wait, with where they stand, the longest first. entered: instant at which the latest went in.
+    runs: the admitted ones, the oldest first. taken: tokens of KV that they need together.
+    silent: the admitted ones without requests in progress, with the instant at which their admission ends.
+    waiting: those that wait, with where they stand, the longest first. entered: instant of the latest admission.
     """
 
     engines: list[str] = field(default_factory=list)
@@ -68,14 +68,14 @@ class _Group:
     entered: float = 0.0
 
     def count(self, one: _Member) -> None:
-        """Count what a run needs, if it is in."""
+        """Count what a run needs, if it is admitted."""
         if one in self.runs:
             self.taken -= one.counted
             one.counted = sum(one.asks.values()) or one.tokens
             self.taken += one.counted
 
     def out(self, one: _Member) -> None:
-        """Let a run be in no more."""
+        """End the admission of a run."""
         self.silent.pop(one, None)
         if one in self.runs:
             del self.runs[one]
@@ -83,13 +83,13 @@ class _Group:
 
 
 class RunAdmission:
-    """Lets best-effort runs in.
+    """Admits best-effort runs.
 
-    runs: the live ones. stretch: turns' length.
+    runs: the live ones. stretch: length of a turn, in times that computing all the KV of an engine takes.
 
     Attributes:
         held: requests that wait, by id.
-        wake_at: instant at which the next run may go in if nothing ends before, inf = none waits.
+        wake_at: instant at which the next run may be admitted if nothing ends before, inf = none waits.
     """
 
     def __init__(self, runs: Runs, stretch: float) -> None:
@@ -139,7 +139,7 @@ class RunAdmission:
             one.group.silent[one] = now + self._worth(one.group)
 
     def enter(self, cluster: Cluster, now: float) -> list[str]:
-        """Let runs in as long as the KV holds them; return their requests that go on."""
+        """Admit runs as long as the KV holds them; return their requests that go on."""
         self._follow(cluster)
         if not self._changed and now < self.wake_at:
             return []
@@ -158,7 +158,7 @@ class RunAdmission:
         return out
 
     def _stays(self, one: _Member, cluster: Cluster) -> bool:
-        """Tell whether a run that is in goes on: the oldest does, and those that fit beside the older ones."""
+        """Tell whether a run stays admitted: the oldest does, and those that fit beside the older ones."""
         group = one.group
         if one not in group.runs:
             return False
@@ -172,7 +172,7 @@ class RunAdmission:
         return one is next(iter(group.runs))
 
     def _let_in(self, group: _Group, cluster: Cluster, now: float) -> list[str]:
-        """Let in the runs that wait for a model, in their order; return their requests."""
+        """Admit the runs that wait for a model, in their order; return their requests."""
         out = list[str]()
         while group.silent and next(iter(group.silent.values())) <= now:
             group.out(next(iter(group.silent)))
@@ -204,7 +204,7 @@ class RunAdmission:
         return group.kv - float(backlog.tokens[rows[backlog.objective[rows] != _BEST_EFFORT]].sum())
 
     def _go_on(self, one: _Member) -> list[str]:
-        """Return the held requests of a run, which are held no more."""
+        """Release the held requests of a run; return their ids."""
         ids, one.held = one.held, []
         self.held.difference_update(ids)
         one.group.waiting.pop(one, None)

@@ -72,7 +72,7 @@ class RunOrder(Ordered):
 
     @property
     def wake_at(self) -> float:
-        """The instant of the next warm-up, or at which a run may go in."""
+        """The instant of the next warm-up, or at which a run may be admitted."""
         return min(self.runs.prewarming.wake_at, self._admission.wake_at)
 
     @property

@@ -43,7 +43,7 @@ def column(name: str, values: Any, n: int, real: bool) -> NDArray[Any]:
 
 
 def refuse_times(times: Floats) -> None:
-    """Refuse arrivals that are no instants of a simulation."""
+    """Refuse arrivals that are not instants of a simulation."""
     refuse(~(np.isfinite(times) & (times >= 0)), "arrival", times, "0 s or later")
 
 

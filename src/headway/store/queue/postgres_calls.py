@@ -97,8 +97,8 @@ def check(call: QueueCall) -> None:
 REFUND = "UPDATE {s}.spent SET units = units - $3 WHERE account = $1 AND id = $2"
 COUNTED = """SELECT account, sum(units) AS units FROM {s}.spent
     JOIN unnest($1::text[], $2::float8[]) AS past (account, until) USING (account) WHERE at > until GROUP BY account"""
-# For puts whose outcome is unknown as the connection ended: they are deleted with what was charged for them. Of those
-# that another gateway has closed meanwhile, as the lease had ended, what was charged is deleted.
+# Undoes puts whose outcome is unknown because the connection ended: their jobs and charges are deleted. If another
+# gateway has closed a job meanwhile, because the lease had ended, only its charges are.
 UNDO_PUTS = """WITH undone AS (
         DELETE FROM {s}.jobs WHERE owner = $1 AND state = 'open' AND call = ANY ($2) RETURNING id),
     closed AS (SELECT id FROM {s}.jobs WHERE id = ANY ($4) AND state = 'failed' AND owner <> $1 AND NOT background)

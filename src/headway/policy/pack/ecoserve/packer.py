@@ -84,5 +84,5 @@ class EcoServe(Packer):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Return what it has done so far, by the names of `DONE`."""
+        """Return the counters of what the packer has done, by the names in `DONE`."""
         return {name: int(self.progress[name][0]) for name in DONE}

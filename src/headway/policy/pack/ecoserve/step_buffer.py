@@ -111,9 +111,9 @@ class StepBuffer(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """All that one decision takes.
+    """The arguments of one decision.
 
-    status, progress: the packer's own, which are brought up to date. size: tokens of a block. theta: as in
+    status, progress: the packer's, updated in place. size: tokens of a block. theta: as in
     `OnlineLatency`.
     """
 
