@@ -255,6 +255,9 @@ class GatewayServer(uvicorn.Server):
         if state.tasks:
             limit = "all the time that they take" if drain == "streams" else f"up to {drain} s"
             log.warning("stopping; requests in progress (%d) have %s (Ctrl-C ends them now)", len(state.tasks), limit)
+        for server in self.servers:
+            if isinstance(server, TlsServer):  # one that ends its handshake during the drain would not be closed
+                await server.wait_closed()
         await super().shutdown(sockets)
         for task in [task for task in state.tasks if not task.cancelling()]:  # after a second Ctrl-C
             task.cancel()
