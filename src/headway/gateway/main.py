@@ -36,7 +36,7 @@ from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
 from headway.gateway.gateway import Gateway, serving
 from headway.gateway.http.connections import ConnectionLimits, Connections
-from headway.gateway.http.garbage import collect, spare_old_objects
+from headway.gateway.http.garbage import collect, collect_all, spare_old_objects
 from headway.gateway.http.listening import listening, steer_away
 from headway.gateway.http.protocol import protocol_class
 from headway.gateway.http.tls import Certificate, TlsServer
@@ -123,10 +123,8 @@ def _tidy() -> None:
 
     Imported modules stay: not scanning them for garbage saves a tenth of every request.
     """
-    gc.collect()
+    collect_all()
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class GatewayServer(uvicorn.Server):
