@@ -156,6 +156,15 @@ def test_a_gateway_that_stops_accepts_nothing_and_ends_handshakes(serve: Serve, 
         assert slow.result().text.endswith("data: [DONE]\n\n")
 
 
+def test_a_client_that_keeps_its_connection_does_not_hold_up_the_end(serve: Serve, authority: Authority) -> None:
+    """TLS would wait 30 s for it to close its side, which a client with a pool does at its next request."""
+    with httpx.Client(verify=ssl.create_default_context(cafile=authority.ca)) as client:
+        with serve(server={"tls": Tls(*authority.issue("gateway")), "drain_s": 600}) as gateway:
+            assert client.get(f"{gateway.url}/health").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            client.get(f"{gateway.url}/health")
+
+
 async def test_a_server_without_files_says_so_once_and_goes_on(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:

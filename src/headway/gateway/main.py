@@ -261,6 +261,7 @@ class GatewayServer(uvicorn.Server):
             task.cancel()
         if state.tasks:
             await asyncio.wait(state.tasks, timeout=_LAST_WORDS_S)
+        self._connections.cut(but=state.connections)
 
     async def _hand_over(self, state: AppState) -> None:
         state.stopping.set()
