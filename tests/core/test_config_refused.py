@@ -101,6 +101,7 @@ def test_an_unknown_key_is_named_with_the_nearest_or_its_right_place(data: dict[
         ({"broker": {"keep_hours": float("inf")}}, "broker.keep_hours", "inf"),
         ({"server": {"cors_origins": ["app.example"]}}, "server.cors_origins.0", "'app.example'"),
         ({"server": {"media_domains": ["https://a.example"]}}, "server.media_domains.0", "'https://a.example'"),
+        ({"server": {"media_domains": ["a.example:0"]}}, "server.media_domains.0", "'a.example:0'"),
         ({"broker": {"keep_hours": float("nan")}}, "broker.keep_hours", "nan"),
         ({"classes": {"x": {"ttft_ms": -5}}}, "classes.x.ttft_ms", "-5"),
         ({"classes": {"x": {"ttft_ms": "fast"}}}, "classes.x.ttft_ms", "'fast'"),

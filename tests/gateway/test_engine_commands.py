@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +181,34 @@ def test_a_file_that_is_read_again(
         gateway.do(again.run())
         until(lambda: states(gateway) == {"e0": "up", "e2": "up"})
         until(lambda: engines["e0"].config.url == others[0].url and engines["e2"].config.max_running == 8)
+
+
+def test_an_engine_may_be_removed_while_a_file_s_new_urls_are_asked(
+    serve: Serve, fake: Fake, others: list[Fake], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "headway.toml"
+
+    def written(*urls: str) -> None:
+        file.write_text(write(parse({"engines": [{"url": url, "max_running": 32} for url in urls]})))
+
+    async def reload() -> Reload:
+        return Reload(file, AppState(gateway.inner))
+
+    with serve(fake.url, others[0].url) as gateway, ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        silent.settimeout(10)
+        until(gateway.all_up)
+        written(fake.url, others[0].url)
+        again = gateway.do(reload())
+        urls = [f"http://127.0.0.1:{silent.getsockname()[1]}/{i}" for i in range(2)]
+        written(*urls)
+        reloaded = asyncio.run_coroutine_threadsafe(again.run(), gateway.loop)
+        for _ in urls:  # both are asked at once
+            stack.enter_context(silent.accept()[0])
+        order(gateway, "DELETE", "/e1")
+        until(lambda: states(gateway) == {"e0": "up"})
+        reloaded.result(15)
+        assert f"The engine e0 works, and nothing answers at its new url {urls[0]}" in caplog.text
 
 
 def test_what_orders_have_done_already_is_not_forgotten(

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from headway.gateway import tasks
@@ -62,6 +63,17 @@ async def test_the_gateway_collects_old_garbage_when_it_is_calm(spared: None) ->
         weakref.finalize(cycle, loop.call_soon, freed.set)
         del cycle
         await asyncio.wait_for(freed.wait(), 20)
+
+
+def test_freed_memory_is_returned() -> None:
+    process = psutil.Process()
+    blocks = [b"x%05d" % i * 1000 for i in range(10_000)]
+    kept = blocks[::100]
+    del blocks
+    before = process.memory_info().rss
+    garbage.collect_all()
+    assert before - process.memory_info().rss > 30_000_000, "of 60 MB, with some in use above each part"
+    assert len(kept) == 100
 
 
 def test_it_is_not_put_off_for_ever() -> None:

@@ -161,6 +161,7 @@ def part_of(kind: str, url: str) -> dict[str, Any]:
         "https://images.example:8080/a.png",
         "http://images.example:443/a.png",
         "https://other.example/a.png",
+        "https://\u212a.example/a.png",  # the Kelvin sign, whose lower case is a k
     ],
 )
 def test_an_engine_fetches_from_named_hosts_alone(url: str) -> None:
@@ -178,7 +179,7 @@ def test_an_engine_fetches_from_named_hosts_alone(url: str) -> None:
             {"queries": {"content": parts}, "documents": ["a"]},
         ):
             with pytest.raises(RequestError) as refused:
-                refuse_urls(body, ("images.example", "other.example:8443"))
+                refuse_urls(body, ("images.example", "other.example:8443", "k.example"))
             assert (refused.value.status, refused.value.code) == (400, "media_url_refused")
             assert "server.media_domains" in str(refused.value)
 

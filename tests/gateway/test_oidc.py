@@ -22,6 +22,7 @@ from headway.config import Budget, Key, Oidc, write
 from headway.errors import HeadwayError
 from headway.gateway.apis.access import Sender
 from headway.gateway.apis.oidc import Tokens
+from headway.gateway.apis.stored_keys import FORGET_S
 from headway.gateway.reload import Reload
 from headway.store.queue.keys import StoredKey
 from testing.servers.issuer import Issuer, private_key
@@ -145,7 +146,9 @@ def test_tokens_keep_the_limits_of_a_key_that_is_removed_from_the_file(
             answer = gateway.post(gateway.chat(max_tokens=max_tokens, **fakes()), headers=bearer(issuer.token()))
             return answer.status_code
 
+        state._removed["old"] = Sender(Key("sk-old-12345", "old"), clock.now() - FORGET_S - 1.0)
         gateway.do(reread(*keys[1:]))
+        assert not state._removed, "what no longer holds is forgotten"
         assert asked(300) == 200, "the first key is another one now, without limits"
         gateway.do(reread(*keys))
         for left in (keys[2:], ()):

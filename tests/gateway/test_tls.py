@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import shutil
+import signal
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,8 +27,8 @@ from headway.config import Config, Engine, Server, Tls, parse, write
 from headway.engines.vllm.process.tls import context_of
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway import tasks
-from headway.gateway.http.connections import SPARE
-from headway.gateway.http.tls import Certificate
+from headway.gateway.http.connections import SPARE, ConnectionLimits, Connections
+from headway.gateway.http.tls import Certificate, TlsServer
 from headway.gateway.preflight import preflight
 from testing.servers.certificates import Authority
 from tests.gateway.conftest import Serve
@@ -136,6 +139,58 @@ def test_handshakes_count_as_connections(serve: Serve, authority: Authority) -> 
         clients[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             clients[-1].recv(1)
+
+
+def test_a_gateway_that_stops_accepts_nothing_and_ends_handshakes(serve: Serve, authority: Authority) -> None:
+    server = {"tls": Tls(*authority.issue("gateway")), "head_timeout_s": 600.0, "drain_s": 600}
+    with serve(server=server) as gateway, ThreadPoolExecutor() as pool:
+        address = ("127.0.0.1", gateway.config.server.port)
+        with socket.create_connection(address, timeout=20) as begun:
+            slow = pool.submit(gateway.post, gateway.chat(stream=True, **fakes(delay=0.4)))
+            until(lambda: gateway.controller.requests)
+            gateway.server.handle_exit(signal.SIGTERM, None)
+            assert begun.recv(1) == b"", "else its client would be served, and could hold up the end"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+            assert not slow.done()
+        assert slow.result().text.endswith("data: [DONE]\n\n")
+
+
+def test_a_client_that_keeps_its_connection_does_not_hold_up_the_end(serve: Serve, authority: Authority) -> None:
+    """TLS would wait 30 s for it to close its side, which a client with a pool does at its next request."""
+    with httpx.Client(verify=ssl.create_default_context(cafile=authority.ca)) as client:
+        with serve(server={"tls": Tls(*authority.issue("gateway")), "drain_s": 600}) as gateway:
+            assert client.get(f"{gateway.url}/health").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            client.get(f"{gateway.url}/health")
+
+
+async def test_a_server_without_files_says_so_once_and_goes_on(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sock(socket.socket):
+        failures = 0
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.failures < 2:
+                self.failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    sock, made = Sock(), asyncio.Event()
+    sock.bind(("127.0.0.1", 0))
+    clients = Connections(ConnectionLimits.of(Server(), 20_000))
+
+    def protocol() -> asyncio.Protocol:
+        made.set()
+        return asyncio.Protocol()
+
+    server = TlsServer(sock, 1, Certificate(Tls(*authority.issue("gateway"))), clients, protocol)
+    with socket.create_connection(sock.getsockname()):
+        await asyncio.wait_for(made.wait(), 20)
+    server.close()
+    await server.wait_closed()
+    assert caplog.text.count("no connection can be accepted") == 1
 
 
 def test_files_that_are_no_certificate(authority: Authority, tmp_path: Path) -> None:

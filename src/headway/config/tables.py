@@ -315,7 +315,7 @@ class Server:
     tls: Tls = field(default_factory=Tls)
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")], ...] = ()
     max_audio_mib: Count = 25  # limit of an uploaded speech form; vLLM itself refuses files above 25 MB
-    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+(:\d{1,5})?$")], ...] = ()
+    media_domains: tuple[Annotated[str, Field(pattern=r"^[a-zA-Z0-9.-]+(:[1-9][0-9]{0,4})?$")], ...] = ()
 
     @property
     def url(self) -> str:

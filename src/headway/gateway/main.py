@@ -36,7 +36,7 @@ from headway.gateway.apis.state import AppState
 from headway.gateway.app import add_endpoints, new_app
 from headway.gateway.gateway import Gateway, serving
 from headway.gateway.http.connections import ConnectionLimits, Connections
-from headway.gateway.http.garbage import collect, spare_old_objects
+from headway.gateway.http.garbage import collect, collect_all, spare_old_objects
 from headway.gateway.http.listening import listening, steer_away
 from headway.gateway.http.protocol import protocol_class
 from headway.gateway.http.tls import Certificate, TlsServer
@@ -123,10 +123,8 @@ def _tidy() -> None:
 
     Imported modules stay: not scanning them for garbage saves a tenth of every request.
     """
-    gc.collect()
+    collect_all()
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class GatewayServer(uvicorn.Server):
@@ -255,11 +253,15 @@ class GatewayServer(uvicorn.Server):
         if state.tasks:
             limit = "all the time that they take" if drain == "streams" else f"up to {drain} s"
             log.warning("stopping; requests in progress (%d) have %s (Ctrl-C ends them now)", len(state.tasks), limit)
+        for server in self.servers:
+            if isinstance(server, TlsServer):  # one that ends its handshake during the drain would not be closed
+                await server.wait_closed()
         await super().shutdown(sockets)
         for task in [task for task in state.tasks if not task.cancelling()]:  # after a second Ctrl-C
             task.cancel()
         if state.tasks:
             await asyncio.wait(state.tasks, timeout=_LAST_WORDS_S)
+        self._connections.cut(but=state.connections)
 
     async def _hand_over(self, state: AppState) -> None:
         state.stopping.set()

@@ -123,11 +123,13 @@ class Reload:
             if id in now and _differ(self._engines[id], engine) and _differ(now[id], engine)
         }
         remove = [id for id in self._engines if id not in ids and id in now]
-        for id, engine in roll.items():
-            if engine.url not in (None, now[id].url) and fleet.engines[id].serves and not await _answers(id, engine):
-                problem = f"The engine {id} works, and nothing answers at its new url {engine.url}."
-                fix = "Start that engine, or correct the url, then send SIGHUP again."
-                raise ConfigError(problem, fix, param="engines")
+        moved = [id for id, one in roll.items() if one.url not in (None, now[id].url) and fleet.engines[id].serves]
+        # At the same time: one that accepts connections and is silent is given up after seconds.
+        answers = await asyncio.gather(*(_answers(id, roll[id]) for id in moved))
+        for id in (id for id, answered in zip(moved, answers, strict=True) if not answered):
+            problem = f"The engine {id} works, and nothing answers at its new url {roll[id].url}."
+            fix = "Start that engine, or correct its url (https: tls_ca, too), then send SIGHUP again."
+            raise ConfigError(problem, fix, param="engines")
         added = await fleet.change([new[i] for i in add], roll, remove) if add or roll or remove else []
         for i, id in zip(add, added, strict=True):
             ids[i] = id

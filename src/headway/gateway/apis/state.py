@@ -90,7 +90,8 @@ class AppState(Access):
         """Adopt classes, keys (as of `keys_of`) and prices."""
         now, tenants = clock.now(), {key.tenant for key in configured.values()}
         gone = [key for key in self.configured.values() if key.tenant not in tenants]
-        self._removed |= {key.tenant: Sender(key, now) for key in reversed(gone)}
+        kept = {tenant: one for tenant, one in self._removed.items() if one.until > now - FORGET_S}
+        self._removed = kept | {key.tenant: Sender(key, now) for key in reversed(gone)}
         self.configured = configured
         self.classes = new.classes
         self.config = replace(self.config, prices=new.prices)

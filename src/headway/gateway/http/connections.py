@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -117,6 +117,11 @@ class Connections:
         self._serving.discard(closed)
         self._waiting.pop(closed, None)
         self._answered.discard(closed)
+
+    def cut(self, but: Collection[object]) -> None:
+        """Close all connections but some at once."""
+        for one in self._open - set(but):
+            one.end("room")
 
     def admit(self, one: Connection) -> bool:
         """Return whether a request on a connection may be served."""

@@ -8,6 +8,8 @@ counts, or found young. So full collections come when few requests are open, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 from collections.abc import Callable
 
@@ -23,6 +25,16 @@ def spare_old_objects() -> None:
     gc.set_threshold(young, middle, _NEVER)
 
 
+def collect_all() -> None:
+    """Carry out a full collection, and return freed memory to the system.
+
+    By itself glibc keeps what lies below memory that is in use: 50 KiB of each TLS connection, after thousands at once.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 async def collect(open_requests: Callable[[], int], interval_s: float = _LOOK_S) -> None:
     """Carry out full collections, until cancelled.
 
@@ -33,7 +45,7 @@ async def collect(open_requests: Callable[[], int], interval_s: float = _LOOK_S)
     while True:
         await asyncio.sleep(interval_s)
         if due(open_requests(), loop.time() - latest):
-            gc.collect()
+            collect_all()
             latest = loop.time()
 
 

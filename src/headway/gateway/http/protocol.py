@@ -7,8 +7,11 @@ memory is spent on what will be refused.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import math
+import sys
+import termios
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -278,6 +281,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def exceeded(self, now: float) -> Limit | None:
         """Return the limit that this connection exceeds at an instant of the event loop's clock."""
+        if self.transport.is_closing() and not _in_flight(self.transport):
+            self.connections.discard(self)  # TLS waits for its client to close, too; the gateway's end does not
         if self._unread(now):
             return "write"
         if now < self._due:
@@ -369,6 +374,16 @@ class WithoutChunks:
     def is_closing(self) -> bool:
         """Return whether the transport closes, or has closed."""
         return self._transport.is_closing()
+
+
+def _in_flight(transport: asyncio.Transport) -> int:
+    """Return the number of bytes in the kernel that the client has not acknowledged; 0 once the socket is closed."""
+    sock = transport.get_extra_info("socket")
+    try:
+        unsent = b"" if sock is None else fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:  # it is closed, and `connection_lost` comes next
+        return 0
+    return int.from_bytes(unsent, sys.byteorder)
 
 
 def _probes_only(app: ASGIApp) -> ASGIApp:

@@ -94,28 +94,33 @@ class TlsServer:
         clients: Connections,
         protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        self._context, self._clients, self._protocol = certificate.context, clients, protocol
+        self._sock, self._context, self._clients, self._protocol = sock, certificate.context, clients, protocol
         self._handshakes = set[asyncio.Task[None]]()
         sock.setblocking(False)
         sock.listen(backlog)
-        self._accepting = asyncio.create_task(self._accept(sock))
+        self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Accept no more connections; the kernel refuses new ones from the next iteration of the event loop on."""
         self._accepting.cancel()
+        self._sock.close()
 
     async def wait_closed(self) -> None:
         """Close connections that are still in their handshake."""
         await tasks.cancel(self._accepting, *self._handshakes)
 
-    async def _accept(self, sock: socket.socket) -> None:
+    async def _accept(self) -> None:
+        failing = False
         while True:
             try:
-                new, _ = await asyncio.get_running_loop().sock_accept(sock)
-            except OSError as error:
-                log.error("no connection can be accepted: %s", error)
+                new, _ = await asyncio.get_running_loop().sock_accept(self._sock)
+            except OSError as error:  # as a rule, too many files are open, until clients leave
+                if not failing:
+                    log.error("no connection can be accepted: %s", error)
+                failing = True
                 await asyncio.sleep(_LOOK_S)
                 continue
+            failing = False
             task = asyncio.create_task(self._shake_hands(new))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)

@@ -37,7 +37,7 @@ _HEAD = 2**18  # bytes of a file in which its size is looked for
 _LARGE = ((8192, 8192), (16384, 4096), (4096, 16384))
 _URLS = ("image_url", "audio_url", "video_url")  # of vLLM's parts, whatever their type
 # Of a URL about whose host all parsers agree: no user, no backslash, no control character before the path.
-_HOST = re.compile(r"(https?)://([a-z0-9.-]+)(?::(\d+))?(?:[/?#]|\Z)", re.IGNORECASE)
+_HOST = re.compile(r"(https?)://([a-z0-9.-]+)(?::(\d+))?(?:[/?#]|\Z)", re.IGNORECASE | re.ASCII)
 _AUDIO_RATE = 50  # tokens per second at most: positions of Whisper's encoder, which audio models pool further
 
 
