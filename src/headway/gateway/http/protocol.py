@@ -280,9 +280,13 @@ class LimitedHttp(HttpToolsProtocol):
     # ---- limits of time and number
 
     def exceeded(self, now: float) -> Limit | None:
-        """Return the limit that this connection exceeds at an instant of the event loop's clock."""
+        """Return the limit that this connection exceeds at an instant of the event loop's clock.
+
+        One that is closing and whose client has acknowledged everything also leaves uvicorn's connections, for which a
+        gateway that stops waits: TLS keeps it until its client closes, too.
+        """
         if self.transport.is_closing() and not _in_flight(self.transport):
-            self.connections.discard(self)  # TLS waits for its client to close, too; the gateway's end does not
+            self.connections.discard(self)
         if self._unread(now):
             return "write"
         if now < self._due:

@@ -39,7 +39,8 @@ class Certificate:
 
     def _renew(self) -> None:
         try:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a context keeps the half of a pair that fits not
+            # Tried in another context first: one that is given a certificate without its key keeps it all the same.
+            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._load(self.context)
         except ConfigError as error:
             log.error("the certificate stays as it is: %s", error)
@@ -53,7 +54,7 @@ class Certificate:
             self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             key, cert = (Path(file).read_bytes() for file in reversed(self._files))
         except (ConfigError, OSError) as error:
-            log.error("the picker's certificate stays as it is: %s", error)
+            log.error("the certificate stays as it is: %s", error)
             return None
         return (key, cert) if self._marks() == marks else None  # else they are being replaced
 

@@ -83,7 +83,7 @@ class TokenCapsMixin:
 
     Stock aligns chunks (Mamba blocks, images, drafters that look ahead) after it has bounded them by its budgets;
     a cap is one more bound, so it comes before each of these. Stock adds draft tokens to a request that has one
-    token to compute, and pads new ones to as many; a cap that leaves all known tokens does not cut those.
+    token to compute, and pads new requests to the same number; a cap that admits all known tokens keeps the drafts.
 
     token_caps: most tokens per request id; a request that is not in it is not bounded.
     """

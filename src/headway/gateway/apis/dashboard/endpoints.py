@@ -192,7 +192,7 @@ async def _engine(engine: EngineView, inside: int) -> dict[str, Any]:
 _SECONDS = 60.0  # for one story
 _SLACK_S = 60.0  # of the journal before a request arrived: it may go by another reading of the clock
 _NICE = 10  # what serves goes first
-_REFUSED = 2  # exit status of a command that says what is wrong
+_REFUSED = 2  # exit status of a command that refuses its input
 log = logging.getLogger("headway.gateway")
 
 
