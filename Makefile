@@ -15,8 +15,9 @@ REGISTRY ?=
 # vLLM's build: for CUDA where the driver finds a GPU (DEVICE=cpu says otherwise), else the locked one for CPUs.
 DEVICE ?= $(shell nvidia-smi --list-gpus 2> /dev/null | grep -q . && echo cuda || echo cpu)
 MAKEFLAGS += --jobs=2  # most steps take one core
-# Processes of `make test`: twice the cores of a small machine, because tests often wait for servers that they started.
-WORKERS ?= 4
+# Processes of `make test`: more than the cores of a small machine, because tests often wait for servers that they
+# started. Each takes up to 2.5 GB, and as much for its servers.
+WORKERS ?= 3
 
 # What test-fast leaves out (markers: tests/conftest.py); unlike -m alone, --ignore also saves the imports.
 SLOW_FOLDERS := tests/engine tests/e2e tests/gateway tests/bench
